@@ -172,11 +172,6 @@ class MeasuredLinks:
     bus: float  # bytes per second
     latency: float  # seconds
 
-    def all_reduce_seconds(self, ranks: int, size: float) -> float:
-        """Return the expected time of a ring all-reduce of `size` bytes on `ranks` ranks, in the buckets of DDP."""
-        hop = self.latency / (2 * (self.ranks - 1))
-        return 2 * (ranks - 1) / ranks * size / self.bus + 2 * (ranks - 1) * hop * math.ceil(size / BUCKET_BYTES)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -207,7 +202,10 @@ def predict(comparison: Comparison, links: MeasuredLinks | None, hook: str) -> P
     # The backward pass of the last micro-batch, about two thirds of its computing, can hide communication.
     compute = base.mean("forward", "backward") / base.accumulation
     compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
-    communication = links.all_reduce_seconds(setting.ranks, gradients * HOOK_SHARES[hook])
+    # A ring all-reduce in the buckets of DDP.
+    size, hops = gradients * HOOK_SHARES[hook], 2 * (setting.ranks - 1)
+    hop_seconds = links.latency / (2 * (links.ranks - 1))
+    communication = hops / setting.ranks * size / links.bus + hops * hop_seconds * math.ceil(size / BUCKET_BYTES)
     exposed = max(0.0, communication - compute * 2 / 3)
     sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
     alone = ideal - comparison.share * sent_in_base

@@ -13,30 +13,17 @@ from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, measure
 from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary
-from accel_ddp.measure.scaling_plan import (
-    ScalingOptions,
-    Setting,
-    cluster_places,
-    local_places,
-    make_plan,
-    parse_ranks,
-    read_options,
-    smaller,
-)
+from accel_ddp.measure.scaling_plan import ScalingOptions, Setting, cluster_places, local_places, make_plan, read_options, smaller
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
 from accel_ddp.nodes.cores import choose_num_threads, usable_cores
 from accel_ddp.nodes.sharding_plan import require_ddp
-from accel_ddp.text import counted
+from accel_ddp.text import counted, rough_seconds
 
 LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
 _NEVER = "1000000000"
 FIXED = f"--log_every 1 --no_eval_first --eval_every {_NEVER} --save_every {_NEVER}".split()
 FIXED += ["--report_to", "", "--push_to_hub", ""]
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|using too much memory", re.IGNORECASE)
-
-
-class FirstRunFailed(Exception):
-    """The first run has failed, and there is nothing to compare with. The arguments are the message and the exit code."""
 
 
 def main(words: list[str]) -> int:
@@ -48,15 +35,11 @@ def main(words: list[str]) -> int:
         signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
             signal.signal(signal.SIGHUP, _raise_interrupt)
-        code = 0
         try:
-            scaling.measure_all()
+            code = scaling.measure_all()
         except KeyboardInterrupt:
             show("interrupted: the runs were ended.")
             code = INTERRUPTED
-        except FirstRunFailed as failed:
-            text, code = failed.args
-            show(text)
     summary = scaling.summary(is_complete=code == 0)
     if options.given.json:
         print(as_json(summary), flush=True)
@@ -91,7 +74,6 @@ class Scaling:
 
     def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
-        numbers = parse_ranks(given.ranks) if given.ranks else []
         self.results: list[Result] = []
         self.links: list[MeasuredLinks] = []
         self.errors_shown: set[str] = set()
@@ -101,14 +83,14 @@ class Scaling:
         if given.cluster:
             self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds, not given.no_prediction)
             self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
-            places = cluster_places([node.processes for node in self.runs.cluster.nodes], numbers)
+            places = cluster_places([node.processes for node in self.runs.cluster.nodes], given.ranks)
             cores = 0 if self.on_gpu else self.runs.cores()
             local_ranks = max(node.processes for node in self.runs.cluster.nodes)
         else:
             gpus = count_visible()
             self.on_gpu, cores = gpus > 0, usable_cores()
             gpus = min(gpus, options.gpu_ids or gpus)
-            places = local_places(numbers, options.limit or gpus or cores, gpus)
+            places = local_places(given.ranks, options.limit or gpus or cores, gpus)
             self.runs = LocalRuns(folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
             local_ranks = places[-1].ranks
         # The CPU threads of each rank are the same in every run. A rank alone would otherwise use all cores.
@@ -119,29 +101,14 @@ class Scaling:
         if not self.plan:
             raise UserError(" ".join(self.left_out))
 
-    def measure_all(self) -> None:
-        """Run all settings. Raise FirstRunFailed if the first one fails, and KeyboardInterrupt."""
-        self._announce()
-        for number, setting in enumerate(self.plan):
-            result, seconds = self._measure(setting, f"[{number + 1}/{len(self.plan)}]")
-            self.results.append(result)
-            left = len(self.plan) - number - 1
-            if number:
-                continue
-            if not result.measured:
-                raise FirstRunFailed("The first run has failed, so that there is nothing to compare with.", self.code)
-            if left:
-                self.show(f"This run took {seconds:.0f} s. About {_duration(seconds * left)} are left.")
-            self._measure_links()
-
-    def _announce(self) -> None:
+    def measure_all(self) -> int:
+        """Run all settings. Return 0, or the exit code if the first run fails: there is nothing to compare with then."""
+        runs = len(self.plan)
         for text in self.left_out:
             self.show(text)
-        runs = f"{counted(len(self.plan), 'run')} of {self.num_steps} steps"
-        low, high = 10 * len(self.plan), 60 * len(self.plan)
         self.show(
-            f"{runs}. Each starts Python and loads the model and the data, which usually takes 10 to 60 s: about {_duration(low)} to "
-            f"{_duration(high)}, longer if steps take seconds."
+            f"{counted(runs, 'run')} of {self.num_steps} steps. Each starts Python and loads the model and the data, which usually "
+            f"takes 10 to 60 s: about {rough_seconds(10 * runs)} to {rough_seconds(60 * runs)}, longer if steps take seconds."
         )
         if not self.on_gpu:
             cores, threads = f" on {self.cores} cores" if self.cores else "", counted(self.threads, "thread")
@@ -149,6 +116,18 @@ class Scaling:
                 f"CPU ranks{cores}: every rank has {threads} in every run, so that runs are comparable. The ranks of a node share its "
                 "cores and its memory bandwidth."
             )
+        for number, setting in enumerate(self.plan):
+            result, seconds = self._measure(setting, f"[{number + 1}/{runs}]")
+            self.results.append(result)
+            if number:
+                continue
+            if not result.measured:
+                self.show("The first run has failed, so that there is nothing to compare with.")
+                return self.code
+            if runs > 1:
+                self.show(f"This run took {seconds:.0f} s. About {rough_seconds(seconds * (runs - 1))} are left.")
+            self._measure_links()
+        return 0
 
     def _measure_links(self) -> None:
         """Let the doctor measure the links of this machine, on the most ranks. In a cluster it runs with the first run on the nodes."""
@@ -156,32 +135,29 @@ class Scaling:
         if isinstance(self.runs, ClusterRuns) or self.options.given.no_prediction or place.ranks == 1:
             return
         self.show(f"the doctor measures all-reduces on {place.ranks} ranks ...")
-        links = self.runs.measure_links(place)
-        self.links += [links] if links else []
-        if not links:
+        if links := self.runs.measure_links(place):
+            self.links.append(links)
+        else:
             self.show(f"There is no prediction: see `accel-ddp doctor --num_processes {place.ranks}`.")
 
     def _measure(self, setting: Setting, label: str) -> tuple[Result, float]:
         """Run a setting, with smaller micro-batches if it does not fit, and once more if its steps vary. Return the seconds too."""
         self.show(f"{label} {setting.describe()} ...")
-        ended, runs = self._run(setting), 1
-        measured = measure(ended.events, self.options.given.warmup)
-        while not measured and _OUT_OF_MEMORY.search(ended.text):
+        ended, runs, warmup = self._run(setting), 1, self.options.given.warmup
+        while not (measured := measure(ended.events, warmup)) and _OUT_OF_MEMORY.search(ended.text):
             used = next((event["batch"]["micro"] for event in ended.events if event["event"] == "start" and "batch" in event), 0)
             less = smaller(setting, used or setting.micro or setting.per_rank)
             if not less:
                 return Result(setting, None, "does not fit in memory, not even one item at once"), ended.seconds
             self.show(f"{less.note}.")
-            setting, ended = less, self._run(less, runs)
-            runs += 1
-            measured = measure(ended.events, self.options.given.warmup)
+            setting, ended, runs = less, self._run(less, runs), runs + 1
         if not measured:
             return Result(setting, None, self._explain(ended)), ended.seconds
         if measured.spread > LARGE_SPREAD:
             self.show(f"The steps vary by {measured.spread:.0%}. The run is repeated.")
             again = self._run(setting, runs).events
-            if measure(again, self.options.given.warmup):
-                measured, runs = measure([*ended.events, *again], self.options.given.warmup), runs + 1
+            if measure(again, warmup):
+                measured, runs = measure([*ended.events, *again], warmup), runs + 1
         return Result(setting, measured, runs=runs), ended.seconds
 
     def _run(self, setting: Setting, number: int = 0) -> Ended:
@@ -190,7 +166,8 @@ class Scaling:
         more += ["--micro_batch_size", str(setting.micro)] if setting.micro else []
         more += ["--num_threads", str(self.threads)] if self.threads else []
         more += ["--steps", str(self.num_steps)] if 0 < steps < self.num_steps else []
-        name = setting.name() + (f"_{number + 1}" if number else "")
+        name = f"{setting.place.nodes}x{setting.ranks}_batch{setting.batch}" + (f"_micro{setting.micro}" if setting.micro else "")
+        name += f"_{number + 1}" if number else ""
         ended = self.runs.run(name, setting.place, [*self.options.options, *FIXED, *more])
         start = next((event for event in ended.events if event["event"] == "start"), {})
         if start.get("sharding"):
@@ -220,7 +197,3 @@ class Scaling:
             on_gpu=self.on_gpu, threads=self.threads, hook=self.options.cfg.comm_hook, is_complete=is_complete,
             steps=self.options.given.steps, warmup=self.options.given.warmup,
         )  # fmt: skip
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"

@@ -6,19 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from accel_ddp.measure.scaling_analysis import (
-    PARTS,
-    Advice,
-    Comparison,
-    MeasuredLinks,
-    Prediction,
-    Result,
-    advise,
-    compare,
-    describe_advice,
-    find_limits,
-    predict,
-)
+from accel_ddp.measure import scaling_analysis as analysis
+from accel_ddp.measure.scaling_analysis import Comparison, MeasuredLinks, Result
 from accel_ddp.measure.scaling_plan import STRONG, WEAK
 from accel_ddp.text import counted, format_seconds, format_si, plural, table
 
@@ -50,21 +39,21 @@ class Summary:
     is_complete: bool
 
     def table(self, mode: str) -> list[Comparison]:
-        return compare(self.results, mode)
+        return analysis.compare(self.results, mode)
 
-    def prediction(self, comparison: Comparison) -> Prediction | None:
+    def prediction(self, comparison: Comparison) -> analysis.Prediction | None:
         """Return what the links promise that were measured for this number of nodes: one, or several."""
         is_remote = comparison.result.setting.place.nodes > 1
         found = [links for links in self.links if (links.nodes > 1) == is_remote]
-        return predict(comparison, found[-1], self.hook) if found else None
+        return analysis.predict(comparison, found[-1], self.hook) if found else None
 
-    def advice(self) -> list[Advice]:
-        return advise(self.table(STRONG), self.table(WEAK))
+    def advice(self) -> list[analysis.Advice]:
+        return analysis.advise(self.table(STRONG), self.table(WEAK))
 
     def limits(self, mode: str) -> tuple[Comparison | None, list[str]]:
         """Return the setting with the most ranks, and what limits it."""
         table = [one for one in self.table(mode) if one.ideal_speedup > 1]
-        return (table[-1], find_limits(table[-1], mode, self.on_gpu)) if table else (None, [])
+        return (table[-1], analysis.find_limits(table[-1], mode, self.on_gpu)) if table else (None, [])
 
     def device(self) -> str:
         ranks = next((result.measured.ranks for result in self.results if result.measured and result.measured.ranks), [])
@@ -105,7 +94,7 @@ def format_summary(summary: Summary) -> str:
     lines += ["", *_explain_limits(summary)]
     if advice := summary.advice():
         lines += ["", "which global batch reaches 90 % of the ideal speed-up over the first row with the same batch:"]
-        lines += [f"  {describe_advice(one, summary.batch())}" for one in advice]
+        lines += [f"  {analysis.describe_advice(one, summary.batch())}" for one in advice]
         if any(not one.is_reached and one.batch > summary.batch() for one in advice):
             lines.append("  A larger global batch is another training: choose the learning rate for it.")
     for links in summary.links:
@@ -160,7 +149,7 @@ def as_json(summary: Summary) -> str:
                 "micro_batch": measured.micro, "accumulation": measured.accumulation, "step_seconds": measured.seconds,
                 "spread": measured.spread, "samples_per_second": result.samples_per_second,
                 "tokens_per_second": measured.tokens / measured.seconds if measured.tokens else None,
-                "seconds": {part: measured.parts[part] for part in PARTS}, "gradient_bytes": measured.gradient_bytes,
+                "seconds": {part: measured.parts[part] for part in analysis.PARTS}, "gradient_bytes": measured.gradient_bytes,
             }  # fmt: skip
         results.append(one)
     tables = {}

@@ -16,16 +16,7 @@ from typing import Any
 
 from accel_ddp.doctor import collective_worker
 from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
-from accel_ddp.measure.tune_results import (
-    DEFAULT,
-    MUCH_SLOWER,
-    Choice,
-    DdpConfig,
-    Entries,
-    Transport,
-    best_choice,
-    best_exact,
-)
+from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Entries, Transport, best_choice, best_exact
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import cpu_is_wanted
 

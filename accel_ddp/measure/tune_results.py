@@ -64,10 +64,12 @@ def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
 def propose_settings(nodes: int, default_score: float) -> Generator[Settings, float | None, None]:
     """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed.
 
-    `default_score` is the score without any settings.
+    `default_score` is the score without any settings. Without nodes that communicate over sockets there is nothing to try.
     """
     best, best_score, tried = {}, default_score, [{}]
-    for choices in (KNOWN_GOOD, *COORDINATES):  # a known set replaces all variables, and a coordinate only its own
+    for choices in (
+        (KNOWN_GOOD, *COORDINATES) if nodes else ()
+    ):  # a known set replaces all variables, and a coordinate only its own
         if nodes > 2 and ALGORITHM in choices[0]:
             choices = (*choices, TREE)
         names = {name for choice in choices for name in choice}

@@ -55,8 +55,8 @@ class SettingsTuner:
         first = [Trial(settings, note="--try") for settings in self.options.tries]
         if transport.uses_sockets and (settings := self.coordinator.members[0].hello["environment"]):
             first.append(Trial(settings, note="as in node 0's environment"))
-        proposals = tune_results.propose_settings(self.coordinator.nodes, default.score) if transport.uses_sockets else None
-        if expected := len(first) + (tune_results.MAX_TRIALS if proposals else 0):
+        proposals = tune_results.propose_settings(self.coordinator.nodes if transport.uses_sockets else 0, default.score)
+        if expected := len(first) + (tune_results.MAX_TRIALS if transport.uses_sockets else 0):
             seconds = self.runner.usual_seconds
             await self.coordinator.print_on_all(
                 f"a trial takes about {seconds:.0f} s, so {expected} trials take about {expected * seconds / 60:.1f} minutes; no "
@@ -65,17 +65,10 @@ class SettingsTuner:
         best, measured = default, []
         score: float | None = None  # of the last proposal
         while True:
-            is_proposal = not first
-            if first:
-                trial = first.pop(0)
-            else:
-                try:
-                    settings = proposals.send(score) if proposals else None
-                except StopIteration:
-                    settings = None
-                if settings is None:
-                    break
-                trial = Trial(settings)
+            try:
+                trial = first.pop(0) if first else Trial(proposals.send(score))
+            except StopIteration:
+                break
             if time.monotonic() + self.runner.usual_seconds > self.settings_deadline:
                 number = counted(self.runner.number, "trial")
                 await self.coordinator.print_on_all(
@@ -87,7 +80,7 @@ class SettingsTuner:
             if is_complete:
                 measured.append(trial)
                 best = trial if trial.score < best.score * tune_results.FASTER else best
-            score = trial.score if is_proposal and is_complete else None
+            score = trial.score if is_complete and not trial.note else None
         return await self.confirm(default, best, measured)
 
     async def _print_transport(self, transport: Transport) -> None:

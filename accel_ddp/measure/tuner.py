@@ -5,7 +5,6 @@ A trial that hangs or fails is ended on every node and shown in the table, and t
 
 import asyncio
 import json
-import math
 import shlex
 import sys
 import time
@@ -21,8 +20,6 @@ from accel_ddp.text import counted, format_bytes, plural
 SHAPES_MODULE = "accel_ddp.tasks.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
 SHAPES_SECONDS = 180.0  # torch may be read from a slow network disk
 WRITE_SECONDS = 15.0
-
-Files = dict[str, str]  # name -> content
 
 
 class Tuner:
@@ -108,8 +105,26 @@ class Tuner:
 
     async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
         """Print the best values, write them to files on every node, and print how to use them."""
-        files = self._files(default, best, ddp_best, transport)
-        await self.coordinator.print_on_all("\n".join(self._summary(default, best, ddp_best)))
+        lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
+        if ddp_best:
+            config, speedup = ddp_best
+            options = f"bucket_cap_mb {config.bucket_cap_mb}, comm_hook {config.comm_hook}"
+            lines.append(f"best DDP options: {options}, {speedup:.2f} times the default's speed")
+        ranks = describe_ranks(
+            [(member.hello["host"], num) for member, num in zip(self.coordinator.members, self.ranks_of_nodes)]
+        )
+        ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
+        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}", *lines]
+        files = {"tuned.env": tune_results.env_text(header, best.settings)}
+        if ddp_best:
+            model = self.options.model.get("model") or f"--model_bytes {self.options.model_bytes}"
+            files["tuned.yaml"] = tune_results.yaml_text([*header, f"model: {model}"], config)
+        if best.settings:
+            lines.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in best.settings.items()))
+        obsolete = [name for name in self.coordinator.members[0].hello["environment"] if name not in best.settings]
+        if obsolete:
+            lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
+        await self.coordinator.print_on_all("\n".join(lines))
         is_complete = await self._write(files)
         for node in range(self.nodes):
             out = shlex.quote(str(self.coordinator.members[node].hello["out"]).rstrip("/"))
@@ -120,43 +135,7 @@ class Tuner:
         if not is_complete:
             raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
 
-    def _summary(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None) -> list[str]:
-        lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
-        if ddp_best:
-            config, speedup = ddp_best
-            options = f"bucket_cap_mb {config.bucket_cap_mb}, comm_hook {config.comm_hook}"
-            lines.append(f"best DDP options: {options}, {speedup:.2f} times the default's speed")
-        if best.settings:
-            lines.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in best.settings.items()))
-        obsolete = [name for name in self.coordinator.members[0].hello["environment"] if name not in best.settings]
-        if obsolete:
-            lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
-        return lines
-
-    def _files(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> Files:
-        """Return the files that every node gets."""
-        largest = max(best.milliseconds)
-        best_time = tune_results.format_time(best.milliseconds[largest])
-        default_time = tune_results.format_time(default.milliseconds.get(largest, math.nan))
-        hosts = [str(self.coordinator.members[node].hello["host"]) for node in range(self.nodes)]
-        ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
-        ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
-        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
-        header.append(f"all-reduce of {format_bytes(largest)}: {best_time} ms")
-        if best is default:
-            header[-1] += " with the default settings"
-        else:
-            speedup = f"{default.score / best.score:.2f} times the default's speed over the compared sizes"
-            header[-1] += f", with the default settings {default_time} ms; {speedup}"
-        files = {"tuned.env": tune_results.env_text(header, best.settings)}
-        if ddp_best:
-            config, speedup = ddp_best
-            model = self.options.model.get("model") or f"--model_bytes {self.options.model_bytes}"
-            step = f"model: {model}; a DDP step is {speedup:.2f} times as fast as with DDP's defaults"
-            files["tuned.yaml"] = tune_results.yaml_text([*header, step], config)
-        return files
-
-    async def _write(self, files: Files) -> bool:
+    async def _write(self, files: dict[str, str]) -> bool:
         """Write the files on all nodes, and return whether all of them are there.
 
         The main node is first. If the nodes share a disk, the other nodes then find its files there.
