@@ -196,7 +196,14 @@ def read_options(words: list[str]) -> ScalingOptions:
         if getattr(given, name) < minimum:
             raise UserError(f"--{name} {getattr(given, name)}: must be {minimum} or more.")
     recipe = words[at] if given.cluster else str(recipe_files.recipe_path(words[at]))
-    cfg = _load_config(str(recipe_files.recipe_path(words[at])), words[at + 1 :])
+    try:
+        cfg = load_recipe_config([str(recipe_files.recipe_path(words[at])), *words[at + 1 :]])
+    except UserError as error:
+        unknown = str(error).partition(": there is no such option")[0]
+        if unknown.removeprefix("--") not in vars(given):
+            raise
+        where = "options of accel-ddp scaling stand before the recipe"
+        raise UserError(f"{unknown}: {where}: accel-ddp scaling {unknown} ... {recipe}") from error
     if cfg is None:
         raise UserError(f"{recipe}: does not use accel_ddp, so that it writes no log from which its speed could be read.")
     if cfg.resume:
@@ -204,18 +211,6 @@ def read_options(words: list[str]) -> ScalingOptions:
     given.ranks = parse_ranks(given.ranks) if given.ranks else []
     launch, launch_one, limit, gpu_ids = _read_launch(launch, given.cluster)
     return ScalingOptions(given, launch, launch_one, limit, gpu_ids, recipe, words[at + 1 :], cfg)
-
-
-def _load_config(script: str, options: list[str]) -> TrainConfig | None:
-    """Return the options of the recipe. Raise UserError for a mistake, also if an option of `scaling` comes after the recipe."""
-    try:
-        return load_recipe_config([script, *options])
-    except UserError as error:
-        unknown = str(error).partition(": there is no such option")[0]
-        if unknown.removeprefix("--") in vars(build_parser().parse_args([])):
-            where = "options of accel-ddp scaling stand before the recipe"
-            raise UserError(f"{unknown}: {where}: accel-ddp scaling {unknown} ... {script}") from error
-        raise
 
 
 def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], int, int]:

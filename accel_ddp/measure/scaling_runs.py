@@ -65,8 +65,8 @@ class LocalRuns:
 
     def measure_links(self, place: Placement) -> MeasuredLinks | None:
         """Return what `accel-ddp doctor` measures on these ranks. None: it has found an error."""
-        given = [word for at, word in enumerate(self.launch) if "--config_file" in (word, *self.launch[max(0, at - 1) : at])]
-        words = [sys.executable, "-m", "accel_ddp.cli", "doctor", *given, "--num_processes", str(place.ranks)]
+        config = self.launch[:2]
+        words = [sys.executable, "-m", "accel_ddp.cli", "doctor", *config, "--num_processes", str(place.ranks)]
         words += ["--main_process_port", str(find_free_port("127.0.0.1")), "--main_process_ip", "127.0.0.1"]
         return links_of_text(execute(words, self.folder / "doctor.txt", self.limit)[1], place.nodes, place.ranks)
 

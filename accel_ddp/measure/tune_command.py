@@ -13,7 +13,7 @@ from accel_ddp.doctor.cluster import check_cluster, print_progress
 from accel_ddp.doctor.collective_launch import WorkerProcesses
 from accel_ddp.doctor.doctor_command import parse_before_script, read_options
 from accel_ddp.doctor.findings import Outcome
-from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
+from accel_ddp.errors import UserError
 from accel_ddp.measure.agent import WORKER_MODULE, Agent
 from accel_ddp.measure.trials import TuneCoordinator
 from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
@@ -36,13 +36,7 @@ def main(words: list[str]) -> int:
     130: interrupted.
     """
     given, own_words, script_words = parse_before_script(build_parser(), words)
-    try:
-        return asyncio.run(preflight_and_tune(given, own_words, script_words))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return asyncio.run(preflight_and_tune(given, own_words, script_words))
 
 
 async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], script_words: list[str]) -> int:

@@ -1,6 +1,7 @@
 """How many cores this process may use, how many CPU threads a rank gets, and the variable from which libraries read it."""
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -63,29 +64,23 @@ def usable_cores(root: str = "/") -> int:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them."""
+    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them.
+
+    Inside a container the root of a hierarchy is often the cgroup of the container, and the path of the process a path of the host,
+    which does not exist here.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    mounts = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            yield from _quotas_along(mounts, path, "cpu.max")
-        elif "cpu" in controllers.split(","):  # version 1
-            for name in ("cpu", controllers):
-                yield from _quotas_along(mounts / name, path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
-
-
-def _quotas_along(mount: Path, path: str, *files: str) -> Iterator[float]:
-    """Yield the quota of each cgroup from `path` up to the root of the hierarchy, which is mounted at `mount`.
-
-    Inside a container the root is often the cgroup of the container, and `path` a path of the host, which does not exist here.
-    """
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            quota, period = " ".join(mount.joinpath(*parts[:depth], file).read_text() for file in files).split()
-            if int(quota) > 0 and int(period) > 0:  # -1: no limit
-                yield int(quota) / int(period)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)  # version 1 or 2
+        mounts = ("cpu", controllers) if "cpu" in controllers.split(",") else () if controllers else ("",)
+        for mount, depth in itertools.product(mounts, range(len(parts) + 1)):
+            folder = root.joinpath("sys/fs/cgroup", mount, *parts[:depth])
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                quota, period = " ".join((folder / file).read_text() for file in files).split()
+                if int(quota) > 0 and int(period) > 0:  # -1: no limit
+                    yield int(quota) / int(period)
