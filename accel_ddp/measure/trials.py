@@ -83,16 +83,15 @@ class TuneCoordinator(Coordinator):
         """Return (node, event), or None at the deadline. Raises TuningEnded if a node is lost or leaves."""
         received = await self.receive(deadline)
         lost = next((member for member in self.members if member.lost), None)
+        reason = ""
         if received and received[1].get("event") == "leaving":
-            self._end(received[0], printable(received[1]["reason"], 300))
-        if lost and self.inbox.empty():  # everything that it has sent is handled first
-            closed = ": its process was killed, or its network failed" if "closed" in lost.lost else ""
-            self._end(lost, lost.lost + closed)
+            lost, reason = received[0], printable(received[1]["reason"], 300)
+        elif lost and self.inbox.empty():  # everything that it has sent is handled first
+            reason = lost.lost + (": its process was killed, or its network failed" if "closed" in lost.lost else "")
+        if lost and reason:
+            text = f"machine_rank {lost.hello['node']} ({lost.hello['host']}) {reason}. The tuning ends on every node."
+            raise TuningEnded(1, text)
         return (received[0].hello["node"], received[1]) if received else None
-
-    def _end(self, member: Member, reason: str) -> None:
-        text = f"machine_rank {member.hello['node']} ({member.hello['host']}) {reason}. The tuning ends on every node."
-        raise TuningEnded(1, text)
 
     async def print_on_all(self, text: str) -> None:
         """Print a text on every node."""

@@ -91,7 +91,10 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
     """Run the agent of this node, and on node 0 also the coordinator and the tuner. Return the exit code."""
     node, nodes, port = outcome.node_rank or 0, len(outcome.roster), outcome.deep_port
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
-    interrupted = _catch_signals()
+    loop = asyncio.get_running_loop()
+    interrupted: asyncio.Future = loop.create_future()  # its result will be the name of the first signal
+    for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():
+        loop.add_signal_handler(number, lambda name=name: interrupted.done() or interrupted.set_result(name))
     coordinator, tuning = TuneCoordinator(nodes, token), None
     try:
         if node == 0:
@@ -119,12 +122,3 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
             tuning.cancel()
             await asyncio.gather(tuning, return_exceptions=True)
             await coordinator.close()
-
-
-def _catch_signals() -> asyncio.Future:
-    """Return a future whose result will be the name of the first signal that asks this process to end."""
-    loop = asyncio.get_running_loop()
-    interrupted: asyncio.Future = loop.create_future()
-    for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():
-        loop.add_signal_handler(number, lambda name=name: interrupted.done() or interrupted.set_result(name))
-    return interrupted
