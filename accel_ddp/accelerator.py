@@ -79,7 +79,7 @@ def _check_options(cfg: TrainConfig) -> list[str]:
 
 def _connect(cfg: TrainConfig, precision: str) -> bool:
     """Connect this rank to its launcher, its monitor and the other ranks. Return whether all of them use GPUs."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or launcher.is_started_by_accelerate():
+    if "TORCHELASTIC_RUN_ID" in os.environ or launcher.find_accelerate_request() is not None:
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.die_with_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     if this_rank.num_ranks > 1:

@@ -156,7 +156,7 @@ def _copy(words: list[str]) -> int:
     parser.add_argument("--to", default=".", metavar="FOLDER", help="the folder that gets recipes/ and accelerate_configs/")
     given = parser.parse_args(words)
     recipe = recipe_files.recipe_path(given.recipe)
-    folder = recipe_files.configs_folder()
+    folder = recipe_files.folder("accelerate_configs")
     configs = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("tuned.")]
     target = Path(given.to)
     copies = {path: target / "recipes" / path.name for path in (recipe, *recipe_files.imported_recipes(recipe))}

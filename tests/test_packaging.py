@@ -91,7 +91,7 @@ def test_an_installed_recipe_runs_in_any_folder(installed, tmp_path, cache):
 def test_an_editable_install_uses_the_repository(tmp_path):
     bin_folder = new_environment(tmp_path / "venv", "-e", ROOT)
     assert "classify  " in run_installed(bin_folder, tmp_path, "recipes").well().text
-    code = "import accel_ddp.nodes.recipe_files as files; print(files.recipes_folder(), files.configs_folder())"
+    code = "import accel_ddp.nodes.recipe_files as files; print(*map(files.folder, ('recipes', 'accelerate_configs')))"
     found = run_installed(bin_folder, tmp_path, "-c", code, program="python").well()
     assert found.text.split() == [str(ROOT / "recipes"), str(ROOT / "accelerate_configs")]
 

@@ -163,7 +163,7 @@ def test_commands_that_measure_ddp_refuse_a_config_of_fsdp(tmp_path, capsys):
         ["tune", "--config_file", fsdp, "--num_processes", "2"],
         ["scaling", "--config_file", fsdp, recipe],
         ["scaling", "--use_fsdp", recipe],
-        ["scaling", "--page", "", "--cluster", str(cluster), recipe],
+        ["scaling", "--cluster", str(cluster), recipe],
     ):
         assert cli.main(words) == 2, words
         (line,) = capsys.readouterr().err.splitlines()

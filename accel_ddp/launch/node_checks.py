@@ -76,7 +76,7 @@ def find_file(word: str, kind: str) -> str:
     if word != f"{kind}/{Path(word).name}":
         return ""
     try:
-        folder = recipe_files.recipes_folder() if kind == "recipes" else recipe_files.configs_folder()
+        folder = recipe_files.folder(kind)
     except UserError:
         return ""
     path = folder / Path(word).name

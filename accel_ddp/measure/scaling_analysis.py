@@ -4,16 +4,15 @@
 promise, `find_limits` explains the losses, and `advise` computes the global batch that reaches an efficiency of 90 %.
 """
 
-import json
 import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_ddp.measure.scaling_plan import STRONG, Setting
-from accel_ddp.text import SI_UNITS, format_seconds, format_si
+from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 GOAL = 0.9
@@ -34,13 +33,11 @@ class Measurement:
     # Part -> seconds of each rank. Their sum over the parts is `seconds`, on average over the ranks.
     parts: dict[str, list[float]]
     exposed: float  # seconds of communication on the rank that is ready last, which waits for no other rank
-    steps: list[dict[str, Any]] = field(repr=False)  # the lines of the log that were used, to combine repeated runs
     tokens: float = 0.0  # per step; 0 if items are not texts
     ranks: list[dict[str, Any]] = field(default_factory=list)  # host and device of each rank
     micro: int = 1
     accumulation: int = 1
     gradient_bytes: int = 0  # 0: not known
-    total_steps: int = 0
 
     def mean(self, *parts: str) -> float:
         """Return the seconds of these parts, on average over the ranks."""
@@ -63,50 +60,34 @@ class Measurement:
 
 
 def measure(events: Sequence[dict[str, Any]], warmup: int) -> Measurement | None:
-    """Return what the log of a run has measured after `warmup` steps. None: there are no such steps."""
+    """Return what the log of a run, or the logs of repeated runs, measured after `warmup` steps. None: there are no such steps."""
     start = next((event for event in events if event["event"] == "start"), {})
-    steps = [event for event in events if event["event"] == "ranks" and event["first_step"] > warmup and _is_complete(event)]
+    is_number = lambda value: isinstance(value, int | float) and math.isfinite(value)
+    steps = [event for event in events if event["event"] == "ranks" and event["first_step"] > warmup]
+    steps = [event for event in steps if all(is_number(value) for part in PARTS for value in event.get(part, ["?"]))]
     if not steps:
         return None
     # On a GPU one event may stand for several steps.
     tokens = [event["tokens"] for event in events if event["event"] == "update" and event["step"] > warmup and "tokens" in event]
     batch = start.get("batch", {})
     return summarize(
-        steps, tokens=statistics.fmean(tokens) if tokens else 0.0, ranks=start.get("ranks", []),
-        micro=batch.get("micro", 1), accumulation=batch.get("accumulation", 1), total_steps=start.get("total_steps", 0),
-        gradient_bytes=start.get("model", {}).get("gradient_bytes", 0),
+        steps, tokens=statistics.fmean(tokens or [0.0]), ranks=start.get("ranks", []), micro=batch.get("micro", 1),
+        accumulation=batch.get("accumulation", 1), gradient_bytes=start.get("model", {}).get("gradient_bytes", 0),
     )  # fmt: skip
-
-
-def combine(first: Measurement, second: Measurement) -> Measurement:
-    """Return the measurement of the steps of two runs with the same setting."""
-    same = {name: getattr(first, name) for name in ("tokens", "ranks", "micro", "accumulation", "total_steps", "gradient_bytes")}
-    return summarize([*first.steps, *second.steps], **same)
 
 
 def summarize(steps: list[dict[str, Any]], **facts: Any) -> Measurement:
     """Return the median of the steps, and how the steps near the median are divided."""
     num_ranks = len(steps[0]["data"])
     durations = [sum(sum(step[part]) for part in PARTS) / num_ranks for step in steps]
-    low, median, high = _quartiles(durations)
+    low, median, high = statistics.quantiles(durations if len(steps) > 1 else durations * 2, n=4, method="inclusive")
     # Parts are averaged over the steps between the quartiles, because medians of parts would not add up to the step.
     near = [step for step, seconds in zip(steps, durations) if low <= seconds <= high]
     parts = {part: [statistics.fmean(step[part][rank] for step in near) for rank in range(num_ranks)] for part in PARTS}
     scale = median * num_ranks / max(sum(map(sum, parts.values())), 1e-12)
     parts = {part: [seconds * scale for seconds in values] for part, values in parts.items()}
     exposed = scale * statistics.fmean(min(step["communication"]) for step in near)
-    return Measurement(median, (high - low) / max(median, 1e-12), parts, exposed, steps, **facts)
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
-
-
-def _is_complete(event: dict[str, Any]) -> bool:
-    return all(isinstance(value, int | float) and math.isfinite(value) for part in PARTS for value in event.get(part, ["?"]))
+    return Measurement(median, (high - low) / max(median, 1e-12), parts, exposed, **facts)
 
 
 @dataclass(frozen=True)
@@ -191,11 +172,6 @@ class MeasuredLinks:
     bus: float  # bytes per second
     latency: float  # seconds
 
-    def all_reduce_seconds(self, ranks: int, size: float) -> float:
-        """Return the expected time of a ring all-reduce of `size` bytes on `ranks` ranks, in the buckets of DDP."""
-        hop = self.latency / (2 * (self.ranks - 1))
-        return 2 * (ranks - 1) / ranks * size / self.bus + 2 * (ranks - 1) * hop * math.ceil(size / BUCKET_BYTES)
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -206,20 +182,8 @@ class Prediction:
     communication: float  # seconds of the all-reduce
 
 
-def links_of_report(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
-    """Return what `accel-ddp doctor --json` has measured. None: it has found an error, or has not measured."""
-    for line in text.splitlines():
-        if line.startswith("{"):
-            try:
-                found: dict[str, Any] = json.loads(line)["collective"]
-                return MeasuredLinks(nodes, ranks, found["bus_bytes_per_second"], found["latency_seconds"])
-            except (ValueError, KeyError):
-                continue
-    return None
-
-
 def links_of_text(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
-    """Return what the doctor has printed, as `accel-ddp launch` with `doctor: full` shows it. None: it has not measured."""
+    """Return what `accel-ddp doctor`, or `accel-ddp launch` with `doctor: full`, has printed. None: it has not measured."""
     buses = re.findall(r"bandwidth: \d+ MB in .*bus ([\d.e+]+) ([TGMkmu]?)B/s", text)
     latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
     if not buses or not latencies:
@@ -238,7 +202,10 @@ def predict(comparison: Comparison, links: MeasuredLinks | None, hook: str) -> P
     # The backward pass of the last micro-batch, about two thirds of its computing, can hide communication.
     compute = base.mean("forward", "backward") / base.accumulation
     compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
-    communication = links.all_reduce_seconds(setting.ranks, gradients * HOOK_SHARES[hook])
+    # A ring all-reduce in the buckets of DDP.
+    size, hops = gradients * HOOK_SHARES[hook], 2 * (setting.ranks - 1)
+    hop_seconds = links.latency / (2 * (links.ranks - 1))
+    communication = hops / setting.ranks * size / links.bus + hops * hop_seconds * math.ceil(size / BUCKET_BYTES)
     exposed = max(0.0, communication - compute * 2 / 3)
     sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
     alone = ideal - comparison.share * sent_in_base
@@ -294,8 +261,7 @@ def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Adv
     found = []
     for ranks, one in sorted(by_ranks.items()):
         if one.ideal_speedup > 1:
-            advice = find_batch(one.base, one.result)
-            found.append(Advice(**{**vars(advice), "is_reached": efficiencies.get(ranks, 0) >= GOAL}))
+            found.append(replace(find_batch(one.base, one.result), is_reached=efficiencies.get(ranks, 0) >= GOAL))
     return found
 
 
@@ -309,79 +275,60 @@ def describe_advice(advice: Advice, batch: int) -> str:
             f"{ranks}: no global batch reaches {GOAL:.0%}, because each item takes longer than in the first row. Large batches "
             f"approach {advice.efficiency:.0%}."
         )
-    micro = f"{advice.accumulation} micro-batch{'es' * (advice.accumulation > 1)} of {advice.micro} items per rank"
+    micro = f"{counted(advice.accumulation, 'micro-batch')} of {advice.micro} items per rank"
     return f"{ranks}: --global_batch_size {advice.batch} ({micro}) would reach {advice.efficiency:.0%}."
 
 
 def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
     """Return what the largest losses are and what to do about them, the largest first."""
     now = comparison.result.known
-    losses = sorted(comparison.losses().items(), key=lambda item: -item[1])
-    texts = {"communication": _communication, "waiting": _waiting, "data": _data, "compute": _compute}
-    texts |= {"optimizer": _optimizer, "other": _other}
     found = []
-    for name, seconds in losses:
+    for name, seconds in sorted(comparison.losses().items(), key=lambda item: -item[1]):
         if seconds > NOTABLE * now.seconds:
             lost = f"{format_seconds(seconds)} of each step ({seconds / now.seconds:.0%})"
-            found.append(texts[name](comparison, mode, on_gpu, lost))
+            found.append(_describe_loss(name, lost, comparison, mode, on_gpu))
     return found
 
 
-def _communication(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
-    now = comparison.result.known
-    sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
-    text = (
-        f"communication: the all-reduce{sent} is not hidden behind the backward pass for {lost}. A larger --global_batch_size needs it "
-        "less often per item."
-    )
-    if now.gradient_bytes < SMALL_BYTES:  # their latency counts, and not their size
-        return text
-    return f"{text} --comm_hook {'bf16' if on_gpu else 'fp16'} halves the bytes. `accel-ddp tune` finds faster settings."
-
-
-def _waiting(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
-    now = comparison.result.known
-    rank, slower = slowest_rank(now)
-    host = next((one.get("host", "") for one in now.ranks if one.get("rank") == rank), "")
-    if slower > STRAGGLER:
-        where = f"rank {rank}{f' ({host})' if host else ''}"
-        return (
-            f"a slow rank: {where} is {slower:.0%} slower than the median rank. The ranks wait {lost} for it, on average. Check this "
-            "host: other processes, temperature, its disk."
-        )
-    return f"waiting: ranks wait for each other {lost}, but no rank is always the slowest. The duration of their steps varies."
-
-
-def _data(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
-    return f"data: ranks wait {lost} longer for their batches than the ideal. Increase --num_workers, or use a faster disk."
-
-
-def _compute(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
+def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_gpu: bool) -> str:
+    """Return the cause of a loss and what to do about it. `lost` states how long it is."""
     now, base = comparison.result.known, comparison.base.known
-    items, base_items = comparison.result.setting.per_rank, comparison.base.setting.per_rank
-    ratio = (now.mean("forward", "backward") / items) / max(base.mean("forward", "backward") / base_items, 1e-12)
-    slower = f"n item takes {ratio:.2f} times as long to compute as in the first row, which costs {lost}"
-    if now.micro < base.micro:
+    if name == "communication":
+        sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
+        # Of few bytes the latency counts, and not the size.
+        smaller = f" --comm_hook {'bf16' if on_gpu else 'fp16'} halves the bytes. `accel-ddp tune` finds faster settings."
         return (
-            f"too few items per rank: a rank computes {now.micro} items at once instead of {base.micro}. A{slower}, because "
-            "launching the operations takes as long as before. Use a larger --global_batch_size, or fewer ranks."
+            f"communication: the all-reduce{sent} is not hidden behind the backward pass for {lost}. A larger --global_batch_size "
+            f"needs it less often per item.{smaller if now.gradient_bytes >= SMALL_BYTES else ''}"
         )
-    if not on_gpu:
+    if name == "waiting":
+        rank, slower = slowest_rank(now)
+        if slower <= STRAGGLER:
+            return f"waiting: ranks wait for each other {lost}, but no rank is always the slowest. The duration of their steps varies."
+        host = next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), "")
         return (
-            f"shared cores: a{slower}, with the same micro-batch. The ranks of a node share its cores, caches and memory bandwidth, "
-            "and gloo uses the same cores. On more nodes, or on GPUs, this loss is smaller."
+            f"a slow rank: rank {rank}{host} is {slower:.0%} slower than the median rank. The ranks wait {lost} for it, on average. "
+            "Check this host: other processes, temperature, its disk."
         )
-    check = "Check the power limit and the temperature of the GPUs, and other processes."
-    return f"computing: a{slower}, with the same micro-batch. {check}"
-
-
-def _optimizer(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
-    reason = (
-        "Every rank updates all parameters, so that this time does not shrink with the items of a rank" if mode == STRONG else ""
-    )
-    reason = reason or "It has the same work on every rank, so that other processes or shared cores are the cause"
-    return f"optimizer: clipping and the optimizer step cost {lost}. {reason}."
-
-
-def _other(comparison: Comparison, mode: str, on_gpu: bool, lost: str) -> str:
-    return f"other: logging and Python code outside of the model cost {lost}. The time does not shrink with the items of a rank."
+    if name == "compute":
+        each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
+        ratio = each(comparison.result) / max(each(comparison.base), 1e-12)
+        slower = f"n item takes {ratio:.2f} times as long to compute as in the first row, which costs {lost}"
+        if now.micro < base.micro:
+            return (
+                f"too few items per rank: a rank computes {now.micro} items at once instead of {base.micro}. A{slower}, because "
+                "launching the operations takes as long as before. Use a larger --global_batch_size, or fewer ranks."
+            )
+        return f"{'computing' if on_gpu else 'shared cores'}: a{slower}, with the same micro-batch. " + (
+            "Check the power limit and the temperature of the GPUs, and other processes."
+            if on_gpu
+            else "The ranks of a node share its cores, caches and memory bandwidth, and gloo uses the same cores. On more nodes, or on "
+            "GPUs, this loss is smaller."
+        )
+    same_work = "It has the same work on every rank, so that other processes or shared cores are the cause."
+    all_work = "Every rank updates all parameters, so that this time does not shrink with the items of a rank."
+    return {
+        "data": f"data: ranks wait {lost} longer for their batches than the ideal. Increase --num_workers, or use a faster disk.",
+        "optimizer": f"optimizer: clipping and the optimizer step cost {lost}. {all_work if mode == STRONG else same_work}",
+        "other": f"other: logging and Python code outside of the model cost {lost}. The time does not shrink with the items of a rank.",
+    }[name]

@@ -1,102 +1,68 @@
 """`accel-ddp scaling`: the runs of the settings one after the other, and what they have measured."""
 
+import contextlib
 import re
 import signal
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, combine, measure
-from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary, write_page
-from accel_ddp.measure.scaling_plan import (
-    ScalingOptions,
-    Setting,
-    cluster_places,
-    local_places,
-    make_plan,
-    parse_ranks,
-    read_options,
-    smaller,
-)
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, measure
+from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary
+from accel_ddp.measure.scaling_plan import ScalingOptions, Setting, cluster_places, local_places, make_plan, read_options, smaller
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
 from accel_ddp.nodes.cores import choose_num_threads, usable_cores
 from accel_ddp.nodes.sharding_plan import require_ddp
-from accel_ddp.report.markup import require_page
-from accel_ddp.text import counted
+from accel_ddp.text import counted, rough_seconds
 
 LATE_STEPS = 2  # the numbers of the last steps may be missing: they arrive with the next step
 _NEVER = "1000000000"
-FIXED = [
-    "--log_every",
-    "1",
-    "--eval_every",
-    _NEVER,
-    "--no_eval_first",
-    "--save_every",
-    _NEVER,
-    "--report_to",
-    "",
-    "--push_to_hub",
-    "",
-]
+FIXED = f"--log_every 1 --no_eval_first --eval_every {_NEVER} --save_every {_NEVER}".split()
+FIXED += ["--report_to", "", "--push_to_hub", ""]
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|using too much memory", re.IGNORECASE)
-
-
-class FirstRunFailed(Exception):
-    """The first run has failed, and there is nothing to compare with. The arguments are the message and the exit code."""
 
 
 def main(words: list[str]) -> int:
     """Return the exit code: 0, 1 if some runs have failed, 2 for a mistake of the user, 130 if it was interrupted."""
     options = read_options(words)
     show = lambda text: print(text, file=sys.stderr if options.given.json else sys.stdout, flush=True)
-    _check_outputs(options)
-    scaling = Scaling(options, show)
-    signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
-        signal.signal(signal.SIGHUP, _raise_interrupt)
-    code = 0
-    try:
-        scaling.measure_all()
-    except KeyboardInterrupt:
-        show("interrupted: the runs were ended.")
-        code = INTERRUPTED
-    except FirstRunFailed as failed:
-        text, code = failed.args
-        show(text)
-    finally:
-        scaling.runs.close()
-    _show_summary(options, scaling, show, is_complete=code == 0)
+    with _open_folder(options.given.folder) as folder:
+        scaling = Scaling(options, folder, show)
+        signal.signal(signal.SIGTERM, _raise_interrupt)  # the runs are ended, and what was measured is shown
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
+            signal.signal(signal.SIGHUP, _raise_interrupt)
+        try:
+            code = scaling.measure_all()
+        except KeyboardInterrupt:
+            show("interrupted: the runs were ended.")
+            code = INTERRUPTED
+    summary = scaling.summary(is_complete=code == 0)
+    if options.given.json:
+        print(as_json(summary), flush=True)
+    elif any(result.measured for result in scaling.results):
+        show(format_summary(summary))
     return code or int(any(result.problem for result in scaling.results))
 
 
-def _check_outputs(options: ScalingOptions) -> None:
-    """Raise UserError if the folder or the page cannot be written, before minutes are spent on measuring."""
-    folder, page = Path(options.given.folder), options.given.page
-    if options.given.folder and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+@contextlib.contextmanager
+def _open_folder(given: str) -> Iterator[Path]:
+    """Yield the folder of the runs, which is temporary if none is given. Raise UserError if it cannot be written."""
+    if not given:
+        with tempfile.TemporaryDirectory(prefix="accel_ddp_scaling_", ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+        return
+    folder = Path(given)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"--folder {folder}: exists and is not an empty folder. Choose another one.")
-    if page:
-        require_page(Path(page), f"--page {page}", "--page", "scaling")
-    if options.given.folder:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
-
-
-def _show_summary(options: ScalingOptions, scaling: "Scaling", show: Callable[[str], None], is_complete: bool) -> None:
-    given, summary = options.given, scaling.summary(is_complete)
-    has_rows = any(result.measured for result in scaling.results)
-    if given.json:
-        print(as_json(summary), flush=True)
-    elif has_rows:
-        show(format_summary(summary))
-    if given.page and has_rows:
-        write_page(Path(given.page), summary)
-        show(f"plots: {given.page}" + (f"; logs: {Path(given.folder)}" if given.folder else ""))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder {folder}: cannot be written: {error.strerror}. Choose another folder.") from error
+    yield folder
 
 
 def _raise_interrupt(number: int, frame: Any) -> None:
@@ -106,9 +72,8 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 class Scaling:
     """The runs of one command."""
 
-    def __init__(self, options: ScalingOptions, show: Callable[[str], None]):
+    def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
-        numbers = parse_ranks(given.ranks) if given.ranks else []
         self.results: list[Result] = []
         self.links: list[MeasuredLinks] = []
         self.errors_shown: set[str] = set()
@@ -116,52 +81,34 @@ class Scaling:
         self.num_steps = given.warmup + given.steps + LATE_STEPS
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
-            self.runs = ClusterRuns(given.cluster, given.folder, options.recipe, given.run_seconds, not given.no_prediction)
+            self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds, not given.no_prediction)
             self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
-            places = cluster_places([node.processes for node in self.runs.cluster.nodes], numbers)
+            places = cluster_places([node.processes for node in self.runs.cluster.nodes], given.ranks)
             cores = 0 if self.on_gpu else self.runs.cores()
             local_ranks = max(node.processes for node in self.runs.cluster.nodes)
         else:
             gpus = count_visible()
             self.on_gpu, cores = gpus > 0, usable_cores()
             gpus = min(gpus, options.gpu_ids or gpus)
-            places = local_places(numbers, options.limit or gpus or cores, gpus)
-            self.runs = LocalRuns(given.folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
+            places = local_places(given.ranks, options.limit or gpus or cores, gpus)
+            self.runs = LocalRuns(folder, options.launch, options.launch_one, options.recipe, given.run_seconds)
             local_ranks = places[-1].ranks
-        self.cores, self.threads = cores, self._threads(cores, local_ranks)
+        # The CPU threads of each rank are the same in every run. A rank alone would otherwise use all cores.
+        threads = options.cfg.num_threads
+        self.cores, self.threads = cores, threads if self.on_gpu else choose_num_threads(threads, local_ranks, max(1, cores))
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
         self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
         if not self.plan:
-            self.runs.close()
             raise UserError(" ".join(self.left_out))
 
-    def _threads(self, cores: int, local_ranks: int) -> int:
-        """Return the CPU threads of each rank, which are the same in every run. A rank alone would otherwise use all cores."""
-        option = self.options.cfg.num_threads
-        return option if self.on_gpu else choose_num_threads(option, local_ranks, max(1, cores))
-
-    def measure_all(self) -> None:
-        """Run all settings. Raise FirstRunFailed if the first one fails, and KeyboardInterrupt."""
-        self._announce()
-        for number, setting in enumerate(self.plan):
-            result, seconds = self._measure(setting, f"[{number + 1}/{len(self.plan)}]")
-            self.results.append(result)
-            left = len(self.plan) - number - 1
-            if not number and not result.measured:
-                raise FirstRunFailed("The first run has failed, so that there is nothing to compare with.", self.code)
-            if not number and left:
-                self.show(f"This run took {seconds:.0f} s. About {_duration(seconds * left)} are left.")
-            if not number:
-                self._measure_links()
-
-    def _announce(self) -> None:
+    def measure_all(self) -> int:
+        """Run all settings. Return 0, or the exit code if the first run fails: there is nothing to compare with then."""
+        runs = len(self.plan)
         for text in self.left_out:
             self.show(text)
-        runs = f"{counted(len(self.plan), 'run')} of {self.num_steps} steps"
-        low, high = 10 * len(self.plan), 60 * len(self.plan)
         self.show(
-            f"{runs}. Each starts Python and loads the model and the data, which usually takes 10 to 60 s: about {_duration(low)} to "
-            f"{_duration(high)}, longer if steps take seconds."
+            f"{counted(runs, 'run')} of {self.num_steps} steps. Each starts Python and loads the model and the data, which usually "
+            f"takes 10 to 60 s: about {rough_seconds(10 * runs)} to {rough_seconds(60 * runs)}, longer if steps take seconds."
         )
         if not self.on_gpu:
             cores, threads = f" on {self.cores} cores" if self.cores else "", counted(self.threads, "thread")
@@ -169,6 +116,18 @@ class Scaling:
                 f"CPU ranks{cores}: every rank has {threads} in every run, so that runs are comparable. The ranks of a node share its "
                 "cores and its memory bandwidth."
             )
+        for number, setting in enumerate(self.plan):
+            result, seconds = self._measure(setting, f"[{number + 1}/{runs}]")
+            self.results.append(result)
+            if number:
+                continue
+            if not result.measured:
+                self.show("The first run has failed, so that there is nothing to compare with.")
+                return self.code
+            if runs > 1:
+                self.show(f"This run took {seconds:.0f} s. About {rough_seconds(seconds * (runs - 1))} are left.")
+            self._measure_links()
+        return 0
 
     def _measure_links(self) -> None:
         """Let the doctor measure the links of this machine, on the most ranks. In a cluster it runs with the first run on the nodes."""
@@ -176,31 +135,29 @@ class Scaling:
         if isinstance(self.runs, ClusterRuns) or self.options.given.no_prediction or place.ranks == 1:
             return
         self.show(f"the doctor measures all-reduces on {place.ranks} ranks ...")
-        links = self.runs.measure_links(place)
-        self.links += [links] if links else []
-        if not links:
+        if links := self.runs.measure_links(place):
+            self.links.append(links)
+        else:
             self.show(f"There is no prediction: see `accel-ddp doctor --num_processes {place.ranks}`.")
 
     def _measure(self, setting: Setting, label: str) -> tuple[Result, float]:
         """Run a setting, with smaller micro-batches if it does not fit, and once more if its steps vary. Return the seconds too."""
         self.show(f"{label} {setting.describe()} ...")
-        ended, runs = self._run(setting), 1
-        measured = measure(ended.events, self.options.given.warmup)
-        while not measured and _OUT_OF_MEMORY.search(ended.text):
+        ended, runs, warmup = self._run(setting), 1, self.options.given.warmup
+        while not (measured := measure(ended.events, warmup)) and _OUT_OF_MEMORY.search(ended.text):
             used = next((event["batch"]["micro"] for event in ended.events if event["event"] == "start" and "batch" in event), 0)
             less = smaller(setting, used or setting.micro or setting.per_rank)
             if not less:
                 return Result(setting, None, "does not fit in memory, not even one item at once"), ended.seconds
             self.show(f"{less.note}.")
-            setting, ended = less, self._run(less, runs)
-            runs += 1
-            measured = measure(ended.events, self.options.given.warmup)
+            setting, ended, runs = less, self._run(less, runs), runs + 1
         if not measured:
             return Result(setting, None, self._explain(ended)), ended.seconds
         if measured.spread > LARGE_SPREAD:
             self.show(f"The steps vary by {measured.spread:.0%}. The run is repeated.")
-            again = measure(self._run(setting, runs).events, self.options.given.warmup)
-            measured, runs = (combine(measured, again), runs + 1) if again else (measured, runs)
+            again = self._run(setting, runs).events
+            if measure(again, warmup):
+                measured, runs = measure([*ended.events, *again], warmup), runs + 1
         return Result(setting, measured, runs=runs), ended.seconds
 
     def _run(self, setting: Setting, number: int = 0) -> Ended:
@@ -209,7 +166,8 @@ class Scaling:
         more += ["--micro_batch_size", str(setting.micro)] if setting.micro else []
         more += ["--num_threads", str(self.threads)] if self.threads else []
         more += ["--steps", str(self.num_steps)] if 0 < steps < self.num_steps else []
-        name = setting.name() + (f"_{number + 1}" if number else "")
+        name = f"{setting.place.nodes}x{setting.ranks}_batch{setting.batch}" + (f"_micro{setting.micro}" if setting.micro else "")
+        name += f"_{number + 1}" if number else ""
         ended = self.runs.run(name, setting.place, [*self.options.options, *FIXED, *more])
         start = next((event for event in ended.events if event["event"] == "start"), {})
         if start.get("sharding"):
@@ -237,9 +195,5 @@ class Scaling:
         return Summary(
             recipe=self.options.recipe, modes=self.options.modes, results=self.results, links=self.links, left_out=self.left_out,
             on_gpu=self.on_gpu, threads=self.threads, hook=self.options.cfg.comm_hook, is_complete=is_complete,
-            steps=self.options.given.steps, warmup=self.options.given.warmup, places=[setting.place for setting in self.plan],
+            steps=self.options.given.steps, warmup=self.options.given.warmup,
         )  # fmt: skip
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"

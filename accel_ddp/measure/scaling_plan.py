@@ -42,10 +42,6 @@ class Setting:
     def per_rank(self) -> int:
         return self.batch // self.place.ranks
 
-    def name(self) -> str:
-        """Return the name of the folder of its run."""
-        return f"{self.place.nodes}x{self.ranks}_batch{self.batch}" + (f"_micro{self.micro}" if self.micro else "")
-
     def describe(self) -> str:
         nodes = f" on {self.place.nodes} nodes" if self.place.nodes > 1 else ""
         return f"{counted(self.ranks, 'rank')}{nodes}, global batch {self.batch}"
@@ -131,10 +127,8 @@ def divide(setting: Setting) -> Setting:
         return setting
     micro = min(setting.micro, setting.per_rank)
     fits = max(number for number in range(1, micro + 1) if setting.per_rank % number == 0)
-    note = (
-        f"--micro_batch_size {micro} does not divide {setting.per_rank} items per rank, so {fits} is used" if fits < micro else ""
-    )
-    return replace(setting, micro=fits, note=note or setting.note)
+    note = f"--micro_batch_size {micro} does not divide {setting.per_rank} items per rank, so {fits} is used"
+    return replace(setting, micro=fits, note=note if fits < micro else "")
 
 
 def smaller(setting: Setting, used: int) -> Setting | None:
@@ -183,8 +177,6 @@ def build_parser() -> argparse.ArgumentParser:
     cluster = "run on the nodes of a cluster description, as `accel-ddp launch` does"
     add("--cluster", default="", metavar="CLUSTER.yaml", help=cluster)
     add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
-    page = "HTML page with the plots; '' for none (default: scaling.html)"
-    add("--page", default="scaling.html", metavar="FILE", help=page)
     add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="end a run that takes longer (default: 1800)")
     add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
     add("--json", action="store_true", help="print one JSON document instead of text")
@@ -204,37 +196,47 @@ def read_options(words: list[str]) -> ScalingOptions:
         if getattr(given, name) < minimum:
             raise UserError(f"--{name} {getattr(given, name)}: must be {minimum} or more.")
     recipe = words[at] if given.cluster else str(recipe_files.recipe_path(words[at]))
-    cfg = _load_config(str(recipe_files.recipe_path(words[at])), words[at + 1 :])
+    try:
+        cfg = load_recipe_config([str(recipe_files.recipe_path(words[at])), *words[at + 1 :]])
+    except UserError as error:
+        unknown = str(error).partition(": there is no such option")[0]
+        if unknown.removeprefix("--") not in vars(given):
+            raise
+        where = "options of accel-ddp scaling stand before the recipe"
+        raise UserError(f"{unknown}: {where}: accel-ddp scaling {unknown} ... {recipe}") from error
     if cfg is None:
         raise UserError(f"{recipe}: does not use accel_ddp, so that it writes no log from which its speed could be read.")
     if cfg.resume:
         raise UserError(f"--resume {cfg.resume}: every run of accel-ddp scaling begins a new training. Leave --resume out.")
+    given.ranks = parse_ranks(given.ranks) if given.ranks else []
     launch, launch_one, limit, gpu_ids = _read_launch(launch, given.cluster)
     return ScalingOptions(given, launch, launch_one, limit, gpu_ids, recipe, words[at + 1 :], cfg)
-
-
-def _load_config(script: str, options: list[str]) -> TrainConfig | None:
-    """Return the options of the recipe. Raise UserError for a mistake, also if an option of `scaling` comes after the recipe."""
-    try:
-        return load_recipe_config([script, *options])
-    except UserError as error:
-        unknown = str(error).partition(": there is no such option")[0]
-        if unknown.removeprefix("--") in vars(build_parser().parse_args([])):
-            where = "options of accel-ddp scaling stand before the recipe"
-            raise UserError(f"{unknown}: {where}: accel-ddp scaling {unknown} ... {script}") from error
-        raise
 
 
 def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], int, int]:
     """Return the options of `accelerate launch` for several ranks and for one, --num_processes, and the number of --gpu_ids.
 
-    One rank is started with local.yaml, because other configs may have settings for several processes.
+    Raise UserError for an option that describes several nodes, and for a misspelt option of `scaling`. One rank is started
+    with local.yaml, because other configs may have settings for several processes.
     """
     if cluster and words:
         raise UserError(f"{words[0]}: with --cluster, options of accelerate launch belong into {cluster}.")
-    values, kept = _read_values(words)
+    values = argparse.Namespace(num_processes="", gpu_ids="", config_file="1node.yaml", main_process_port="")
+    found = find_options(words, vars(values))
+    for option in found:
+        if option.value is None:
+            raise UserError(f"{words[option.at]} needs a value.")
+        setattr(values, option.name, option.value)
+    kept = without(words, found)
     for word in kept:
-        _refuse_if_unknown(word)
+        if name_of(word) in _OF_NODES:
+            raise UserError(
+                f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
+                "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
+            )
+        # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
+        if meant := did_you_mean(name_of(word), vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
+            raise UserError(f"{word}: there is no such option.{meant}")
     if values.num_processes and not values.num_processes.isdecimal():
         raise UserError(f"--num_processes {values.num_processes}: must be a whole number, the largest number of ranks.")
     if values.gpu_ids.isdigit():
@@ -251,27 +253,3 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
     alone += [word for word in kept if word not in ("--multi_gpu", "--multi-gpu")]
     num_gpus = len(values.gpu_ids.split(",")) if values.gpu_ids not in ("", "all") else 0
     return ["--config_file", config, *kept], alone, int(values.num_processes or 0), num_gpus
-
-
-def _refuse_if_unknown(word: str) -> None:
-    """Raise UserError for an option that describes several nodes, and for a misspelt option of `scaling`."""
-    name = name_of(word)
-    if name in _OF_NODES:
-        raise UserError(
-            f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
-            "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
-        )
-    # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
-    if meant := did_you_mean(name, vars(build_parser().parse_args([])), "--{}", cutoff=0.85):
-        raise UserError(f"{word}: there is no such option.{meant}")
-
-
-def _read_values(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of `accelerate launch` that `scaling` replaces, and all other words."""
-    values = {"num_processes": "", "gpu_ids": "", "config_file": "1node.yaml", "main_process_port": ""}
-    found = find_options(words, values)
-    for option in found:
-        if option.value is None:
-            raise UserError(f"{words[option.at]} needs a value.")
-        values[option.name] = option.value
-    return argparse.Namespace(**values), without(words, found)

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import ssh_words
 from accel_ddp.launch.description import Cluster, read_description
 from accel_ddp.launch.job_commands import config_word, shell_path
-from accel_ddp.measure.scaling_analysis import MeasuredLinks, links_of_report, links_of_text
+from accel_ddp.measure.scaling_analysis import MeasuredLinks, links_of_text
 from accel_ddp.measure.scaling_plan import Placement
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config
@@ -47,11 +46,8 @@ class Ended(NamedTuple):
 class LocalRuns:
     """Runs on this machine, each by its own `accelerate launch`."""
 
-    def __init__(self, folder: str, launch: Sequence[str], launch_one: Sequence[str], recipe: str, limit: float):
-        self.keeps = bool(folder)
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="accel_ddp_scaling_"))
-        self.launch, self.launch_one, self.recipe, self.limit = list(launch), list(launch_one), recipe, limit
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, launch: Sequence[str], launch_one: Sequence[str], recipe: str, limit: float):
+        self.folder, self.launch, self.launch_one, self.recipe, self.limit = folder, launch, launch_one, recipe, limit
 
     def run(self, name: str, place: Placement, options: Sequence[str]) -> Ended:
         """Run the recipe and return when it has ended. Only its log and its output are kept."""
@@ -69,14 +65,10 @@ class LocalRuns:
 
     def measure_links(self, place: Placement) -> MeasuredLinks | None:
         """Return what `accel-ddp doctor` measures on these ranks. None: it has found an error."""
-        given = [word for at, word in enumerate(self.launch) if "--config_file" in (word, *self.launch[max(0, at - 1) : at])]
-        words = [sys.executable, "-m", "accel_ddp.cli", "doctor", "--json", *given, "--num_processes", str(place.ranks)]
+        config = self.launch[:2]
+        words = [sys.executable, "-m", "accel_ddp.cli", "doctor", *config, "--num_processes", str(place.ranks)]
         words += ["--main_process_port", str(find_free_port("127.0.0.1")), "--main_process_ip", "127.0.0.1"]
-        return links_of_report(execute(words, self.folder / "doctor.txt", self.limit)[1], place.nodes, place.ranks)
-
-    def close(self) -> None:
-        if not self.keeps:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        return links_of_text(execute(words, self.folder / "doctor.txt", self.limit)[1], place.nodes, place.ranks)
 
 
 class ClusterRuns:
@@ -86,10 +78,10 @@ class ClusterRuns:
     The guards of `launch` end the processes of all nodes if one node fails or this program is killed.
     """
 
-    def __init__(self, file: str, folder: str, recipe: str, limit: float, measures_links: bool):
+    def __init__(self, file: str, folder: Path, recipe: str, limit: float, measures_links: bool):
         import yaml
 
-        self.file, self.recipe, self.limit, self.keeps = file, recipe, limit, bool(folder)
+        self.file, self.folder, self.recipe, self.limit = file, folder, recipe, limit
         self.cluster: Cluster = read_description(file)
         if self.cluster.backend not in ("ssh", "local"):
             raise UserError(
@@ -104,8 +96,6 @@ class ClusterRuns:
         listed = yaml.safe_load(Path(file).read_text())["nodes"]
         listed = [f"node{number}" for number in range(listed)] if isinstance(listed, int) else listed
         self.nodes = [{"host": node} if isinstance(node, str) else node for node in listed]
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="accel_ddp_scaling_"))
-        self.folder.mkdir(parents=True, exist_ok=True)
         self.job = f"scaling-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self.without_links = {1, len(self.nodes)} if measures_links else set()  # numbers of nodes
 
@@ -117,7 +107,8 @@ class ClusterRuns:
             nodes[0]["processes"] = place.ranks
         changes = [f"nodes={json.dumps(nodes)}", "restarts=0"]
         # The doctor measures once on the ranks of one node and once on all nodes, before the run.
-        asks_doctor = place.nodes in self.without_links and place.ranks == self._ranks_of(place.nodes) > 1
+        is_whole = place.ranks == sum(node.processes for node in self.cluster.nodes[: place.nodes]) > 1
+        asks_doctor = is_whole and place.nodes in self.without_links
         changes += ["doctor=full"] if asks_doctor else []
         words = [sys.executable, "-m", "accel_ddp.cli", "launch", "--name", job]
         words += [word for change in changes for word in ("--set", change)]
@@ -132,9 +123,6 @@ class ClusterRuns:
             self._on_node(number, f"rm -rf {shell_path(output)}")
         return Ended(code, text, read_log(log), time.monotonic() - began, links)
 
-    def _ranks_of(self, nodes: int) -> int:
-        return sum(node.processes for node in self.cluster.nodes[:nodes])
-
     def cores(self) -> int:
         """Return the number of cores of the first node, 0 if it is not known. nproc does not need our code there."""
         text = self._on_node(0, "nproc").strip()
@@ -148,10 +136,6 @@ class ClusterRuns:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SSH_SECONDS).stdout
         return b""
-
-    def close(self) -> None:
-        if not self.keeps:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False) -> tuple[int, str]:

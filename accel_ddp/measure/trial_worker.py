@@ -16,17 +16,7 @@ from typing import Any
 
 from accel_ddp.doctor import collective_worker
 from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
-from accel_ddp.measure.tune_results import (
-    DEFAULT,
-    MUCH_SLOWER,
-    Choice,
-    DdpConfig,
-    Entries,
-    Transport,
-    best_choice,
-    best_exact,
-    unpack,
-)
+from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Entries, Transport, best_choice, best_exact
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import cpu_is_wanted
 
@@ -126,7 +116,7 @@ class TrialWorker(CollectiveWorker):
     def measure_ddp(self) -> None:
         """Report the time of a DDP step for each config."""
         torch, spec = self.torch, self.spec
-        model = build_proxy_model(torch, unpack(spec["entries"]), getattr(torch, spec["dtype"]), self.device)
+        model = build_proxy_model(torch, spec["entries"], getattr(torch, spec["dtype"]), self.device)
         self.autocast = contextlib.nullcontext()
         if spec["autocast"]:
             self.autocast = torch.autocast(self.device.type, getattr(torch, spec["autocast"]))

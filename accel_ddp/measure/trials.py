@@ -83,16 +83,15 @@ class TuneCoordinator(Coordinator):
         """Return (node, event), or None at the deadline. Raises TuningEnded if a node is lost or leaves."""
         received = await self.receive(deadline)
         lost = next((member for member in self.members if member.lost), None)
+        reason = ""
         if received and received[1].get("event") == "leaving":
-            self._end(received[0], printable(received[1]["reason"], 300))
-        if lost and self.inbox.empty():  # everything that it has sent is handled first
-            closed = ": its process was killed, or its network failed" if "closed" in lost.lost else ""
-            self._end(lost, lost.lost + closed)
+            lost, reason = received[0], printable(received[1]["reason"], 300)
+        elif lost and self.inbox.empty():  # everything that it has sent is handled first
+            reason = lost.lost + (": its process was killed, or its network failed" if "closed" in lost.lost else "")
+        if lost and reason:
+            text = f"machine_rank {lost.hello['node']} ({lost.hello['host']}) {reason}. The tuning ends on every node."
+            raise TuningEnded(1, text)
         return (received[0].hello["node"], received[1]) if received else None
-
-    def _end(self, member: Member, reason: str) -> None:
-        text = f"machine_rank {member.hello['node']} ({member.hello['host']}) {reason}. The tuning ends on every node."
-        raise TuningEnded(1, text)
 
     async def print_on_all(self, text: str) -> None:
         """Print a text on every node."""
@@ -130,9 +129,8 @@ class TrialRunner:
         """
         self.number += 1
         began, port = time.monotonic(), find_free_port(self.main_ip)
-        for node in range(self.nodes):
-            start = {"trial": self.number, "port": port, "environment": trial.environment(node), "spec": spec}
-            await self.coordinator.members[node].send({"do": "start", **start})
+        start = {"trial": self.number, "port": port, "environment": trial.settings, "spec": spec}
+        await self.coordinator.send_to_all({"do": "start", **start})
         is_first = self.startup_seconds == FIRST_STARTUP_SECONDS
         startup = FIRST_STARTUP_SECONDS if is_first else self.startup_seconds + max(5.0, self.startup_seconds)
         state = _State(began, began + self.trial_seconds + startup, began + STATUS_SECONDS, began)
@@ -175,34 +173,31 @@ class TrialRunner:
     async def _handle(
         self, state: _State, node: int, event: dict[str, Any], spec: dict[str, Any], on_report: OnReport | None
     ) -> None:
-        if event["event"] == "node_done":
+        """Take an event of a node. A failure leaves the other ranks little time to report their reasons too."""
+        kind, rank, now = event["event"], event.get("rank"), time.monotonic()
+        if kind == "node_done":
             state.done_nodes.add(node)
-        elif event["event"] == "worker_report":
-            await self._handle_report(state, event["rank"], event["report"], spec, on_report)
-        elif event["event"] == "worker_exit" and event["code"]:
+        elif kind == "worker_exit" and event["code"]:
             output = event["output"]
             if state.failure and output.startswith("NCCL: ") and output not in state.failure:
                 state.failure += f" | {output}"
-            reason = f"rank {event['rank']} ended with exit code {event['code']}{f': {output}' if output else ''}"
+            reason = f"rank {rank} ended with exit code {event['code']}{f': {output}' if output else ''}"
             state.failure = state.failure or reason
-        if state.failure and not state.is_killed:
-            state.deadline = min(state.deadline, time.monotonic() + FAILURE_SECONDS)
-
-    async def _handle_report(
-        self, state: _State, rank: int, report: Report, spec: dict[str, Any], on_report: OnReport | None
-    ) -> None:
-        state.last_report_at = now = time.monotonic()
-        if report.get("event") == "connected":
-            state.connected[rank] = report
-            if len(state.connected) == self.ranks and not state.failure:
-                self.startup_seconds = min(self.startup_seconds, now - state.began)
+        elif kind == "worker_report":
+            report, state.last_report_at = event["report"], now
+            if report.get("event") == "connected":
+                state.connected[rank] = report
+                if len(state.connected) == self.ranks and not state.failure:
+                    self.startup_seconds = min(self.startup_seconds, now - state.began)
+                    state.deadline = now + self.trial_seconds
+            elif report.get("event") == "failed":
+                state.failure = state.failure or f"rank {rank}: {report['reason']}"
+            elif spec["measure"] == "ddp" and not state.failure:  # many configs, so the limit is for the time between reports
                 state.deadline = now + self.trial_seconds
-        elif report.get("event") == "failed":
-            state.failure = state.failure or f"rank {rank}: {report['reason']}"
-        elif spec["measure"] == "ddp" and not state.failure:  # times many configs, so the limit is for the time between reports
-            state.deadline = now + self.trial_seconds
-        if rank == 0:
-            state.status_at = now + STATUS_SECONDS
-            state.reports.append(report)
-            if on_report:
-                await on_report(report)
+            if rank == 0:
+                state.status_at = now + STATUS_SECONDS
+                state.reports.append(report)
+                if on_report:
+                    await on_report(report)
+        if state.failure and not state.is_killed:
+            state.deadline = min(state.deadline, now + FAILURE_SECONDS)

@@ -2,23 +2,18 @@
 
 import argparse
 import asyncio
-import ipaddress
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from accel_ddp.doctor import findings, host
-from accel_ddp.doctor.check_options import CheckOptions, load_recipe_config
+from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.cluster import check_cluster, print_progress
 from accel_ddp.doctor.collective_launch import WorkerProcesses
 from accel_ddp.doctor.doctor_command import parse_before_script, read_options
 from accel_ddp.doctor.findings import Outcome
-from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
+from accel_ddp.errors import UserError
 from accel_ddp.measure.agent import WORKER_MODULE, Agent
 from accel_ddp.measure.trials import TuneCoordinator
 from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
@@ -27,9 +22,7 @@ from accel_ddp.measure.tuner import Tuner
 from accel_ddp.nodes.messages import make_token
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.nodes.spawn import clean_environment
-from accel_ddp.nodes.topology import Topology
 
-INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 ONE_RANK = (
     "There is only one rank, so there is no communication to tune. Give the number of nodes (--num_machines 2, or --config_file "
     "accelerate_configs/2node.yaml), or the number of ranks on this node (--num_processes 2)."
@@ -43,13 +36,7 @@ def main(words: list[str]) -> int:
     130: interrupted.
     """
     given, own_words, script_words = parse_before_script(build_parser(), words)
-    try:
-        return asyncio.run(preflight_and_tune(given, own_words, script_words))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return asyncio.run(preflight_and_tune(given, own_words, script_words))
 
 
 async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], script_words: list[str]) -> int:
@@ -66,7 +53,13 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
         )
     if topology.num_nodes == 1 and topology.num_ranks == 1:
         raise UserError(ONE_RANK)
-    _prepare_preflight(checks, given, options, topology)
+    # The options of `tune` must be the same on every node, and --out must be writable.
+    checks.script, checks.deep, checks.measures_bandwidth, checks.output_dir = checks.script or "accel-ddp tune", True, False, ""
+    same = {name: getattr(given, name) for name in ("minutes", "trial_seconds", "model_bytes", "tokens")}
+    same |= {"try": given.tries, "tune_backend": given.backend}
+    checks.recipe |= {name: str(value) for name, value in same.items()}
+    if reason := _why_not_writable(options.out):  # a finding ends all nodes; an error here would leave the others waiting
+        checks.findings.append(host.local_finding(topology, "E_OUT", f"--out {options.out}: {reason}"))
     outcome = await check_cluster(topology, checks, print_progress)
     if outcome.findings:
         print(findings.format_findings(outcome.findings, findings.supports_color()), flush=True)
@@ -80,16 +73,6 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
         raise UserError(ONE_RANK)
     print(f"preflight: {f'{nodes} nodes have' if nodes > 1 else 'this node has'} no errors", flush=True)
     return await connect_and_tune(outcome, make_token(outcome.deep_port, "accel-ddp tune", checks.secret), options)
-
-
-def _prepare_preflight(checks: CheckOptions, given: argparse.Namespace, options: TuneOptions, topology: Topology) -> None:
-    """Add to the preflight that the options of `tune` must be the same on every node and that --out must be writable."""
-    checks.script, checks.deep, checks.measures_bandwidth, checks.output_dir = checks.script or "accel-ddp tune", True, False, ""
-    same = {name: getattr(given, name) for name in ("minutes", "trial_seconds", "model_bytes", "tokens")}
-    same |= {"try": given.tries, "tune_backend": given.backend}
-    checks.recipe |= {name: str(value) for name, value in same.items()}
-    if reason := _why_not_writable(options.out):  # a finding ends all nodes; an error here would leave the others waiting
-        checks.findings.append(host.local_finding(topology, "E_OUT", f"--out {options.out}: {reason}"))
 
 
 def _why_not_writable(folder: str) -> str:
@@ -107,16 +90,24 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
     """Run the agent of this node, and on node 0 also the coordinator and the tuner. Return the exit code."""
     node, nodes, port = outcome.node_rank or 0, len(outcome.roster), outcome.deep_port
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
-    interrupted = _catch_signals()
+    loop = asyncio.get_running_loop()
+    interrupted: asyncio.Future = loop.create_future()  # its result will be the name of the first signal
+    for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():
+        loop.add_signal_handler(number, lambda name=name: interrupted.done() or interrupted.set_result(name))
     coordinator, tuning = TuneCoordinator(nodes, token), None
     try:
         if node == 0:
             await coordinator.listen(main_ip, port)
             tuning = asyncio.ensure_future(Tuner(coordinator, options, outcome.ranks_of_nodes, main_ip).run())
-        allowed = {*TUNED_VARIABLES, *INTERFACE_VARIABLES, *(name for settings in options.tries for name in settings)}
-        environment = _worker_environment(outcome.interface, main_ip)
+        allowed = {*TUNED_VARIABLES, *(name for settings in options.tries for name in settings)}
+        # Without a launcher's variables and without the variables that are tuned. A recipe sets the last two, too.
+        environment = {name: value for name, value in clean_environment().items() if name not in TUNED_VARIABLES}
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        environment |= host.socket_interface_variables(outcome.interface, main_ip)
         processes = WorkerProcesses(WORKER_MODULE, node, outcome.ranks_of_nodes, main_ip, environment, allowed)
-        code = await Agent(processes, options.out).run(main_ip, port, token, describe_node(node, options.out), interrupted)
+        tuned = {name: os.environ[name] for name in TUNED_VARIABLES if os.environ.get(name)}
+        info = {"node": node, "host": host.HOST, "out": options.out, "environment": tuned}
+        code = await Agent(processes, options.out).run(main_ip, port, token, info, interrupted)
         if tuning:  # it may still be sending the end to the other nodes
             await asyncio.wait([tuning], timeout=10)
             if tuning.done():
@@ -130,33 +121,3 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
             tuning.cancel()
             await asyncio.gather(tuning, return_exceptions=True)
             await coordinator.close()
-
-
-def _catch_signals() -> asyncio.Future:
-    """Return a future whose result will be the name of the first signal that asks this process to end."""
-    loop = asyncio.get_running_loop()
-    interrupted: asyncio.Future = loop.create_future()
-    for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():
-        loop.add_signal_handler(number, lambda name=name: interrupted.done() or interrupted.set_result(name))
-    return interrupted
-
-
-def _worker_environment(interface: str, main_ip: str) -> dict[str, str]:
-    """Return the environment of the workers: without a launcher's variables and without the variables that are tuned."""
-    kept = {name: value for name, value in clean_environment().items() if name not in TUNED_VARIABLES}
-    kept.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # recipes set it too
-    return kept | host.socket_interface_variables(interface, main_ip)  # a recipe's preflight sets it too
-
-
-def describe_node(node: int, out: str) -> dict[str, Any]:
-    """Return the first message of this node's agent to the coordinator."""
-    networks, real = {}, host.external_interfaces()
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if name in real and entry.family == socket.AF_INET and entry.netmask and name not in networks:
-                networks[name] = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False))
-    return {
-        "node": node, "host": host.HOST, "interfaces": networks, "out": out,
-        "environment": {name: os.environ[name] for name in TUNED_VARIABLES if os.environ.get(name)},
-        "has_chosen_interface": any(os.environ.get(name) for name in INTERFACE_VARIABLES),
-    }  # fmt: skip

@@ -81,13 +81,20 @@ def options_from(
             raise UserError(f"--{name} {getattr(given, name)}: must be at least {minimum}.")
     if given.model and given.model_bytes:
         raise UserError(f"--model {given.model} and --model_bytes {given.model_bytes}: both describe the model. Give only one.")
-    model = _model_options(given, cfg)
+    model: dict[str, Any] = {}  # the recipe's options, in which --model replaces the recipe's model
+    if isinstance(cfg, RecipeConfig) and not given.model_bytes:
+        model = {**as_plain_dict(cfg), "lora_targets": list(cfg.lora_targets), "freeze": list(cfg.freeze)}
+    model |= {"model": given.model} if given.model else {}
+    tokens = 0
+    if cfg is not None:
+        items = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # only a training run can find the value of auto
+        tokens = items * min(128, getattr(cfg, "max_length", 128))
     precision = getattr(cfg, "mixed_precision", "auto")
     precision = str(topology.accelerate_config.get("mixed_precision", "no")) if precision == "auto" else precision
     return TuneOptions(
         minutes=given.minutes, trial_seconds=given.trial_seconds, backend=given.backend, out=given.out,
         tries=[_parse_try(text) for text in given.tries], model=model if model.get("model") else {},
-        model_bytes=given.model_bytes, tokens=given.tokens or _tokens_of_recipe(cfg),
+        model_bytes=given.model_bytes, tokens=given.tokens or tokens,
         autocast={"bf16": "bfloat16", "fp16": "float16"}.get(precision, ""),
         launch=_launch_command(topology.num_nodes, own_words, script_words),
     )  # fmt: skip
@@ -99,23 +106,6 @@ def _parse_try(text: str) -> dict[str, str]:
         example = "--try 'NCCL_BUFFSIZE=8388608 NCCL_PROTO=Simple'"
         raise UserError(f"--try {text!r}: must be environment variables with values, for example {example}.")
     return {name: value for name, _, value in pairs}
-
-
-def _model_options(given: argparse.Namespace, cfg: TrainConfig | None) -> dict[str, Any]:
-    """Return the recipe's options, in which --model replaces the recipe's model. Empty with --model_bytes."""
-    if given.model_bytes:
-        return {}
-    options: dict[str, Any] = {}
-    if isinstance(cfg, RecipeConfig):
-        options = {**as_plain_dict(cfg), "lora_targets": list(cfg.lora_targets), "freeze": list(cfg.freeze)}
-    return {**options, "model": given.model} if given.model else options
-
-
-def _tokens_of_recipe(cfg: TrainConfig | None) -> int:
-    if cfg is None:
-        return 0
-    items = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # only a training run can find the value of auto
-    return items * min(128, getattr(cfg, "max_length", 128))
 
 
 def _launch_command(nodes: int, own_words: list[str], script_words: list[str]) -> str:

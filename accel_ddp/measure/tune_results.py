@@ -5,9 +5,9 @@ once per process, so every trial has to start new processes. The search therefor
 fast elsewhere, then changes of one coordinate at a time from the best of these sets.
 """
 
-import json
 import math
 import shlex
+import statistics
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,6 @@ from typing import Any
 from accel_ddp.records.files import replace_file
 from accel_ddp.text import format_bytes
 
-# Choose which settings to try next, and which of the measured ones to recommend.
-#
-# All functions are pure. Settings are a dictionary of environment variables, and a score is a time in milliseconds, so lower is
-# better. NCCL reads its variables once per process, so every trial has to start new processes. The search therefore makes few
-# trials: first sets of variables that were fast elsewhere, then changes of one coordinate at a time from the best of these sets.
 Settings = dict[str, str]
 
 THREADS, SOCKETS, BUFFER = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_BUFFSIZE"
@@ -54,10 +49,6 @@ COORDINATES: tuple[tuple[Settings, ...], ...] = (
 TREE: Settings = {ALGORITHM: "ring,tree;allreduce:tree"}
 
 
-def format_settings(settings: Settings) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items()) or "default"
-
-
 def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
     """Return the time by which settings are compared, from the all-reduce time of each message size.
 
@@ -67,23 +58,18 @@ def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
     if 0 < gradient_bytes < SIZES[1] and gradient_bytes in milliseconds:
         return milliseconds[gradient_bytes]
     compared = [ms for size, ms in milliseconds.items() if size >= SIZES[1]] or list(milliseconds.values())[-1:]
-    return math.exp(sum(map(math.log, compared)) / len(compared)) if compared else math.inf
+    return statistics.geometric_mean(compared) if compared else math.inf
 
 
 def propose_settings(nodes: int, default_score: float) -> Generator[Settings, float | None, None]:
     """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed.
 
-    `default_score` is the score without any settings.
+    `default_score` is the score without any settings. Without nodes that communicate over sockets there is nothing to try.
     """
     best, best_score, tried = {}, default_score, [{}]
-    for settings in KNOWN_GOOD:
-        if settings in tried or len(tried) > MAX_TRIALS:
-            continue
-        tried.append(settings)
-        measured = yield settings
-        if measured is not None and measured < best_score:
-            best, best_score = settings, measured
-    for choices in COORDINATES:
+    for choices in (
+        (KNOWN_GOOD, *COORDINATES) if nodes else ()
+    ):  # a known set replaces all variables, and a coordinate only its own
         if nodes > 2 and ALGORITHM in choices[0]:
             choices = (*choices, TREE)
         names = {name for choice in choices for name in choice}
@@ -94,23 +80,8 @@ def propose_settings(nodes: int, default_score: float) -> Generator[Settings, fl
                 continue
             tried.append(settings)
             measured = yield settings
-            if measured is not None and measured < best_score * FASTER:
+            if measured is not None and measured < best_score * (1 if choices is KNOWN_GOOD else FASTER):
                 best, best_score = settings, measured
-
-
-def interface_choices(interfaces: list[dict[str, str]]) -> list[list[str]]:
-    """Return the choices of network interfaces, each a list with the interface name of every node.
-
-    `interfaces` has one dictionary per node, from name to network ("10.0.0.0/24"). A choice consists of the interfaces in one
-    network that all nodes share, or, if the nodes share fewer than two networks, of the interfaces with the same name. The result
-    is empty if there are fewer than two choices.
-    """
-    first, *others = interfaces
-    networks = [network for network in dict.fromkeys(first.values()) if all(network in node.values() for node in others)]
-    if len(networks) > 1:
-        return [[next(name for name, its in node.items() if its == network) for node in interfaces] for network in networks]
-    names = [name for name in first if all(name in node for node in others)]
-    return [[name] * len(interfaces) for name in names] if len(names) > 1 else []
 
 
 def bucket_sizes(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
@@ -185,8 +156,6 @@ class Trial:
     """One set of settings, measured in new processes on all nodes."""
 
     settings: Settings
-    interfaces: list[str] = field(default_factory=list)  # the interface of each node, if the trial chooses interfaces
-    interface_variable: str = ""  # the environment variable that chooses the interface
     note: str = ""
     number: int = 0
     milliseconds: dict[int, float] = field(default_factory=dict)  # all-reduce time by message size
@@ -194,19 +163,10 @@ class Trial:
     ended_early: bool = False  # because it was much slower than the best trial
     score: float = math.inf
 
-    def environment(self, node: int) -> Settings:
-        """Return the environment variables for a node."""
-        if not self.interfaces:
-            return dict(self.settings)
-        exact = "=" if self.interface_variable.startswith("NCCL") else ""  # without it, NCCL takes the name as a prefix
-        return {self.interface_variable: exact + self.interfaces[node], **self.settings}
-
     @property
     def label(self) -> str:
-        different = list(dict.fromkeys(self.interfaces))
-        interface = [f"{self.interface_variable}={'|'.join(different)}"] if different else []
-        settings = [format_settings(self.settings)] if self.settings or not interface else []
-        return " ".join([*interface, *settings, *([f"({self.note})"] if self.note else [])])
+        settings = " ".join(f"{name}={value}" for name, value in self.settings.items()) or "default"
+        return f"{settings} ({self.note})" if self.note else settings
 
 
 @dataclass
@@ -387,14 +347,3 @@ def first_entries(entries: Entries, elements: int) -> Entries:
             break
         kept.append(entry)
     return kept
-
-
-def pack(entries: Entries) -> dict[str, Any]:
-    """Return the different entries and their order, because a message between nodes has a limited size."""
-    different = {json.dumps(entry): entry for entry in entries}
-    index = {key: number for number, key in enumerate(different)}
-    return {"different": list(different.values()), "order": [index[json.dumps(entry)] for entry in entries]}
-
-
-def unpack(message: dict[str, Any]) -> Entries:
-    return [message["different"][number] for number in message["order"]]

@@ -1,6 +1,6 @@
 """The two searches of `accel-ddp tune`: settings under which all-reduce is fastest, and DDP options with the shortest step.
 
-Settings are environment variables of NCCL, or network interfaces for gloo. DDP options are bucket sizes and communication hooks.
+Settings are environment variables of NCCL. DDP options are bucket sizes and communication hooks.
 """
 
 import math
@@ -52,9 +52,11 @@ class SettingsTuner:
     async def tune(self, default: Trial, transport: Transport) -> Trial:
         """Return the trial with the fastest settings, or the default trial if nothing is faster by more than noise."""
         await self._print_transport(transport)
-        first = self._trials_to_start_with(transport)
-        proposals = tune_results.propose_settings(self.coordinator.nodes, default.score) if transport.uses_sockets else None
-        if expected := len(first) + (tune_results.MAX_TRIALS if proposals else 0):
+        first = [Trial(settings, note="--try") for settings in self.options.tries]
+        if transport.uses_sockets and (settings := self.coordinator.members[0].hello["environment"]):
+            first.append(Trial(settings, note="as in node 0's environment"))
+        proposals = tune_results.propose_settings(self.coordinator.nodes if transport.uses_sockets else 0, default.score)
+        if expected := len(first) + (tune_results.MAX_TRIALS if transport.uses_sockets else 0):
             seconds = self.runner.usual_seconds
             await self.coordinator.print_on_all(
                 f"a trial takes about {seconds:.0f} s, so {expected} trials take about {expected * seconds / 60:.1f} minutes; no "
@@ -63,17 +65,10 @@ class SettingsTuner:
         best, measured = default, []
         score: float | None = None  # of the last proposal
         while True:
-            is_proposal = not first
-            if first:
-                trial = first.pop(0)
-            else:
-                try:
-                    settings = proposals.send(score) if proposals else None
-                except StopIteration:
-                    settings = None
-                if settings is None:
-                    break
-                trial = Trial(settings, interfaces=best.interfaces, interface_variable=best.interface_variable)
+            try:
+                trial = first.pop(0) if first else Trial(proposals.send(score))
+            except StopIteration:
+                break
             if time.monotonic() + self.runner.usual_seconds > self.settings_deadline:
                 number = counted(self.runner.number, "trial")
                 await self.coordinator.print_on_all(
@@ -85,33 +80,29 @@ class SettingsTuner:
             if is_complete:
                 measured.append(trial)
                 best = trial if trial.score < best.score * tune_results.FASTER else best
-            score = trial.score if is_proposal and is_complete else None
+            score = trial.score if is_complete and not trial.note else None
         return await self.confirm(default, best, measured)
 
     async def _print_transport(self, transport: Transport) -> None:
+        """Print how the ranks communicate, and the reason if NCCL's socket settings have no effect on it."""
         if not transport.is_nccl:
             await self.coordinator.print_on_all("NCCL settings are not tried: gloo is used, because there are no GPUs")
             return
         paths = " and ".join(transport.paths) or "an unknown transport (not in its log)"
         interfaces = f" through {', '.join(transport.interfaces)}" if transport.interfaces else ""
         await self.coordinator.print_on_all(f"transport: NCCL {paths}, network {transport.network}{interfaces}")
-        if not transport.uses_sockets:
-            reason = why_not_sockets(transport, self.coordinator.nodes)
-            await self.coordinator.print_on_all(f"NCCL's socket settings are not tried: {reason}")
-
-    def _trials_to_start_with(self, transport: Transport) -> list[Trial]:
-        """Return trials of --try, of the settings in node 0's environment, and of the network interfaces."""
-        nodes = self.coordinator.nodes
-        infos = [member.hello for member in self.coordinator.members]
-        trials = [Trial(settings, note="--try") for settings in self.options.tries]
-        if transport.uses_sockets and (settings := infos[0]["environment"]):
-            trials.append(Trial(settings, note="as in node 0's environment"))
-        uses_tcp = transport.uses_sockets or not transport.is_nccl
-        if uses_tcp and nodes > 1 and not any(info["has_chosen_interface"] for info in infos):
-            variable = "NCCL_SOCKET_IFNAME" if transport.is_nccl else "GLOO_SOCKET_IFNAME"
-            choices = tune_results.interface_choices([info["interfaces"] for info in infos])
-            trials += [Trial({}, interfaces=choice, interface_variable=variable) for choice in choices]
-        return trials
+        network = f"{transport.network} {' '.join(transport.paths)}"
+        if transport.uses_sockets:
+            return
+        if self.coordinator.nodes == 1 or not any("NET" in path for path in transport.paths):
+            reason = "the ranks communicate through NVLink, PCIe or shared memory"
+        elif "IB" in network:
+            reason = "InfiniBand or RoCE transfers the data, and sockets are used only to open connections"
+        elif "OFI" in network or "Libfabric" in network:
+            reason = "the libfabric plugin (EFA) transfers the data and has its own tuning"
+        else:
+            reason = f"the network is {transport.network}"
+        await self.coordinator.print_on_all(f"NCCL's socket settings are not tried: {reason}")
 
     async def confirm(self, default: Trial, best: Trial, measured: list[Trial]) -> Trial:
         """Measure the best trial and the default again, and return the one that is then better.
@@ -131,8 +122,7 @@ class SettingsTuner:
                 no_time = index > 0 and time.monotonic() + self.runner.usual_seconds > ends
                 if trial.score >= best.score * tune_results.FASTER or no_time:
                     break
-                repeated = Trial(trial.settings, trial.interfaces, trial.interface_variable, note="repeated")
-                await self.measure(repeated, default)
+                repeated = await self.measure(Trial(trial.settings, note="repeated"), default)
                 trial.score = math.inf if repeated.failure else max(trial.score, repeated.score)
                 for size, ms in repeated.milliseconds.items():
                     trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
@@ -161,18 +151,6 @@ class SettingsTuner:
             trial.failure = "it measured nothing"
         if not trial.failure:
             trial.score = tune_results.score(trial.milliseconds, self.gradients.bytes)
-
-
-def why_not_sockets(transport: Transport, nodes: int) -> str:
-    """Return the reason why NCCL's socket settings have no effect on this transport."""
-    network = f"{transport.network} {' '.join(transport.paths)}"
-    if nodes == 1 or not any("NET" in path for path in transport.paths):
-        return "the ranks communicate through NVLink, PCIe or shared memory"
-    if "IB" in network:
-        return "InfiniBand or RoCE transfers the data, and sockets are used only to open connections"
-    if "OFI" in network or "Libfabric" in network:
-        return "the libfabric plugin (EFA) transfers the data and has its own tuning"
-    return f"the network is {transport.network}"
 
 
 MAX_STARTS = 3  # a config that fails ends its processes, and the remaining configs need new ones
@@ -245,7 +223,7 @@ class DdpTuner:
     def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
         return {
             "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),
-            "nccl_debug": "WARN", "entries": tune_results.pack(entries), "dtype": self.gradients.dtype,
+            "nccl_debug": "WARN", "entries": entries, "dtype": self.gradients.dtype,
             "autocast": self.options.autocast, "tokens": self.measurements.tokens, "configs": remaining,
             "config_seconds": min(2.0, max(0.2, seconds_left / len(remaining) / 3)),
             "times": [[*choice, min(each)] for choice, each in self.measurements.times().items()],

@@ -5,11 +5,9 @@ A trial that hangs or fails is ended on every node and shown in the table, and t
 
 import asyncio
 import json
-import math
 import shlex
 import sys
 import time
-from typing import Any
 
 from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
@@ -22,8 +20,6 @@ from accel_ddp.text import counted, format_bytes, plural
 SHAPES_MODULE = "accel_ddp.memory.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
 SHAPES_SECONDS = 180.0  # torch may be read from a slow network disk
 WRITE_SECONDS = 15.0
-
-Files = dict[str, str]  # name -> content
 
 
 class Tuner:
@@ -109,77 +105,51 @@ class Tuner:
 
     async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
         """Print the best values, write them to files on every node, and print how to use them."""
-        files = self._files(default, best, ddp_best, transport)
-        await self.coordinator.print_on_all("\n".join(self._summary(default, best, ddp_best)))
-        is_complete = await self._write(files)
-        env_name = "tuned.env" if "tuned.env" in files[0] else "tuned.$NODE_RANK.env"
-        for node in range(self.nodes):
-            out = shlex.quote(str(self.coordinator.members[node].hello["out"]).rstrip("/"))
-            config = f" --config {out}/tuned.yaml" if ddp_best else ""
-            launch = self.options.launch.replace(OWN_RANKS, str(self.ranks_of_nodes[node]))
-            text = f"To use the result, run on every node:\n  set -a; . {out}/{env_name}; set +a\n  {launch}{config}"
-            await self.coordinator.members[node].send({"do": "print", "text": text})
-        if not is_complete:
-            raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
-
-    def _summary(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None) -> list[str]:
         lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
         if ddp_best:
             config, speedup = ddp_best
             options = f"bucket_cap_mb {config.bucket_cap_mb}, comm_hook {config.comm_hook}"
             lines.append(f"best DDP options: {options}, {speedup:.2f} times the default's speed")
-        if variables := best.environment(0):
-            lines.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items()))
+        ranks = describe_ranks(
+            [(member.hello["host"], num) for member, num in zip(self.coordinator.members, self.ranks_of_nodes)]
+        )
+        ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
+        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}", *lines]
+        files = {"tuned.env": tune_results.env_text(header, best.settings)}
+        if ddp_best:
+            model = self.options.model.get("model") or f"--model_bytes {self.options.model_bytes}"
+            files["tuned.yaml"] = tune_results.yaml_text([*header, f"model: {model}"], config)
+        if best.settings:
+            lines.append("export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in best.settings.items()))
         obsolete = [name for name in self.coordinator.members[0].hello["environment"] if name not in best.settings]
         if obsolete:
             lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
-        return lines
+        await self.coordinator.print_on_all("\n".join(lines))
+        is_complete = await self._write(files)
+        for node in range(self.nodes):
+            out = shlex.quote(str(self.coordinator.members[node].hello["out"]).rstrip("/"))
+            config = f" --config {out}/tuned.yaml" if ddp_best else ""
+            launch = self.options.launch.replace(OWN_RANKS, str(self.ranks_of_nodes[node]))
+            text = f"To use the result, run on every node:\n  set -a; . {out}/tuned.env; set +a\n  {launch}{config}"
+            await self.coordinator.members[node].send({"do": "print", "text": text})
+        if not is_complete:
+            raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
 
-    def _files(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> list[Files]:
-        """Return the files of each node."""
-        largest = max(best.milliseconds)
-        best_time = tune_results.format_time(best.milliseconds[largest])
-        default_time = tune_results.format_time(default.milliseconds.get(largest, math.nan))
-        hosts = [str(self.coordinator.members[node].hello["host"]) for node in range(self.nodes)]
-        ranks = describe_ranks(list(zip(hosts, self.ranks_of_nodes)))
-        ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
-        header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}"]
-        header.append(f"all-reduce of {format_bytes(largest)}: {best_time} ms")
-        if best is default:
-            header[-1] += " with the default settings"
-        else:
-            speedup = f"{default.score / best.score:.2f} times the default's speed over the compared sizes"
-            header[-1] += f", with the default settings {default_time} ms; {speedup}"
-        texts = [tune_results.env_text(header, best.environment(node)) for node in range(self.nodes)]
-        if len(set(texts)) == 1:
-            files = [{"tuned.env": text} for text in texts]
-        else:  # the names of the interfaces differ, and the nodes may share a disk
-            files = [{f"tuned.{node}.env": text} for node, text in enumerate(texts)]
-        if ddp_best:
-            config, speedup = ddp_best
-            model = self.options.model.get("model") or f"--model_bytes {self.options.model_bytes}"
-            step = f"model: {model}; a DDP step is {speedup:.2f} times as fast as with DDP's defaults"
-            files = [{**each, "tuned.yaml": tune_results.yaml_text([*header, step], config)} for each in files]
-        return files
-
-    async def _write(self, files: list[Files]) -> bool:
-        """Write the files of all nodes, and return whether all of them are there.
+    async def _write(self, files: dict[str, str]) -> bool:
+        """Write the files on all nodes, and return whether all of them are there.
 
         The main node is first. If the nodes share a disk, the other nodes then find its files there.
         """
         is_complete = True
         for node in range(self.nodes):
-            await self.coordinator.members[node].send({"do": "write", "files": files[node]})
-            answer = await self._answer_of(node)
-            is_complete = is_complete and answer["is_complete"]
+            await self.coordinator.members[node].send({"do": "write", "files": files})
+            deadline = time.monotonic() + WRITE_SECONDS
+            answer = {"lines": [f"could not write its files within {WRITE_SECONDS:.0f} s: its disk does not answer"]}
+            while received := await self.coordinator.next_event(deadline):
+                if received[0] == node and received[1].get("event") == "written":
+                    answer = received[1]
+                    break
+            is_complete = is_complete and answer.get("is_complete", False)
             lines = [f"{self.coordinator.name(node)}: {line}" for line in answer["lines"]]
             await self.coordinator.print_on_all("\n".join(lines))
         return is_complete
-
-    async def _answer_of(self, node: int) -> dict[str, Any]:
-        deadline = time.monotonic() + WRITE_SECONDS
-        while received := await self.coordinator.next_event(deadline):
-            if received[0] == node and received[1].get("event") == "written":
-                return received[1]
-        line = f"could not write its files within {WRITE_SECONDS:.0f} s: its disk does not answer"
-        return {"lines": [line], "is_complete": False}

@@ -1,6 +1,7 @@
 """How many cores this process may use, how many CPU threads a rank gets, and the variable from which libraries read it."""
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -18,11 +19,8 @@ def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
         return option
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = os.environ.get(name, "").split(",")[0].strip()  # OpenMP accepts one number for each nested level
-        if (
-            value.isdigit()
-            and int(value)
-            and not (value == "1" and name == "OMP_NUM_THREADS" and _is_set_by_launcher(local_ranks))
-        ):
+        is_given = not (value == "1" and name == "OMP_NUM_THREADS" and _is_set_by_launcher(local_ranks))
+        if value.isdigit() and int(value) and is_given:
             return int(value)
     return max(1, (cores or usable_cores()) // local_ranks)
 
@@ -32,15 +30,15 @@ def _is_set_by_launcher(local_ranks: int) -> bool:
 
     `accelerate launch` does so, and torchrun does for several ranks. The variables with which the launcher was started show it.
     """
-    by_accelerate = launcher.is_started_by_accelerate()
-    if not by_accelerate and not ("TORCHELASTIC_RUN_ID" in os.environ and local_ranks > 1):
+    request = launcher.find_accelerate_request()
+    if request is None and not ("TORCHELASTIC_RUN_ID" in os.environ and local_ranks > 1):
         return False
     import psutil
 
     with contextlib.suppress(psutil.Error):
         if "OMP_NUM_THREADS" in psutil.Process().parent().environ():
             return False
-    return not launcher.find_accelerate_request().get("num_cpu_threads_per_process")
+    return not (request or {}).get("num_cpu_threads_per_process")
 
 
 def set_num_threads(option: int, local_ranks: int) -> None:
@@ -49,7 +47,9 @@ def set_num_threads(option: int, local_ranks: int) -> None:
     OpenBLAS keeps the number that it has read as its maximum, and `torch.set_num_threads` does not change it. With the 1 of
     `accelerate launch`, matrix products of a run on CPUs use one core. Operations of ranks with GPUs keep the launcher's number.
     """
-    if option or not _may_use_gpu():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or launcher.cpu_is_wanted()
+    has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))  # NVIDIA, WSL, AMD; torch is not imported yet
+    if option or is_hidden or not has_gpu:
         os.environ["OMP_NUM_THREADS"] = str(choose_num_threads(option, local_ranks))
 
 
@@ -64,35 +64,23 @@ def usable_cores(root: str = "/") -> int:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them."""
+    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them.
+
+    Inside a container the root of a hierarchy is often the cgroup of the container, and the path of the process a path of the host,
+    which does not exist here.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    mounts = root / "sys/fs/cgroup"
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            yield from _quotas_along(mounts, path, "cpu.max")
-        elif "cpu" in controllers.split(","):  # version 1
-            for name in ("cpu", controllers):
-                yield from _quotas_along(mounts / name, path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
-
-
-def _quotas_along(mount: Path, path: str, *files: str) -> Iterator[float]:
-    """Yield the quota of each cgroup from `path` up to the root of the hierarchy, which is mounted at `mount`.
-
-    Inside a container the root is often the cgroup of the container, and `path` a path of the host, which does not exist here.
-    """
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            quota, period = " ".join(mount.joinpath(*parts[:depth], file).read_text() for file in files).split()
-            if int(quota) > 0 and int(period) > 0:  # -1: no limit
-                yield int(quota) / int(period)
-
-
-def _may_use_gpu() -> bool:
-    """Return whether this host has a GPU that is not hidden, without torch, which is not imported yet."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or launcher.cpu_is_wanted()
-    return not is_hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))  # NVIDIA, WSL, AMD
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)  # version 1 or 2
+        mounts = ("cpu", controllers) if "cpu" in controllers.split(",") else () if controllers else ("",)
+        for mount, depth in itertools.product(mounts, range(len(parts) + 1)):
+            folder = root.joinpath("sys/fs/cgroup", mount, *parts[:depth])
+            with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                quota, period = " ".join((folder / file).read_text() for file in files).split()
+                if int(quota) > 0 and int(period) > 0:  # -1: no limit
+                    yield int(quota) / int(period)

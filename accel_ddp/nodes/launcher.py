@@ -9,6 +9,7 @@ the rank, and the prompt of the shell returns below a rank that is still saving.
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import runpy
@@ -41,6 +42,7 @@ _MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RA
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # also Intel MPI
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MARK = "ACCEL_DDP_WORLD_OF_MPI"
+MPI_VARIABLES = (*_OPEN_MPI, *_MVAPICH, *_MPICH, _MARK)
 
 
 def adopt_mpi_world() -> None:
@@ -67,12 +69,6 @@ def adopt_mpi_world() -> None:
 def is_world_of_mpi() -> bool:
     """Return whether mpirun has started the ranks of this world, without another launcher."""
     return os.environ.get(_MARK) == "1"
-
-
-def remove_mpi_variables(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment for processes that are not ranks of the world that mpirun has started."""
-    known = {*_OPEN_MPI, *_MVAPICH, *_MPICH, _MARK}
-    return {name: value for name, value in environment.items() if name not in known}
 
 
 def cpu_is_wanted() -> bool:
@@ -116,27 +112,14 @@ def find_config_file(argv: list[str]) -> str:
     return next((str(file) for file in _configs_of_wizard()), "")
 
 
-def find_accelerate_request() -> dict[str, Any]:
-    """Return the settings and options given to the `accelerate launch` that started this process, or {} if none did."""
-    return _find_accelerate_command() or {}
-
-
-def is_started_by_accelerate() -> bool:
-    """Return whether `accelerate launch` started this process, also if it has neither settings nor options."""
-    return _find_accelerate_command() is not None
-
-
-def _find_accelerate_command() -> dict[str, Any] | None:
+def find_accelerate_request() -> dict[str, Any] | None:
+    """Return the settings and options given to the `accelerate launch` that started this process, or None if none did."""
     import psutil
 
     for parent in psutil.Process().parents()[:2]:
-        try:
-            argv = parent.cmdline()
-        except psutil.Error:
-            continue
-        request = parse_accelerate_command(argv)
-        if request is not None:
-            return request
+        with contextlib.suppress(psutil.Error):
+            if (request := parse_accelerate_command(parent.cmdline())) is not None:
+                return request
     return None
 
 
@@ -192,7 +175,7 @@ def check_requested_world() -> None:
     `accelerate launch` rounds num_processes down to a multiple of num_machines, and starts a single process for MULTI_CPU or
     --cpu. It prints nothing about either.
     """
-    request, started = find_accelerate_request(), int(os.environ.get("WORLD_SIZE", 1))
+    request, started = find_accelerate_request() or {}, int(os.environ.get("WORLD_SIZE", 1))
     processes, machines = request.get("num_processes"), request.get("num_machines") or 1
     if not isinstance(processes, int) or processes < 1:
         return

@@ -14,27 +14,18 @@ from accel_ddp.text import did_you_mean
 _PACKAGE = Path(__file__).parents[1]
 
 
-def recipes_folder() -> Path:
-    """Return the folder that contains classify.py and the other recipes."""
-    return _folder("recipes")
-
-
-def configs_folder() -> Path:
-    """Return the folder that contains local.yaml and the other accelerate configs."""
-    return _folder("accelerate_configs")
-
-
-def _folder(name: str) -> Path:
+def folder(name: str) -> Path:
+    """Return the folder "recipes" or "accelerate_configs" that comes with accel_ddp."""
     # The wheel's folder comes first: beside an installed package there may be a folder of the same name that is not ours.
-    for folder in (_PACKAGE / name, _PACKAGE.parent / name):
-        if folder.is_dir():
-            return folder
+    for path in (_PACKAGE / name, _PACKAGE.parent / name):
+        if path.is_dir():
+            return path
     raise UserError(f"{_PACKAGE / name} does not exist: this installation of accel_ddp is incomplete. Install accel_ddp again.")
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes, without `.py`, in alphabetical order."""
-    return sorted(path.stem for path in recipes_folder().glob("*.py"))
+    return sorted(path.stem for path in folder("recipes").glob("*.py"))
 
 
 def recipe_path(word: str) -> Path:
@@ -49,17 +40,17 @@ def recipe_path(word: str) -> Path:
         raise UserError(
             f"{word!r} is not a recipe.{did_you_mean(word, recipe_names(), '{!r}')} The recipes are: {', '.join(recipe_names())}."
         )
-    return recipes_folder() / f"{word}.py"
+    return folder("recipes") / f"{word}.py"
 
 
 def config_path(word: str) -> Path:
     """Return the file of an accelerate config. `word` is a path, or the name of a config that comes with accel_ddp."""
     if Path(word).is_file():
         return Path(word)
-    names = sorted(path.name for path in configs_folder().glob("*.yaml"))
+    names = sorted(path.name for path in folder("accelerate_configs").glob("*.yaml"))
     for name in (word, f"{word}.yaml"):
         if name in names:
-            return configs_folder() / name
+            return folder("accelerate_configs") / name
     raise UserError(f"--config_file {word}: there is no such file. These come with accel_ddp: {', '.join(names)}.")
 
 

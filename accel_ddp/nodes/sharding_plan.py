@@ -66,35 +66,28 @@ class ShardingPlan:
         copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
         return "; ".join([f"FSDP2 over {num_ranks} ranks{copies}", *self._unusual()])
 
+    def _flags(self) -> dict[str, str]:
+        """Return the settings that are on or off, by the names of the accelerate config."""
+        flags = {
+            "fsdp_reshard_after_forward": self.reshard_after_forward, "fsdp_offload_params": self.cpu_offload,
+            "fsdp_activation_checkpointing": self.activation_checkpointing,
+        }  # fmt: skip
+        return {name: str(value).lower() for name, value in flags.items()}
+
     def _unusual(self) -> list[str]:
         """Return the settings of the config that differ from their defaults."""
-        settings = [
-            "fsdp_reshard_after_forward: false" * (not self.reshard_after_forward), "fsdp_offload_params: true" * self.cpu_offload,
-            "fsdp_activation_checkpointing: true" * self.activation_checkpointing,
-        ]  # fmt: skip
-        return [setting for setting in settings if setting]
+        return [": ".join(flag) for flag in self._flags().items() if flag not in ShardingPlan()._flags().items()]
 
     def settings(self) -> dict[str, str]:
         """Return what must be the same on all nodes, by the names of the accelerate config."""
         copies = "one per node" if self.replicas == ONE_PER_NODE else str(self.replicas)
-        return {
-            "copies of the model": copies,
-            "fsdp_reshard_after_forward": str(self.reshard_after_forward).lower(),
-            "fsdp_offload_params": str(self.cpu_offload).lower(),
-            "fsdp_activation_checkpointing": str(self.activation_checkpointing).lower(),
-            "fsdp_transformer_layer_cls_to_wrap": ",".join(self.layer_classes) or "none",
-        }
+        classes = ",".join(self.layer_classes) or "none"
+        return {"copies of the model": copies, **self._flags(), "fsdp_transformer_layer_cls_to_wrap": classes}
 
     def facts(self, num_ranks: int) -> dict[str, Any]:
         """Return the plan for the log of a run."""
-        options = {name: value for name, value in asdict(self).items() if name != "replicas"}
-        return {
-            "text": self.summarize(num_ranks),
-            "replicas": self.replicas,
-            "shards": num_ranks // self.replicas,
-            **options,
-            "layer_classes": list(self.layer_classes),
-        }
+        shards = {"text": self.summarize(num_ranks), "shards": num_ranks // self.replicas}
+        return {**shards, **asdict(self), "layer_classes": list(self.layer_classes)}
 
 
 def take_plan(num_ranks: int) -> ShardingPlan | None:
@@ -222,7 +215,8 @@ def _read_replicas(variables: Mapping[str, str], num_ranks: int) -> int:
     replicas, shards = _size(variables, "DP_REPLICATE_SIZE"), _size(variables, "DP_SHARD_SIZE")
     # Without a shard size (its default is 1), the copies are sharded over all ranks that there are.
     if num_ranks and (num_ranks % replicas if shards == 1 else replicas * shards != num_ranks):
-        raise UserError(_wrong_sizes(replicas, shards, num_ranks, _num_nodes(variables, num_ranks)))
+        num_nodes = variables.get("GROUP_WORLD_SIZE", "")
+        raise UserError(_wrong_sizes(replicas, shards, num_ranks, int(num_nodes) if num_nodes.isdigit() else 1))
     return replicas
 
 
@@ -236,13 +230,6 @@ def _wrong_sizes(replicas: int, shards: int, num_ranks: int, num_nodes: int) -> 
         f"The accelerate config has {sizes}, but there are {num_ranks} ranks. Use sizes whose product is {num_ranks}. For {what} type "
         f"--parallelism_config_dp_replicate_size {copies} --parallelism_config_dp_shard_size {num_ranks // copies}."
     )
-
-
-def _num_nodes(variables: Mapping[str, str], num_ranks: int) -> int:
-    nodes, local = variables.get("GROUP_WORLD_SIZE", ""), variables.get("LOCAL_WORLD_SIZE", "")
-    if nodes.isdigit() and int(nodes):
-        return int(nodes)
-    return max(1, num_ranks // int(local)) if local.isdigit() and int(local) else 1
 
 
 def _size(variables: Mapping[str, str], name: str) -> int:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-from accel_ddp.nodes.launcher import remove_mpi_variables
+from accel_ddp.nodes.launcher import MPI_VARIABLES
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_TORCHRUN = ("TORCHELASTIC_", "PET_")  # torchrun reads its own options from PET_ variables
@@ -16,8 +16,8 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 def clean_environment() -> dict[str, str]:
     """Return the environment of this process without the variables of its own launcher: torchrun, Accelerate or mpirun."""
-    kept = remove_mpi_variables(dict(os.environ))
-    return {name: value for name, value in kept.items() if name not in RANK_VARIABLES and not name.startswith(_OF_TORCHRUN)}
+    removed = {*RANK_VARIABLES, *MPI_VARIABLES}
+    return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_OF_TORCHRUN)}
 
 
 def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, address: str, port: int) -> dict[str, str]:

@@ -94,31 +94,23 @@ def connect_output() -> bool:
     path = os.path.join(folder, f"rank{os.environ.get('LOCAL_RANK') or 0}")
     flags = os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK  # NONBLOCK: an error instead of waiting for a reader
     try:
-        own = os.open(path, flags)
-        try:
-            # Each call of `open` has flags of its own. Those of 1 and 2 are inherited by other programs, which expect to wait.
-            inherited = os.open(path, flags)
-        except OSError:
-            os.close(own)
-            raise
+        # Each call of `open` has flags of its own. Those of 1 and 2 are inherited by other programs, which expect to wait.
+        own, inherited = os.open(path, flags), os.open(path, flags)
     except OSError:
         return False
     os.set_blocking(inherited, True)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed, or replaced by something else
-            stream.flush()
-    os.dup2(inherited, 1)
-    os.dup2(inherited, 2)
-    os.close(inherited)
     raw = RankStream(own)
-    sys.stdout = sys.__stdout__ = _text(raw, sys.stdout, "strict")
-    sys.stderr = sys.__stderr__ = _text(raw, sys.stderr, "backslashreplace")
+    for descriptor, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        before = getattr(sys, name)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed, or replaced by something else
+            before.flush()
+        os.dup2(inherited, descriptor)
+        encoding, errors = getattr(before, "encoding", None) or "utf-8", getattr(before, "errors", None) or errors
+        text = io.TextIOWrapper(raw, encoding, errors, line_buffering=True)  # type: ignore[type-var]  # as Python's own with -u
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    os.close(inherited)
     return True
-
-
-def _text(raw: "RankStream", before: Any, errors: str) -> io.TextIOWrapper:
-    encoding, errors = getattr(before, "encoding", None) or "utf-8", getattr(before, "errors", None) or errors
-    return io.TextIOWrapper(raw, encoding, errors, line_buffering=True)  # type: ignore[type-var]  # as Python's own with -u
 
 
 class RankStream(io.RawIOBase):

@@ -147,7 +147,7 @@ def topology_of_this_rank() -> Topology:
         return Topology(node_rank=0, num_nodes=1, num_ranks=1, main_address="127.0.0.1", main_port=29500)
     rank, world_size, local_rank, local_size, port = (int(values[name]) for name in needed if name != "MASTER_ADDR")
     local_size = max(1, local_size)
-    request = find_accelerate_request()
+    request = find_accelerate_request() or {}
     topology = Topology(
         node_rank=estimate_node(rank, local_rank, local_size), num_nodes=estimate_num_nodes(world_size, local_size),
         num_ranks=world_size, num_node_ranks=local_size, rank=None if "GROUP_RANK" in os.environ else rank,

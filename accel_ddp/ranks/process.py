@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from accel_ddp.nodes.launcher import adopt_mpi_world, is_started_by_accelerate
+from accel_ddp.nodes.launcher import adopt_mpi_world, find_accelerate_request
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.nodes.topology import estimate_node
 from accel_ddp.ranks.failures import Failure
@@ -53,7 +53,7 @@ class RankPlace:
             local_rank=int(env.get("LOCAL_RANK", 0)),
             local_ranks=int(env.get("LOCAL_WORLD_SIZE", 1)),
             restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in env or is_started_by_accelerate() else 0,
+            launcher=os.getppid() if "TORCHELASTIC_RUN_ID" in env or find_accelerate_request() is not None else 0,
         )
 
     @property
