@@ -40,7 +40,7 @@ def test_every_key_of_a_complete_description_is_read(tmp_path):
         nodes=[{"host": "node-a", "gpus": 4, "env": {"B": "own"}}, {"host": "me@node-b", "env_file": "b.env", "interface": "ib0"}],
         main_address="10.0.0.1", interface="eth0", folder="~/work", copy="rsync", venv=".venv", env_file="common.env",
         env={"E": 5}, output="/data/runs", restarts=2, time_limit="1-12:00:00", accelerate_config="my.yaml", doctor="full",
-        spot="aws", ssh={"options": ["-F", "my config"]},
+        ssh={"options": ["-F", "my config"]},
     )  # fmt: skip
     first, second = cluster.nodes
     assert (cluster.name, cluster.main_address, cluster.main_port, cluster.copy) == ("classify", "10.0.0.1", 29600, "rsync")

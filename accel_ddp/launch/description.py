@@ -173,7 +173,6 @@ KEYS = {
     "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is queued again)"),
     "doctor": Key(_choice("quick", "full", "off"), "`quick` checks the cluster inside the launchers, `full` measures bandwidth and "
                   "collectives first, `off` skips the preflight"),
-    "spot": Key(_choice("none", "aws"), "`aws` turns the interruption notice of a spot instance into a stop with a checkpoint"),
     "ssh": Key(_any, "see below"),
     "slurm": Key(_any, "see below"),
     "kubernetes": Key(_any, "see below"),
@@ -225,9 +224,9 @@ TABLES = {
 # Keys that have no meaning for a backend. Such a key is a mistake: the user expects an effect that it does not have.
 NOT_FOR = {
     "ssh": ("image", "slurm", "kubernetes"),
-    "local": ("image", "copy", "spot", "ssh", "slurm", "kubernetes"),
-    "slurm": ("image", "copy", "spot", "doctor", "ssh", "kubernetes"),
-    "kubernetes": ("copy", "spot", "doctor", "interface", "venv", "ssh", "slurm", "main_address"),
+    "local": ("image", "copy", "ssh", "slurm", "kubernetes"),
+    "slurm": ("image", "copy", "doctor", "ssh", "kubernetes"),
+    "kubernetes": ("copy", "doctor", "interface", "venv", "ssh", "slurm", "main_address"),
 }
 
 
@@ -266,7 +265,6 @@ class Cluster:
     time_limit: int | None = None  # seconds
     accelerate_config: str = "2node.yaml"
     doctor: str = "quick"
-    spot: str = "none"
     ssh: dict[str, Any] = field(default_factory=dict)
     slurm: dict[str, Any] = field(default_factory=dict)
     kubernetes: dict[str, Any] = field(default_factory=dict)

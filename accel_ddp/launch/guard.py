@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -87,7 +86,6 @@ class JobOnNode:
         self.given_up = asyncio.Event()  # KILL_SECONDS after a kill
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
-        self.spot_watch: threading.Event | None = None
 
     async def start(self) -> str:
         """Start the launcher. Return an error, or "" if it runs."""
@@ -141,13 +139,6 @@ class JobOnNode:
             self.process.send_signal(signal.SIGINT)
         if request["time_limit"]:
             self.timers.append(loop.call_later(request["time_limit"], self.stop, "the time limit is reached"))
-        if request["spot"] == "aws":
-            from accel_ddp.launch import spot
-
-            self.spot_watch = spot.watch(
-                lambda when: loop.call_soon_threadsafe(self.stop, f"AWS ends this spot instance at {when:%H:%M:%S} UTC"),
-                lambda text: loop.call_soon_threadsafe(self.note, text),
-            )
         self.waiting = asyncio.ensure_future(self._wait())
         return ""
 
@@ -181,8 +172,6 @@ class JobOnNode:
         left = await self._end_descendants()
         for timer in self.timers:
             timer.cancel()
-        if self.spot_watch:
-            self.spot_watch.set()
         self._read_rest()
         code = 128 - code if code < 0 else code
         self.record.write(state="ended", code=code, why=self.why or left, ended=time.time())

@@ -11,15 +11,7 @@ from typing import Any, NoReturn
 
 from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch.description import Cluster, shown_value
-from accel_ddp.launch.job_commands import (
-    Job,
-    Shell,
-    launcher_words,
-    node_environment,
-    to_shell,
-    used_config,
-    uses_package,
-)
+from accel_ddp.launch.job_commands import Job, Shell, launcher_words, node_environment, to_shell, used_config, uses_package
 from accel_ddp.words import has_option
 
 TRAINER = "trainer.kubeflow.org"

@@ -190,7 +190,7 @@ class Session:
             "run_folder": self.job.run_folder, "host": node.host,
             "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
             "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
-            "spot": cluster.spot, "terminal": terminal,
+            "terminal": terminal,
         }  # fmt: skip
 
     async def _start(self, address: str) -> None:
@@ -221,7 +221,7 @@ class Session:
             words = job_commands.doctor_words(
                 self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
             )
-            request = {**self._request(connection, words, False), "time_limit": None, "spot": "none", "terminal": None}
+            request = {**self._request(connection, words, False), "time_limit": None, "terminal": None}
             await connection.ask("start", "started", **request)
             while (message := await self._receive(connection))["is"] != "end":
                 if message["is"] == "out" and connection.node.rank == 0:

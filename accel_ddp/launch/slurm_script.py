@@ -14,15 +14,7 @@ from pathlib import Path
 
 from accel_ddp.errors import STOPPED, USER_ERROR, UserError
 from accel_ddp.launch.description import Cluster, read_env_file, shown_value
-from accel_ddp.launch.job_commands import (
-    Job,
-    Shell,
-    config_word,
-    launcher_words,
-    node_environment,
-    replace_home,
-    uses_torchrun,
-)
+from accel_ddp.launch.job_commands import Job, Shell, config_word, launcher_words, node_environment, replace_home, uses_torchrun
 from accel_ddp.text import counted
 from accel_ddp.words import has_option, script_at
 
