@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -78,13 +77,8 @@ def check_options(cluster: Cluster, job: Job) -> None:
         return
     from accel_ddp.doctor.check_options import load_recipe_config
 
-    options: Iterable[str] = job.options
-    if cluster.backend == "slurm":
-        from accel_ddp.launch.slurm_script import is_array
-
-        options = [word.replace("%a", "0") if is_array(cluster) else word for word in options]  # the number of a task
     try:
-        load_recipe_config([job.script, *options])
+        load_recipe_config([job.script, *job.options])
     except UserError as error:
         option = str(error).partition(":")[0]
         if option in _OPTIONS and "no such option" in str(error):

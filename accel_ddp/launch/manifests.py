@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch.description import Cluster, shown_value
-from accel_ddp.launch.job_commands import Job, Shell, launcher_words, node_environment, to_shell, used_config, uses_package
+from accel_ddp.launch.job_commands import Job, Shell, launcher_words, node_environment, to_shell, used_config, uses_package, wrap
 from accel_ddp.words import has_option
 
 TRAINER = "trainer.kubeflow.org"
@@ -273,20 +273,9 @@ def _command(cluster: Cluster, job: Job, words: list[str]) -> list[str]:
         f"for file in {to_shell(files)}; do",
         '  [ -f "$file" ] || fail "has no file $file in the folder $PWD. Copy it into the image, or change the key folder."',
         "done",
-        f"exec {_wrap(words, job.script)}",
+        f"exec {wrap(words)}",
     ]
     return ["/bin/sh", "-c", _escape("\n".join(lines) + "\n")]
-
-
-def _wrap(words: list[str], script: str) -> str:
-    """Return a shell command with one option per line."""
-    lines = [to_shell(words[:1])]
-    for word in words[1:]:
-        if word.startswith("--") or word == script:
-            lines.append(to_shell([word]))
-        else:
-            lines[-1] += f" {to_shell([word])}"
-    return " \\\n  ".join(lines)
 
 
 def _escape(text: str) -> str:

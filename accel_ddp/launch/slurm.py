@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job, follow_lines
 from accel_ddp.launch.job_record import skip_to_last_lines
-from accel_ddp.launch.slurm_script import code_folder, is_array, launch_folder, render, split_environment
+from accel_ddp.launch.slurm_script import code_folder, launch_folder, render, split_environment
 from accel_ddp.text import counted
 
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
@@ -38,43 +40,24 @@ REFUSALS = {
     "option": "slurm.options",
 }
 # Reasons why a job waits that end by themselves, when other jobs end or at a time that is known.
-USUAL_REASONS = (
-    "None",
-    "Resources",
-    "Priority",
-    "BeginTime",
-    "Dependency",
-    "JobArrayTaskLimit",
-    "Licenses",
-    "Prolog",
-    "Cleaning",
-)
+USUAL_REASONS = ("None", "Resources", "Priority", "BeginTime", "Dependency", "Licenses", "Prolog", "Cleaning")
 # Limits of an account or a QOS that other jobs have reached. Limits per job are not among them: such a job never starts.
 USUAL_LIMITS = re.compile(
     r"(QOS|Assoc)(Grp|Max\w*(Jobs|Per(User|Account|Acct)))|QOS(Job|Resource)Limit|Association(Job|Resource)Limit"
 )
 # Variables of sbatch that are not called as their options.
-_OTHER_VARIABLES = {"time": "timelimit", "mem": "mem_per_node", "array": "array_inx"}
+_OTHER_VARIABLES = {"time": "timelimit", "mem": "mem_per_node"}
 _OF_USER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # they tell clients where the controller is
 ACTIVE = (
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "STOPPED",
-    "RESIZING",
-    "SIGNALING",
-    "STAGE_OUT",
-    "REQUEUED",
-)
+    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "REQUEUED",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job, or a task of an array, as `scontrol show job` describes it."""
+    """A job as `scontrol show job` describes it."""
 
-    number: str  # of a task of an array: ARRAY_TASK
+    number: str
     name: str
     state: str
     reason: str
@@ -109,16 +92,20 @@ def launch(cluster: Cluster, job: Job) -> int:
     if "SLURM_JOB_ID" in os.environ:
         return _run_in_allocation(cluster, job)
     script = render(cluster, job)
-    _refuse_leftover(cluster, job)
+    folder = launch_folder(cluster, job)
+    if one := next((one for one in _find_jobs(cluster, job.name) if one.log.parent == folder), None):
+        raise UserError(
+            f"job {one.number} is a leftover job of the same name {job.name!r} with the same folder {folder.parent}, and is "
+            f"{one.describe()}. Stop it with `accel-ddp stop {cluster.file} --name {job.name}`, or choose another name with --name."
+        )
     file = _write_script(cluster, job, "job.sh", script)
     done = _call("sbatch", "--parsable", str(file), environment=_sbatch_environment(script) | split_environment(cluster)[1])
     if done.returncode:
         raise UserError(_explain_refusal(cluster, done.stderr))
     number = done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER on a machine with several clusters
     ranks = counted(cluster.nodes[0].processes, "rank")
-    log = file.parent / (f"slurm-{number}_TASK.log" if is_array(cluster) else f"slurm-{number}.log")
     print(f"job {number} ({job.name}) is submitted: {counted(len(cluster.nodes), 'node')} with {ranks} each")
-    print(f"  script:  {file}\n  log:     {log}")
+    print(f"  script:  {file}\n  log:     {file.parent}/slurm-{number}.log")
     print("\n".join(follow_lines(cluster, job)), flush=True)
     return _report_start(number)
 
@@ -134,7 +121,7 @@ def status(cluster: Cluster, job: Job | None) -> int:
         for file in files:
             one = _job_of(file)
             # Slurm removes a job some minutes after its end. Its log stays.
-            lines.append(_describe(one) if one else f"{folder.parent.name}  job {_number_of(file)}  ended  log {file}")
+            lines.append(_describe(one) if one else f"{folder.parent.name}  job {file.stem[6:]}  ended  log {file}")
     what = f"job named {job.name!r}" if job else f"job in {output}"
     print("\n".join(lines) or f"There is no {what}.")
     return 0
@@ -180,7 +167,9 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     while _active(now := [_show(one.number) for one in jobs]) and time.monotonic() <= deadline:
         if not is_now and time.monotonic() - signalled_at >= RESEND_SECONDS:
             signalled_at = time.monotonic()
-            _ask_to_save(_active(now))
+            for one in _active(now):
+                if one.state in ("RUNNING", "PENDING"):  # a job that was queued again a moment before is cancelled
+                    _call("scancel", *(["--signal=USR2"] if one.state == "RUNNING" else []), one.number)
         time.sleep(0.5)
     for before, one in zip(jobs, now):
         has_saved = one and one.code == STOPPED and not one.is_active
@@ -189,30 +178,11 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     return 1 if _active(now) else 0
 
 
-def _active(jobs: list[SlurmJob | None]) -> list[SlurmJob]:
+def _active(jobs: Iterable[SlurmJob | None]) -> list[SlurmJob]:
     return [one for one in jobs if one and one.is_active]
 
 
-def _ask_to_save(jobs: list[SlurmJob]) -> None:
-    """Signal the ranks of running jobs. A job that was queued again a moment before is cancelled."""
-    for one in jobs:
-        if one.state == "RUNNING":
-            _call("scancel", "--signal=USR2", one.number)
-        elif one.state == "PENDING":
-            _call("scancel", one.number)
-
-
 # ---- submitting
-
-
-def _refuse_leftover(cluster: Cluster, job: Job) -> None:
-    folder = launch_folder(cluster, job)
-    for one in _find_jobs(cluster, job.name):
-        if one.log.parent == folder:
-            raise UserError(
-                f"job {one.number} is a leftover job of the same name {job.name!r} with the same folder {folder.parent}, and is "
-                f"{one.describe()}. Stop it with `accel-ddp stop {cluster.file} --name {job.name}`, or choose another name with --name."
-            )
 
 
 def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
@@ -302,7 +272,7 @@ def _ends_by_itself(reason: str) -> bool:
 
 def _unavailable_nodes() -> str:
     lines = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|%T|%E").stdout.splitlines()
-    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.counted("|") >= 2]
+    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.count("|") >= 2]
     found = [f"{name} is {state} ({why})" for name, state, why in rows]
     return f" Nodes that are not available (`sinfo -R`): {', '.join(found)}." if found else ""
 
@@ -317,22 +287,15 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
             f"{cluster.file}: nodes {len(cluster.nodes)}: the allocation {number} (SLURM_JOB_ID) has {counted(nodes, 'node')}. Use "
             f"--set nodes={nodes}, or allocate more: salloc --nodes={len(cluster.nodes)}."
         )
-    if is_array(cluster):
-        raise UserError(
-            f"{cluster.file}: slurm.options --array: an allocation runs one job. Leave the allocation to submit an array."
-        )
     script = render(cluster, job, is_batch=False)
     file = _write_script(cluster, job, f"allocation-{number}.sh", script)
     print(f"using the allocation {number} (SLURM_JOB_ID)", flush=True)
-    process = subprocess.Popen(["bash", str(file)], env={**os.environ, **split_environment(cluster)[1]})
+    process = psutil.Popen(["bash", str(file)], env={**os.environ, **split_environment(cluster)[1]})
 
     def interrupt(*_: object) -> None:
-        import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.send_signal(signal.SIGINT)
+        for child in process.children(recursive=True) if process.is_running() else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGINT)
 
     # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -360,24 +323,18 @@ def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.
 
 def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
     """Return the queued and running jobs of this user with this name ("": any) in the code folder."""
-    words = ["squeue", "--me", "--noheader", "--array", "--format=%A"]
-    done = _call(*words, f"--name={name}") if name else _call(*words)
+    done = _call("squeue", "--me", "--noheader", "--format=%A", *([f"--name={name}"] if name else []))
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
-    # The number of the last task of an array is that of the whole array, so a task may be found twice.
-    found = {one.number: one for number in done.stdout.split() for one in _show_all(number)}
     folder = code_folder(cluster)
-    return [one for one in found.values() if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
+    found = _active(map(_show, done.stdout.split()))
+    return [one for one in found if one.folder == folder and one.log.parent.name == "launch"]
 
 
 def _show(number: str) -> SlurmJob | None:
-    return next(iter(_show_all(number)), None)
-
-
-def _show_all(number: str) -> list[SlurmJob]:
-    """Return a job, or all tasks of an array. Slurm removes a job, by default 5 minutes after its end."""
+    """Return a job, or None if Slurm has removed it, by default 5 minutes after its end."""
     done = _call("scontrol", "--oneliner", "show", "job", number)
-    return [_parse(line) for line in done.stdout.splitlines() if "JobId=" in line]
+    return next((_parse(line) for line in done.stdout.splitlines() if "JobId=" in line), None)
 
 
 def _parse(line: str) -> SlurmJob:
@@ -387,10 +344,8 @@ def _parse(line: str) -> SlurmJob:
     state = values.get("JobState", "?")
     if not code and state not in (*ACTIVE, "COMPLETED"):
         code = 1  # Slurm has ended the job, for example at its time limit, and stores 0
-    task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
-    number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
     return SlurmJob(
-        number=number, name=values.get("JobName", ""), state=state,
+        number=values["JobId"], name=values.get("JobName", ""), state=state,
         reason=values.get("Reason", "").replace("_", " "),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
         code=code, restarts=int(values.get("Restarts", 0)),
@@ -406,13 +361,9 @@ def _log_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
 
 
-def _number_of(log: Path) -> str:
-    return log.stem.removeprefix("slurm-")
-
-
 def _job_of(log: Path) -> SlurmJob | None:
     """Return the job of a log. None: Slurm does not store the job any more, or the number is now that of another job."""
-    one = _show(_number_of(log))
+    one = _show(log.stem.removeprefix("slurm-"))
     return one if one and one.log == log else None
 
 
