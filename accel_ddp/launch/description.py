@@ -43,26 +43,25 @@ def _text(value: Any) -> str:
     return value
 
 
-def _name(value: Any) -> str:
-    if not NAME.fullmatch(_text(value)):
-        raise Wrong("must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
-    return value
+def _that(is_right: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
+    """Return a check that accepts the values for which `is_right` is true."""
 
-
-def _host(value: Any) -> str:
-    if _text(value).startswith("-") or re.search(r"[\s'\"`$;|&<>\\/]", value):
-        raise Wrong("must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address")
-    return value
-
-
-def _number(at_least: int, at_most: int = 1 << 31) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
-            limit = f" and at most {at_most}" if at_most < 1 << 31 else ""
-            raise Wrong(f"must be a whole number of at least {at_least}{limit}")
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise Wrong(reason)
         return value
 
     return check
+
+
+def _list_of(is_right: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+def _number(at_least: int, at_most: int = 1 << 31) -> Callable[[Any], int]:
+    limit = f" and at most {at_most}" if at_most < 1 << 31 else ""
+    is_right = lambda value: type(value) is int and at_least <= value <= at_most
+    return _that(is_right, f"must be a whole number of at least {at_least}{limit}")
 
 
 def _choice(*names: str, **removed: str) -> Callable[[Any], str]:
@@ -79,34 +78,21 @@ def _choice(*names: str, **removed: str) -> Callable[[Any], str]:
     return check
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Wrong("must be true or false")
-    return value
-
-
-def _words(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(type(word) in (str, int) for word in value):  # YAML reads an unquoted yes as true
-        raise Wrong("must be a list of words, for example [-F, my_ssh_config]")
-    return [str(word) for word in value]
-
-
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in value):
-        raise Wrong("must be a list of names, for example [wandb]")
-    return value
-
-
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise Wrong("must be lines of KEY: value")
-    return value
-
-
-def _labels(value: Any) -> dict[str, str]:
-    if not all(isinstance(text, str) for text in _table(value).values()):
-        raise Wrong("must be lines of NAME: text")
-    return value
+_any = lambda value: value  # the reader of the description checks it
+_flag = _that(lambda value: isinstance(value, bool), "must be true or false")
+_is_name = lambda value: isinstance(value, str) and NAME.fullmatch(value)
+_name = _that(_is_name, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
+_names = _that(_list_of(_is_name), "must be a list of names, for example [wandb]")
+_host = _that(
+    lambda value: isinstance(value, str) and re.fullmatch(r"(?!-)[^\s'\"`$;|&<>\\/\0]+", value),
+    "must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address",
+)
+# YAML reads an unquoted yes as true.
+_is_words = _that(_list_of(lambda word: type(word) in (str, int)), "must be a list of words, for example [-F, my_ssh_config]")
+_words = lambda value: [str(word) for word in _is_words(value)]
+_table = _that(lambda value: isinstance(value, dict) and all(type(key) is str for key in value), "must be lines of KEY: value")
+_are_labels = lambda value: isinstance(value, dict) and all(type(word) is str for pair in value.items() for word in pair)
+_labels = _that(_are_labels, "must be lines of NAME: text")
 
 
 def _variables(value: Any) -> dict[str, str]:
@@ -124,7 +110,7 @@ def _variables(value: Any) -> dict[str, str]:
 
 def _seconds(value: Any) -> int:
     """Return the seconds of HH:MM:SS, D-HH:MM:SS or a number of seconds. YAML reads an unquoted 12:00:00 as a number."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if type(value) is int and value > 0:
         return value
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", str(value))
     if not found:
@@ -140,11 +126,6 @@ class Key(NamedTuple):
 
     check: Callable[[Any], Any]
     help: str
-
-
-def _any(value: Any) -> Any:
-    """Return the value. The reader of the description checks it."""
-    return value
 
 
 KEYS = {
@@ -288,7 +269,12 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
     values = _load(file)
     for change in changes:
         _apply(values, change)
-    fail = lambda key, value, reason: _fail(file, key, value, reason)
+
+    def fail(key: str, value: Any, reason: str) -> NoReturn:
+        may_be_secret = "env" in key.split(".")[-1] or "{" in repr(value)  # variables, or a table that may contain them
+        shown = "" if may_be_secret else f" {value!r}"
+        raise UserError(f"{file}: {key}{shown[:120]}: {reason}{'' if reason[-1] in '.?' else '.'}")
+
     if "backend" not in values:
         raise UserError(
             f"{file}: the key backend is missing. Write one of: {', '.join(f'backend: {name}' for name in BACKENDS)}."
@@ -312,24 +298,7 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_unique_keys())
-    except FileNotFoundError:
-        raise UserError(f"{file}: there is no such file. Give the path of a cluster description (cluster.yaml).") from None
-    except yaml.MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise UserError(f"{file}: the file cannot be read as YAML: {where}{error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{file}: the file cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: the file must consist of lines of KEY: value, for example backend: ssh.")
-    return values
-
-
-def _unique_keys() -> type:
-    """Return a YAML loader that refuses a key that is given twice. The usual one silently uses the last value."""
+    """Return the content of a file. A key that is given twice is refused, of which YAML would silently use the last value."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -341,7 +310,18 @@ def _unique_keys() -> type:
                     raise yaml.YAMLError(f"the key {key} is given twice, the second time in line {line}. Remove one of them.")
             return super().construct_mapping(node, deep)
 
-    return Loader
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
+    except FileNotFoundError:
+        raise UserError(f"{file}: there is no such file. Give the path of a cluster description (cluster.yaml).") from None
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{file}: the file cannot be read as YAML: {where}{error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{file}: the file cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: the file must consist of lines of KEY: value, for example backend: ssh.")
+    return values
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
@@ -361,12 +341,6 @@ def _apply(values: dict[str, Any], change: str) -> None:
         values[table][inner] = value
     else:
         raise UserError(f"--set {change}: {table} is not a table of keys in the description.")
-
-
-def _fail(file: Path, key: str, value: Any, reason: str) -> NoReturn:
-    may_be_secret = "env" in key.split(".")[-1] or "{" in repr(value)  # variables, or a table that may contain them
-    shown = "" if may_be_secret else f" {value!r}"
-    raise UserError(f"{file}: {key}{shown[:120]}: {reason}{'' if reason[-1] in '.?' else '.'}")
 
 
 def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fail: Callable) -> dict[str, Any]:
@@ -418,7 +392,7 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
 def _list_nodes(values: dict[str, Any], fail: Callable) -> list[Any]:
     """Return `nodes` as a list. A number of nodes becomes as many names."""
     backend, listed = values["backend"], values["nodes"]
-    if isinstance(listed, int) and not isinstance(listed, bool):
+    if type(listed) is int:
         if backend == "ssh":
             fail("nodes", listed, "must be a list of hosts with backend: ssh, for example nodes: [node-a, node-b]")
         if not 1 <= listed <= 4096:
