@@ -63,11 +63,8 @@ class Channel:
             self.dropped += 1
             return
         if self.dropped:
-            text, self.dropped = (
-                f"{self.dropped} parts of the output were left out, because the link is slow; see the log file",
-                0,
-            )
-            self.send("notice", text=text)
+            dropped, self.dropped = self.dropped, 0
+            self.send("notice", text=f"{dropped} parts of the output were left out, because the link is slow; see the log file")
         self.transport.write(json.dumps({"is": kind, **values}).encode() + b"\n")
 
 
@@ -76,6 +73,7 @@ class JobOnNode:
 
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
+        self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
@@ -159,7 +157,7 @@ class JobOnNode:
         self.why = self.why or why
         self.note(f"{self.request['host']}: {why}: the processes of the job are killed")
         self._kill_descendants()
-        self.timers.append(asyncio.get_running_loop().call_later(self._kill_seconds, self.given_up.set))
+        self.timers.append(asyncio.get_running_loop().call_later(self.kill_seconds, self.given_up.set))
 
     def note(self, text: str) -> None:
         self.log.write(f"[accel-ddp] {text}")
@@ -186,7 +184,7 @@ class JobOnNode:
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._descendants() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        deadline = time.monotonic() + (1 if self.given_up.is_set() else self._kill_seconds)
+        deadline = time.monotonic() + (1 if self.given_up.is_set() else self.kill_seconds)
         while left := self._descendants():  # until there are none, because a process may start another one while it is killed
             if time.monotonic() > deadline:
                 pids = ",".join(str(process.pid) for process in left)
@@ -197,10 +195,6 @@ class JobOnNode:
             self._kill_descendants()
             await asyncio.sleep(0.05)
         return ""
-
-    @property
-    def _kill_seconds(self) -> float:
-        return self.request.get("kill_seconds", KILL_SECONDS)
 
     def _read_rest(self) -> None:
         """Store and send what is unread after the end of the launcher, and close the pipes."""
@@ -286,7 +280,7 @@ async def serve(is_detached: bool) -> int:
 
 
 class _Guard:
-    """Answers the launching machine. Each message `do: NAME` is a method do_NAME, which returns True after the last message."""
+    """Answers the launching machine."""
 
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.WriteTransport, is_detached: bool):
         self.reader, self.transport, self.is_detached = reader, transport, is_detached
@@ -300,8 +294,7 @@ class _Guard:
             self.transport.write(b"\n")  # a login script may have printed a text without the end of its line
             self.channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
         while (message := await self.read()) is not None:
-            is_last = await getattr(self, f"do_{message['do']}")(message)
-            if is_last or (self.job and self.job.ended.is_set()):
+            if await self.handle(message) or (self.job and self.job.ended.is_set()):
                 break
         if self.job and self.job.process:
             if self.is_detached:
@@ -329,33 +322,35 @@ class _Guard:
         while self.transport.get_write_buffer_size() and not self.transport.is_closing() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    async def do_beat(self, message: dict[str, Any]) -> None:
-        self.channel.send("beat")
+    async def handle(self, message: dict[str, Any]) -> bool:
+        """Do what a message asks for. Return whether it was the last one."""
+        send, do = self.channel.send, message["do"]
+        if do == "beat":
+            send("beat")
+        elif do == "facts":
+            send("facts", **await asyncio.to_thread(node_checks.collect, message))
+        elif do == "listen":
+            send("listening", error=await self.listener.open(message["port"], message["word"]))
+        elif do == "connect":
+            send("connected", error=await node_checks.connect(message["address"], message["port"], message["word"]))
+        elif do == "unlisten":
+            self.listener.close()
+            send("unlistened")
+        elif do in job_record.ANSWERS:
+            await self.answer(job_record.ANSWERS[do](message, self.channel))
+            return True
+        elif do == "start":
+            return await self.start(message)
+        elif self.job:  # a job that has not started is stopped by the end of the connection
+            if do == "stop":
+                self.job.stop(message["why"], message.get("seconds"))
+            elif do == "kill":
+                self.job.kill(message["why"])
+            elif self.job.outputs:
+                self.job.outputs.resize(message["size"])
+        return False
 
-    async def do_facts(self, message: dict[str, Any]) -> None:
-        self.channel.send("facts", **await asyncio.to_thread(node_checks.collect, message))
-
-    async def do_listen(self, message: dict[str, Any]) -> None:
-        self.channel.send("listening", error=await self.listener.open(message["port"], message["word"]))
-
-    async def do_connect(self, message: dict[str, Any]) -> None:
-        error = await node_checks.connect(message["address"], message["port"], message["word"])
-        self.channel.send("connected", error=error)
-
-    async def do_unlisten(self, message: dict[str, Any]) -> None:
-        self.listener.close()
-        self.channel.send("unlistened")
-
-    async def do_status(self, message: dict[str, Any]) -> bool:
-        return await self._answer(job_record.send_status(message, self.channel))
-
-    async def do_logs(self, message: dict[str, Any]) -> bool:
-        return await self._answer(job_record.send_log(message, self.channel))
-
-    async def do_end_job(self, message: dict[str, Any]) -> bool:
-        return await self._answer(job_record.stop_job(message, self.channel))
-
-    async def _answer(self, work: Coroutine[Any, Any, None]) -> bool:
+    async def answer(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
         answering = asyncio.ensure_future(work)
         while not answering.done():
@@ -368,30 +363,18 @@ class _Guard:
                 break
         if not answering.cancel():
             answering.result()
-        return True
 
-    async def do_start(self, message: dict[str, Any]) -> bool:
-        if message["detach"] and not self.is_detached:
-            self.channel.send(**await asyncio.to_thread(_start_detached, message))
+    async def start(self, request: dict[str, Any]) -> bool:
+        """Start a job, or another guard for a detached one. Return whether no further message is expected."""
+        if request["detach"] and not self.is_detached:
+            self.channel.send(**await asyncio.to_thread(_start_detached, request))
             return True
-        self.job = JobOnNode(message, self.channel)
+        self.job = JobOnNode(request, self.channel)
         if error := await self.job.start():
             self.channel.send("failed", text=error)
             return True
         self.channel.send("started", pid=os.getpid())
         return self.is_detached
-
-    async def do_resize(self, message: dict[str, Any]) -> None:
-        if self.job and self.job.outputs:
-            self.job.outputs.resize(message["size"])
-
-    async def do_stop(self, message: dict[str, Any]) -> None:
-        if self.job:  # a job that has not started is stopped by the end of the connection
-            self.job.stop(message["why"], message.get("seconds"))
-
-    async def do_kill(self, message: dict[str, Any]) -> None:
-        if self.job:
-            self.job.kill(message["why"])
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import psutil
 
@@ -149,23 +149,14 @@ def find_records(output: str | Path, host: str) -> dict[str, Record]:
     return {name: record for name, record in found.items() if record.state.exists()}
 
 
-class Sender(Protocol):
-    """Sends messages. Output that does not fit into its buffer is lost, so a log waits while it is full."""
-
-    @property
-    def is_full(self) -> bool: ...
-
-    def send(self, kind: str, **values: Any) -> None: ...
-
-
-async def send_status(request: dict[str, Any], channel: Sender) -> None:
+async def send_status(request: dict[str, Any], channel: Any) -> None:
     """Send the state of one job, or of all jobs below the output folder."""
     is_one = bool(request["run_folder"])
     found = {request["job"]: find_record(request)} if is_one else find_records(request["output"], request["host"])
     channel.send("status", jobs={name: record.describe() for name, record in found.items() if record.read()})
 
 
-async def send_log(request: dict[str, Any], channel: Sender) -> None:
+async def send_log(request: dict[str, Any], channel: Any) -> None:
     """Send the last lines of the log, and with `follow` also those that are added until the job ends."""
     record = find_record(request)
     try:
@@ -180,7 +171,7 @@ async def send_log(request: dict[str, Any], channel: Sender) -> None:
         while data := file.read(1 << 16):
             *lines, rest = (rest + data).split(b"\n")
             channel.send("out", rank=None, lines=[line.decode(errors="replace") for line in lines])
-            while channel.is_full:
+            while channel.is_full:  # output that does not fit into its buffer would be lost
                 await asyncio.sleep(0.02)
         if is_replaced:
             file.close()
@@ -216,7 +207,7 @@ def skip_to_last_lines(file: Any, count: int) -> None:
     file.seek(start + at + 1)
 
 
-async def stop_job(request: dict[str, Any], channel: Sender) -> None:
+async def stop_job(request: dict[str, Any], channel: Any) -> None:
     """Ask the guard of a job for a stop, or with `now` kill the job, and wait until the guard has ended."""
     record = find_record(request)
     state = record.read()
@@ -236,3 +227,6 @@ def _is_guard(pid: int | None) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(pid) and "accel_ddp.launch.guard" in psutil.Process(pid).cmdline()
     return False
+
+
+ANSWERS = {"status": send_status, "logs": send_log, "end_job": stop_job}
