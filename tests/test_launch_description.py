@@ -21,7 +21,7 @@ from accel_ddp.launch.job_commands import (
     uses_torchrun,
 )
 from accel_ddp.launch.launch_command import launch
-from accel_ddp.launch.session import dry_run
+from accel_ddp.launch.session import render as dry_run
 
 TWO_NODES = {"backend": "ssh", "nodes": ["node-a", "node-b"], "gpus_per_node": 8}
 SECRET = "wandb-0123456789"

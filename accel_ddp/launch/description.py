@@ -78,21 +78,21 @@ def _choice(*names: str, **removed: str) -> Callable[[Any], str]:
     return check
 
 
-_any = lambda value: value  # the reader of the description checks it
-_flag = _that(lambda value: isinstance(value, bool), "must be true or false")
-_is_name = lambda value: isinstance(value, str) and NAME.fullmatch(value)
-_name = _that(_is_name, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
-_names = _that(_list_of(_is_name), "must be a list of names, for example [wandb]")
-_host = _that(
+_ANY = lambda value: value  # the reader of the description checks it
+_FLAG = _that(lambda value: isinstance(value, bool), "must be true or false")
+_IS_NAME = lambda value: isinstance(value, str) and NAME.fullmatch(value)
+_NAME = _that(_IS_NAME, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
+_NAMES = _that(_list_of(_IS_NAME), "must be a list of names, for example [wandb]")
+_HOST = _that(
     lambda value: isinstance(value, str) and re.fullmatch(r"(?!-)[^\s'\"`$;|&<>\\/\0]+", value),
     "must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address",
 )
 # YAML reads an unquoted yes as true.
-_is_words = _that(_list_of(lambda word: type(word) in (str, int)), "must be a list of words, for example [-F, my_ssh_config]")
-_words = lambda value: [str(word) for word in _is_words(value)]
-_table = _that(lambda value: isinstance(value, dict) and all(type(key) is str for key in value), "must be lines of KEY: value")
-_are_labels = lambda value: isinstance(value, dict) and all(type(word) is str for pair in value.items() for word in pair)
-_labels = _that(_are_labels, "must be lines of NAME: text")
+_IS_WORDS = _that(_list_of(lambda word: type(word) in (str, int)), "must be a list of words, for example [-F, my_ssh_config]")
+_WORDS = lambda value: [str(word) for word in _IS_WORDS(value)]
+_TABLE = _that(lambda value: isinstance(value, dict) and all(type(key) is str for key in value), "must be lines of KEY: value")
+_ARE_LABELS = lambda value: isinstance(value, dict) and all(type(word) is str for pair in value.items() for word in pair)
+_LABELS = _that(_ARE_LABELS, "must be lines of NAME: text")
 
 
 def _variables(value: Any) -> dict[str, str]:
@@ -130,10 +130,10 @@ class Key(NamedTuple):
 
 KEYS = {
     "backend": Key(_choice(*BACKENDS), "`ssh`, `slurm`, `kubernetes`, or `local` (this machine)"),
-    "nodes": Key(_any, "`ssh` and `local`: a list of hosts or of tables with the keys below; `slurm` and `kubernetes`: a number"),
+    "nodes": Key(_ANY, "`ssh` and `local`: a list of hosts or of tables with the keys below; `slurm` and `kubernetes`: a number"),
     "gpus_per_node": Key(_number(0, 64), "GPUs of each node; 0 trains on CPUs"),
     "processes_per_node": Key(_number(1, 1024), "ranks of each node; the default is one for each GPU, and 1 without GPUs"),
-    "name": Key(_name, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
+    "name": Key(_NAME, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
     "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`, `slurm`: "
                   "the current folder)"),
     "copy": Key(_choice("none", "rsync", git="Write copy: rsync, which copies the files as they are, also those that are not "
@@ -144,7 +144,7 @@ KEYS = {
     "env": Key(_variables, "variables of the ranks on every node"),
     "env_file": Key(_text, "a file with lines of NAME=VALUE, beside the description, for variables that are secret "
                     "(`kubernetes`: `secrets` instead)"),
-    "main_address": Key(_host, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
+    "main_address": Key(_HOST, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
                         "reached it"),
     "main_port": Key(_number(1024, 65535), "port of the first node (29500; `slurm` derives it from the number of the job)"),
     "interface": Key(_text, "network interface of the ranks, for NCCL and gloo"),
@@ -154,12 +154,12 @@ KEYS = {
     "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is queued again)"),
     "doctor": Key(_choice("quick", "full", "off"), "`quick` checks the cluster inside the launchers, `full` measures bandwidth and "
                   "collectives first, `off` skips the preflight"),
-    "ssh": Key(_any, "see below"),
-    "slurm": Key(_any, "see below"),
-    "kubernetes": Key(_any, "see below"),
+    "ssh": Key(_ANY, "see below"),
+    "slurm": Key(_ANY, "see below"),
+    "kubernetes": Key(_ANY, "see below"),
 }  # fmt: skip
 NODE_KEYS = {
-    "host": Key(_host, "as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
+    "host": Key(_HOST, "as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
     "gpus": Key(_number(0, 64), "GPUs of this node, instead of `gpus_per_node`"),
     "processes": Key(_number(1, 1024), "ranks of this node; nodes with different numbers are started with torchrun, which takes only "
                      "FSDP and mixed precision from the accelerate config"),
@@ -171,7 +171,7 @@ NODE_KEYS = {
 }  # fmt: skip
 TABLES = {
     "ssh": {
-        "options": Key(_words, "options of `ssh`, for example [-F, my_ssh_config]"),
+        "options": Key(_WORDS, "options of `ssh`, for example [-F, my_ssh_config]"),
         "connect_seconds": Key(_number(1, 600), "how long a connection may take (10)"),
     },
     "slurm": {
@@ -182,24 +182,24 @@ TABLES = {
         "cpu": Key(_number(1), "CPUs of each node, `--cpus-per-task`; without this key, most clusters give one"),
         "memory": Key(_text, "memory of each node, `--mem`, for example 128G"),
         "signal_seconds": Key(_number(10, 65535), "how long before the time limit the job is asked to save (120)"),
-        "requeue": Key(_flag, "whether the job is queued again after a preemption or the time limit (true)"),
-        "options": Key(_words, "further options of sbatch, for example [--exclusive]"),
+        "requeue": Key(_FLAG, "whether the job is queued again after a preemption or the time limit (true)"),
+        "options": Key(_WORDS, "further options of sbatch, for example [--exclusive]"),
     },
     "kubernetes": {
         "context": Key(_text, "the context of kubectl; the default is the current one"),
-        "namespace": Key(_name, "the namespace of the objects (default)"),
+        "namespace": Key(_NAME, "the namespace of the objects (default)"),
         "kind": Key(_choice("TrainJob", Job="Install Kubeflow Trainer v2 in the cluster, and remove the key"), "`TrainJob` of "
                     "Kubeflow Trainer v2, the only kind"),
-        "volume_claim": Key(_name, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
+        "volume_claim": Key(_NAME, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
         "mount": Key(_text, "where the volume is mounted (/data)"),
         "shared_memory": Key(_text, "size of /dev/shm, which counts as memory of the pod (16Gi)"),
         "grace_seconds": Key(_number(1), "how long pods may save before they are killed, at least 30 (300)"),
-        "secrets": Key(_names, "names of Secrets whose keys become variables"),
+        "secrets": Key(_NAMES, "names of Secrets whose keys become variables"),
         "cpu": Key(_number(1), "CPUs of each pod"),
         "memory": Key(_text, "memory of each pod, for example 128Gi"),
-        "resources": Key(_table, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
-        "labels": Key(_labels, "labels of the objects, for example the queue of Kueue"),
-        "pod": Key(_table, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
+        "resources": Key(_TABLE, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
+        "labels": Key(_LABELS, "labels of the objects, for example the queue of Kueue"),
+        "pod": Key(_TABLE, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
     },
 }  # fmt: skip
 # Keys that have no meaning for a backend. Such a key is a mistake: the user expects an effect that it does not have.

@@ -1,6 +1,7 @@
 """`accel-ddp launch`, `status`, `logs` and `stop`: their options, and which backend runs them."""
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -57,18 +58,11 @@ def launch(words: list[str]) -> int:
         raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
         raise UserError(f"--detach: has no effect with backend: {cluster.backend}, where jobs always run without this terminal.")
-    if cluster.backend in ("ssh", "local"):
-        from accel_ddp.launch import session
-
-        if given.dry_run:
-            print(session.dry_run(cluster, job))
-            return 0
-        return session.run_job(cluster, job, given.detach)
-    backend = _backend(cluster)
+    backend = _module(cluster, "session")
     if given.dry_run or given.is_printed:
         print(backend.render(cluster, job), end="")
         return 0
-    return backend.launch(cluster, job)
+    return backend.launch(cluster, job, **({"is_detached": True} if given.detach else {}))
 
 
 def check_options(cluster: Cluster, job: Job) -> None:
@@ -128,8 +122,8 @@ def status(words: list[str]) -> int:
     """Run `accel-ddp status` and return its exit code."""
     parser = _parser("status", "Print the state of a job on every node, or of all jobs of the description.")
     given = parser.parse_args(words)
-    cluster, job = _find(given, uses_default=False)
-    return _jobs(cluster).status(cluster, job)
+    cluster, job = _find(given, needs_name=False)
+    return _module(cluster, "host_jobs").status(cluster, job)
 
 
 def logs(words: list[str]) -> int:
@@ -141,7 +135,7 @@ def logs(words: list[str]) -> int:
     if given.lines < 0:
         raise UserError(f"--lines {given.lines}: must be at least 0.")
     cluster, job = _find(given)
-    return _jobs(cluster).logs(cluster, _required(job, given.file), given.follow, given.lines)
+    return _module(cluster, "host_jobs").logs(cluster, job, given.follow, given.lines)
 
 
 def stop(words: list[str]) -> int:
@@ -150,7 +144,7 @@ def stop(words: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
     given = parser.parse_args(words)
     cluster, job = _find(given)
-    return _jobs(cluster).stop(cluster, _required(job, given.file), given.now)
+    return _module(cluster, "host_jobs").stop(cluster, job, given.now)
 
 
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -162,35 +156,19 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _find(given: argparse.Namespace, uses_default: bool = True) -> tuple[Cluster, Job | None]:
+def _find(given: argparse.Namespace, needs_name: bool = True) -> tuple[Cluster, Job | None]:
+    """Return the description and the job that the options name, or None for all jobs."""
     check_name(given.name)
-    cluster = read_description(given.file, given.set)
-    name = given.name or (cluster.name if uses_default else "")
+    cluster, file = read_description(given.file, given.set), given.file
+    name = given.name or (cluster.name if needs_name else "")
     if not name and not given.output_dir:
+        if needs_name:
+            raise UserError(f"--name is missing, and {file} has no name. `accel-ddp status {file}` lists the jobs.")
         return cluster, None
     folder = given.output_dir or f"{cluster.output.rstrip('/')}/{name}"
     return cluster, Job(name=name or folder.rstrip("/").rpartition("/")[2], script="", options=(), run_folder=folder)
 
 
-def _required(job: Job | None, file: str) -> Job:
-    if job is None:
-        raise UserError(f"--name is missing, and {file} has no name. `accel-ddp status {file}` lists the jobs.")
-    return job
-
-
-def _backend(cluster: Cluster) -> ModuleType:
-    if cluster.backend == "slurm":
-        from accel_ddp.launch import slurm
-
-        return slurm
-    from accel_ddp.launch import kubernetes
-
-    return kubernetes
-
-
-def _jobs(cluster: Cluster) -> ModuleType:
-    if cluster.backend not in ("ssh", "local"):
-        return _backend(cluster)
-    from accel_ddp.launch import host_jobs
-
-    return host_jobs
+def _module(cluster: Cluster, of_hosts: str) -> ModuleType:
+    """Return the module of a backend, which is `of_hosts` for ssh and local."""
+    return importlib.import_module(f"accel_ddp.launch.{of_hosts if cluster.backend in ('ssh', 'local') else cluster.backend}")

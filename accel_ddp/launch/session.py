@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
@@ -28,7 +27,7 @@ _INTERVAL = 3.0
 _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
 
 
-def dry_run(cluster: Cluster, job: Job) -> str:
+def render(cluster: Cluster, job: Job) -> str:
     """Return what runs on each node, as commands that a user can type there. Secrets are left out."""
     address = cluster.main_address or (cluster.nodes[0].host.rpartition("@")[2] if cluster.backend == "ssh" else "127.0.0.1")
     lines = []
@@ -46,20 +45,17 @@ def dry_run(cluster: Cluster, job: Job) -> str:
         paths = [job_commands.config_word(cluster), job.run_folder]
         lines += [job_commands.to_shell(job_commands.replace_home(words, paths, _shown_path)), ""]
     if not cluster.main_address and cluster.backend == "ssh":
-        lines.append(
-            f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}."
-        )
-    return "\n".join(lines).rstrip()
+        first = cluster.nodes[0].host
+        lines.append(f"# main_address is not given: the launcher uses the address under which ssh reached {first}.")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _shown_path(path: str) -> job_commands.Shell:
     """Return a path as a user types it: a leading `~/` is not quoted."""
-    return (
-        job_commands.Shell(f"~/{shlex.quote(path[2:])}") if path.startswith("~/") and path[2:] else job_commands.shell_path(path)
-    )
+    return job_commands.Shell(job_commands.shell_path(path).replace('"$HOME"', "~", 1))
 
 
-def run_job(cluster: Cluster, job: Job, is_detached: bool) -> int:
+def launch(cluster: Cluster, job: Job, is_detached: bool = False) -> int:
     """Start a job on all nodes, show its output, and return its exit code. Detached, return when it has started."""
     return asyncio.run(Session(cluster, job, is_detached).run())
 
@@ -90,6 +86,8 @@ class Session:
             return await self.work
         except asyncio.CancelledError:
             return INTERRUPTED
+        except Lost as error:
+            raise UserError(str(error)) from None
         finally:
             await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
             if self.interrupts < 2:  # otherwise the user does not wait for a pager or a terminal that is stopped
@@ -136,10 +134,7 @@ class Session:
             self.console.note(text)
         _refuse(errors)
         address = cluster.main_address or self._address_of_main(facts)
-        try:
-            _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
-        except Lost as error:
-            raise UserError(str(error)) from None
+        _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
@@ -147,7 +142,9 @@ class Session:
             await stop_all(cluster, job, is_now=True)
             return INTERRUPTED
         if self.is_detached:
-            self._explain_detached()
+            self.console.note(f"job {job.name!r} runs on {len(cluster.nodes)} nodes without this terminal.")
+            for line in job_commands.follow_lines(cluster, job):
+                self.console.note(line)
             return 0
         await asyncio.gather(*(self._follow(connection) for connection in self.connections))
         return self._finish()
@@ -164,10 +161,7 @@ class Session:
             )  # fmt: skip
             return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
-        try:
-            return await asyncio.gather(*map(ask, self.connections))
-        except Lost as error:
-            raise UserError(str(error)) from None
+        return await asyncio.gather(*map(ask, self.connections))
 
     def _address_of_main(self, facts: list[dict[str, Any]]) -> str:
         if self.cluster.backend == "local" or len(self.cluster.nodes) == 1:
@@ -184,9 +178,12 @@ class Session:
         kinds = {self.job.script: "recipes", job_commands.config_word(cluster): "accelerate_configs"}
         script = words.index(self.job.script)
         terminal = None if detach or node.rank else _terminal_size()
+        # What this terminal can do. The node does not have these variables, because ssh opens no terminal there.
+        shown_as = {name: os.environ[name] for name in ("COLORTERM", "NO_COLOR", "CI") if name in os.environ}
+        shown_as["TERM"] = os.environ.get("TERM") or "dumb"
         return {
             "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
-            "env": {**(_terminal_variables() if terminal else {}), **job_commands.node_environment(cluster, node)},
+            "env": {**(shown_as if terminal else {}), **job_commands.node_environment(cluster, node)},
             "run_folder": self.job.run_folder, "host": node.host,
             "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
             "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
@@ -326,21 +323,10 @@ class Session:
         folder = Path(self.job.run_folder, "launch")
         return listed((f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes), 2)
 
-    def _explain_detached(self) -> None:
-        self.console.note(f"job {self.job.name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
-        for line in job_commands.follow_lines(self.cluster, self.job):
-            self.console.note(line)
-
 
 def _refuse(errors: list[str]) -> None:
     if errors:
         raise UserError(join_reasons("the job was not started:", errors))
-
-
-def _terminal_variables() -> dict[str, str]:
-    """Return the variables that state what this terminal can do. The node does not have them, because ssh opens no terminal there."""
-    given = {name: os.environ[name] for name in ("COLORTERM", "NO_COLOR", "CI") if name in os.environ}
-    return {"TERM": os.environ.get("TERM") or "dumb", **given}
 
 
 def _terminal_size() -> list[int] | None:
