@@ -78,7 +78,6 @@ class JobOnNode:
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
         self.outputs: RankOutputs | None = None
-        self.pipe = -1  # output of the launcher
         self.lines: dict[int | None, Lines] = {}
         self.terminal_text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
         self.given_up = asyncio.Event()  # KILL_SECONDS after a kill
@@ -113,11 +112,10 @@ class JobOnNode:
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         self.log.header(f"{request['host']}: {shlex.join(words)}")
         # With a pipe of asyncio, some versions of Python wait for the end of every process that has inherited the pipe.
-        self.pipe, theirs = os.pipe()
-        os.set_blocking(self.pipe, False)
+        pipe = self.outputs.open_pipe()
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *words, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.STDOUT, start_new_session=True,
+                *words, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # SIGTERM saves and stops as well
             )  # fmt: skip
         except OSError as error:
@@ -125,14 +123,11 @@ class JobOnNode:
             why = f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
             self.record.write(state="ended", code=127, why=why, ended=time.time())
             return why
-        finally:
-            os.close(theirs)
         began = {"pid": os.getpid(), "launcher": self.process.pid, "began": time.time(), "words": words, "job": request["job"]}
         self.record.write(state="running", code=None, why="", detached=request["detach"], rank=request["rank"], **began)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.pipe, self._read_launcher)
         for descriptor in self.outputs.filenos():
-            loop.add_reader(descriptor, self._read_rank, descriptor)
+            loop.add_reader(descriptor, self._read, [descriptor])
         if self.why:  # a stop was requested in the meantime
             self.process.send_signal(signal.SIGINT)
         if request["time_limit"]:
@@ -198,11 +193,8 @@ class JobOnNode:
 
     def _read_rest(self) -> None:
         """Store and send what is unread after the end of the launcher, and close the pipes."""
-        for descriptor in [self.pipe, *self.outputs.filenos()]:
+        for descriptor in self.outputs.filenos():
             asyncio.get_running_loop().remove_reader(descriptor)
-        while self._read_launcher():
-            pass
-        os.close(self.pipe)
         for rank, data in self.outputs.drain():
             self._receive(rank, data)
         for rank, lines in self.lines.items():
@@ -226,20 +218,9 @@ class JobOnNode:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    def _read_launcher(self) -> bool:
-        """Read what the launcher and its descendants without an output of their own have printed. Return whether there was any."""
-        try:
-            data = os.read(self.pipe, 1 << 16)
-        except BlockingIOError:
-            return False
-        if data:
-            self._receive(None, data)
-        else:  # the end, which counts as readable forever
-            asyncio.get_running_loop().remove_reader(self.pipe)
-        return bool(data)
-
-    def _read_rank(self, descriptor: int) -> None:
-        for rank, data in self.outputs.read([descriptor]):
+    def _read(self, descriptors: list[int]) -> None:
+        """Read what a rank has printed, or the launcher and its descendants without an output of their own (rank None)."""
+        for rank, data in self.outputs.read(descriptors):
             self._receive(rank, data)
 
     def _receive(self, rank: int | None, data: bytes) -> None:
@@ -285,7 +266,7 @@ class _Guard:
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.WriteTransport, is_detached: bool):
         self.reader, self.transport, self.is_detached = reader, transport, is_detached
         self.channel = Channel(transport)
-        self.listener = node_checks.Listener()
+        self.server: asyncio.Server | None = None
         self.job: JobOnNode | None = None
 
     async def run(self) -> int:
@@ -330,11 +311,12 @@ class _Guard:
         elif do == "facts":
             send("facts", **await asyncio.to_thread(node_checks.collect, message))
         elif do == "listen":
-            send("listening", error=await self.listener.open(message["port"], message["word"]))
+            self.server, error = await node_checks.listen(message["port"], message["word"])
+            send("listening", error=error)
         elif do == "connect":
             send("connected", error=await node_checks.connect(message["address"], message["port"], message["word"]))
         elif do == "unlisten":
-            self.listener.close()
+            self.server.close()
             send("unlistened")
         elif do in job_record.ANSWERS:
             await self.answer(job_record.ANSWERS[do](message, self.channel))

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +172,10 @@ class Session:
             )
         return facts[0]["address"][0]
 
-    def _request(self, connection: Connection, words: list[str], detach: bool) -> dict[str, Any]:
+    def _request(self, connection: Connection, make: Callable[..., list[str]], address: str, detach: bool) -> dict[str, Any]:
+        """Return the request to start a program on a node, whose words `make` returns."""
         node, cluster = connection.node, self.cluster
+        words = make(cluster, self.job, node_rank=node.rank, address=address, port=cluster.main_port)
         # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
         kinds = {self.job.script: "recipes", job_commands.config_word(cluster): "accelerate_configs"}
         script = words.index(self.job.script)
@@ -195,10 +197,8 @@ class Session:
         self.has_started = True
 
         async def start(connection: Connection) -> None:
-            words = job_commands.launcher_words(
-                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
-            )
-            await connection.ask("start", "started", **self._request(connection, words, self.is_detached))
+            request = self._request(connection, job_commands.launcher_words, address, self.is_detached)
+            await connection.ask("start", "started", **request)
 
         results = await asyncio.gather(*map(start, self.connections), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
@@ -215,10 +215,8 @@ class Session:
         self.console.note("the doctor checks all nodes, their bandwidth and collectives ...")
 
         async def check(connection: Connection) -> int:
-            words = job_commands.doctor_words(
-                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
-            )
-            request = {**self._request(connection, words, False), "time_limit": None, "terminal": None}
+            request = self._request(connection, job_commands.doctor_words, address, False)
+            request |= {"time_limit": None, "terminal": None}
             await connection.ask("start", "started", **request)
             while (message := await self._receive(connection))["is"] != "end":
                 if message["is"] == "out" and connection.node.rank == 0:
@@ -309,11 +307,11 @@ class Session:
             was_signal = self.reasons.get(first) and "SignalException" in self.console.exceptions.get(first, "")
             code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
         seconds = time.monotonic() - self.began
+        causes = [*self.lost, f"{first} ended with exit code {code}; its log has the reason"]
         if code not in (0, STOPPED, INTERRUPTED):
-            cause = self.console.first_cause(first) or (self.lost[0] if self.lost else "")
-            self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
-        elif self.lost:
-            self.console.note(f"the first cause: {self.lost[0]}")
+            causes.insert(0, self.console.first_cause(first))
+        if len(causes) > 1:
+            self.console.note(f"the first cause: {next(filter(None, causes))}")
         logs = self._log_paths(self.cluster.nodes)
         how = {0: "has ended", STOPPED: "has stopped with a checkpoint", INTERRUPTED: "was ended"}.get(code, "has failed")
         self.console.note(f"job {self.job.name!r} {how} after {seconds:.0f} s, exit code {code}. Logs: {logs}")

@@ -114,22 +114,20 @@ def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job, or of all jobs in the code folder, also of those that have ended."""
     found = _find_jobs(cluster, job.name if job else "")
     output = code_folder(cluster) / Path(cluster.output).expanduser()
-    folders = [launch_folder(cluster, job)] if job else sorted(output.glob("*/launch"))
-    lines = [_describe(one) for one in found]
-    for folder in folders:
-        files = _log_files(folder)[-1:] if folder not in [one.log.parent for one in found] else []
-        for file in files:
-            one = _job_of(file)
-            # Slurm removes a job some minutes after its end. Its log stays.
-            lines.append(_describe(one) if one else f"{folder.parent.name}  job {file.stem[6:]}  ended  log {file}")
+    folders = [launch_folder(cluster, job)] if job else output.glob("*/launch")
+    lines = []
+    for folder in set(folders) - {one.log.parent for one in found}:
+        for file in _log_files(folder)[-1:]:
+            if one := _job_of(file):
+                found.append(one)
+            else:  # Slurm removes a job some minutes after its end. Its log stays.
+                lines.append(f"{folder.parent.name}  job {file.stem[6:]}  ended  log {file}")
+    for one in found:
+        restarts = f", {counted(one.restarts, 'restart')}" if one.restarts else ""
+        lines.append(f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}")
     what = f"job named {job.name!r}" if job else f"job in {output}"
-    print("\n".join(lines) or f"There is no {what}.")
+    print("\n".join(sorted(lines)) or f"There is no {what}.")
     return 0
-
-
-def _describe(one: SlurmJob) -> str:
-    restarts = f", {counted(one.restarts, 'restart')}" if one.restarts else ""
-    return f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}"
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
@@ -210,11 +208,8 @@ def _sbatch_environment(script: str) -> dict[str, str]:
     options = [*re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE), "requeue", "no-requeue"]
     given = {f"SBATCH_{_OTHER_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
     is_inside = "SLURM_JOBID" in os.environ
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in given and not (is_inside and name.startswith("SLURM_") and name not in _OF_USER)
-    }
+    is_left_out = lambda name: name in given or (is_inside and name.startswith("SLURM_") and name not in _OF_USER)
+    return {name: value for name, value in os.environ.items() if not is_left_out(name)}
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
@@ -223,9 +218,8 @@ def _explain_refusal(cluster: Cluster, text: str) -> str:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
     key = next((key for word, key in REFUSALS.items() if word in reason.lower()), "slurm")
     values = [f"{part} {cluster.slurm[part.removeprefix('slurm.')]!r}" for part in key.split(" or ") if part[6:] in cluster.slurm]
-    return (
-        f"{cluster.file}: sbatch has refused the job: {reason}. Check {', '.join(values) or key}. `sinfo` lists the partitions."
-    )
+    check = f"Check {', '.join(values) or key}. `sinfo` lists the partitions."
+    return f"{cluster.file}: sbatch has refused the job: {reason}. {check}"
 
 
 def _report_start(number: str) -> int:
@@ -235,19 +229,16 @@ def _report_start(number: str) -> int:
         time.sleep(0.25)
     if one is None:
         return 0
+    if _ends_by_itself(one.reason) if one.state == "PENDING" else one.is_active or one.code == 0:
+        print(f"  state:   {one.describe()}")
+        return 0
     if one.state == "PENDING":
-        if _ends_by_itself(one.reason):
-            print(f"  state:   {one.describe()}")
-            return 0
         print(
             f"warning: job {number} waits and may never start: {one.reason}.{_unavailable_nodes()} The job stays in the queue. "
             f"`scontrol show job {number}` shows more.",
             file=sys.stderr,
         )
         return 1
-    if one.is_active or one.code == 0:
-        print(f"  state:   {one.describe()}")
-        return 0
     print(f"error: job {number} {one.describe()} at once: {one.reason}.", file=sys.stderr)
     if one.log.exists():
         print("".join(one.log.read_text(errors="replace").splitlines(keepends=True)[-20:]), end="", file=sys.stderr)
@@ -308,10 +299,9 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
 
 def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's programs and return its result. Raise UserError if it is missing or does not answer."""
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=CALL_SECONDS, env=environment, stdin=subprocess.DEVNULL
-        )
+        return subprocess.run(words, text=True, timeout=CALL_SECONDS, env=environment, **pipes)
     except FileNotFoundError:
         raise UserError(
             f"{words[0]} is not installed on this machine. Type the command on a login node of the Slurm cluster, or use --print and "
