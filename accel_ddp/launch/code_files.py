@@ -228,7 +228,10 @@ class _Copier:
         ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
         folder, option, *copied_before = await self.run_on(node, f"{_prepare(node)}; {ready}")
         there = f"cd -- {shlex.quote(folder)} || exit {_NOT_MADE}"
-        if gone := [name for name in set(copied_before) - set(self.names) if self._is_gone(name)]:
+        # Files that git ignores now are not deleted here, and stay on the node.
+        is_inside = lambda name: name and not Path(name).is_absolute() and ".." not in Path(name).parts
+        missing = filter(is_inside, set(copied_before) - set(self.names))
+        if gone := [name for name in missing if not os.path.lexists(self.source / name)]:
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
         # -K: a link to a folder stays. Without implied folders, their permissions stay too.
         # -s: the folder may contain spaces.
@@ -298,11 +301,6 @@ class _Copier:
                 f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have "
                 f"them already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
             )
-
-    def _is_gone(self, name: str) -> bool:
-        """Return whether a file that was copied before is deleted here. One that git ignores now stays on the node."""
-        path = Path(name)
-        return bool(name) and not path.is_absolute() and ".." not in path.parts and not os.path.lexists(self.source / path)
 
 
 def _prepare(node: Node) -> str:

@@ -87,7 +87,7 @@ class Connection:
     def __init__(self, cluster: Cluster, node: Node):
         self.cluster, self.node = cluster, node
         self.process: asyncio.subprocess.Process | None = None
-        self.errors = b""  # the end of what ssh has printed on stderr
+        self.errors = ""  # the end of what ssh has printed on stderr
         self.last_message = time.monotonic()
         self._tasks: list[asyncio.Task] = []
 
@@ -117,15 +117,11 @@ class Connection:
         try:
             hello = await asyncio.wait_for(self.receive(), limit)
         except asyncio.TimeoutError:
-            raise Lost(explain(self.cluster, self.node, None, self.error_text)) from None
+            raise Lost(explain(self.cluster, self.node, None, self.errors)) from None
         if hello.get("is") != "hello" or hello.get("protocol") != PROTOCOL:
             raise Lost(f"{self.node.host}: another version of accel_ddp is installed there. Install the same version.")
-        self.errors = b""  # what the login has printed does not explain a later end
+        self.errors = ""  # what the login has printed does not explain a later end
         self._tasks.append(asyncio.ensure_future(self._beat()))
-
-    @property
-    def error_text(self) -> str:
-        return self.errors.decode(errors="replace")
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message. Lines that are not messages are left out: login scripts may print them."""
@@ -137,7 +133,7 @@ class Connection:
             if not line:
                 code = await self._exit_code(5)
                 await asyncio.wait(self._tasks[:1], timeout=1)
-                raise Lost(explain(self.cluster, self.node, code, self.error_text))
+                raise Lost(explain(self.cluster, self.node, code, self.errors))
             self.last_message = time.monotonic()
             with contextlib.suppress(ValueError):
                 if isinstance(message := json.loads(line), dict) and "is" in message:
@@ -189,7 +185,7 @@ class Connection:
 
     async def _read_errors(self) -> None:
         while data := await self.process.stderr.read(4096):
-            self.errors = (self.errors + data)[-16384:]
+            self.errors = (self.errors + data.decode(errors="replace"))[-16384:]
 
 
 async def open_all(cluster: Cluster) -> list[Connection]:
@@ -201,8 +197,7 @@ async def open_all(cluster: Cluster) -> list[Connection]:
     except asyncio.CancelledError:  # Ctrl-C
         await close_all()
         raise
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
+    if failures := [result for result in results if result]:
         await close_all()
         for failure in failures:
             if not isinstance(failure, (Lost, UserError)):

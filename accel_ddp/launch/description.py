@@ -31,15 +31,11 @@ def nearest_key(word: Any, known: Iterable[str]) -> str:
     return f" Did you mean {other}?" if other in known else did_you_mean(str(word), known)
 
 
-class Wrong(Exception):
-    """The reason why a value is not accepted."""
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Wrong("must be a text that is not empty")
+        raise ValueError("must be a text that is not empty")
     if "\n" in value or "\0" in value:
-        raise Wrong("must be one line")
+        raise ValueError("must be one line")
     return value
 
 
@@ -48,7 +44,7 @@ def _that(is_right: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
 
     def check(value: Any) -> Any:
         if not is_right(value):
-            raise Wrong(reason)
+            raise ValueError(reason)
         return value
 
     return check
@@ -64,15 +60,11 @@ def _number(at_least: int, at_most: int = 1 << 31) -> Callable[[Any], int]:
     return _that(is_right, f"must be a whole number of at least {at_least}{limit}")
 
 
-def _choice(*names: str, **removed: str) -> Callable[[Any], str]:
-    """Return a check for one of the names. `removed` maps values of earlier versions to what a user writes instead."""
-
+def _choice(*names: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         value = "off" if value is False and "off" in names else value  # YAML reads an unquoted off as false
-        if str(value) in removed:
-            raise Wrong(f"was removed. {removed[str(value)]}")
         if value not in names:
-            raise Wrong(f"must be one of: {', '.join(names)}.{nearest_key(value, names)}")
+            raise ValueError(f"must be one of: {', '.join(names)}.{nearest_key(value, names)}")
         return value
 
     return check
@@ -97,13 +89,13 @@ _LABELS = _that(_ARE_LABELS, "must be lines of NAME: text")
 
 def _variables(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Wrong("must be lines of NAME: value")
+        raise ValueError("must be lines of NAME: value")
     found = {}
     for name, content in value.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise Wrong(f"{name!r} is not the name of a variable")
+            raise ValueError(f"{name!r} is not the name of a variable")
         if isinstance(content, bool) or not isinstance(content, (str, int, float)):
-            raise Wrong(f'the value of {name} must be a text; write it in quotes, for example {name}: "true"')
+            raise ValueError(f'the value of {name} must be a text; write it in quotes, for example {name}: "true"')
         found[name] = str(content)
     return found
 
@@ -114,15 +106,15 @@ def _seconds(value: Any) -> int:
         return value
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", str(value))
     if not found:
-        raise Wrong('must be HH:MM:SS or D-HH:MM:SS, for example "12:00:00"')
+        raise ValueError('must be HH:MM:SS or D-HH:MM:SS, for example "12:00:00"')
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     if not (total := ((days * 24 + hours) * 60 + minutes) * 60 + seconds):
-        raise Wrong("must be longer than 0 s")
+        raise ValueError("must be longer than 0 s")
     return total
 
 
 class Key(NamedTuple):
-    """A key of the description. `check` returns the value, or raises Wrong with the reason."""
+    """A key of the description. `check` returns the value, or raises ValueError with the reason."""
 
     check: Callable[[Any], Any]
     help: str
@@ -136,8 +128,7 @@ KEYS = {
     "name": Key(_NAME, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
     "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`, `slurm`: "
                   "the current folder)"),
-    "copy": Key(_choice("none", "rsync", git="Write copy: rsync, which copies the files as they are, also those that are not "
-                        "committed"), "`none` compares the code of the nodes, `rsync` copies the current folder first"),
+    "copy": Key(_choice("none", "rsync"), "`none` compares the code of the nodes, `rsync` copies the current folder first"),
     "venv": Key(_text, "virtual environment, relative to `folder` or absolute; the default is `.venv` if it exists, else `python3`"),
     "image": Key(_text, "`kubernetes`: the container image"),
     "output": Key(_text, "folder of all runs, relative to `folder` or absolute; a job uses OUTPUT/NAME (default: runs)"),
@@ -188,8 +179,6 @@ TABLES = {
     "kubernetes": {
         "context": Key(_text, "the context of kubectl; the default is the current one"),
         "namespace": Key(_NAME, "the namespace of the objects (default)"),
-        "kind": Key(_choice("TrainJob", Job="Install Kubeflow Trainer v2 in the cluster, and remove the key"), "`TrainJob` of "
-                    "Kubeflow Trainer v2, the only kind"),
         "volume_claim": Key(_NAME, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
         "mount": Key(_text, "where the volume is mounted (/data)"),
         "shared_memory": Key(_text, "size of /dev/shm, which counts as memory of the pod (16Gi)"),
@@ -350,7 +339,7 @@ def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fai
             fail(f"{prefix}{key}", value, f"is not a key.{near} The keys are: {', '.join(checks)}")
         try:
             values[key] = checks[key].check(value)
-        except Wrong as error:
+        except ValueError as error:
             fail(f"{prefix}{key}", value, str(error))
     return values
 
@@ -377,7 +366,13 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
         one = _check_keys(dict(one), NODE_KEYS, prefix, fail)
         if "host" not in one:
             fail(f"nodes[{rank}]", one, "the key host is missing")
-        gpus, processes = _count_processes(file, values, one, prefix, fail)
+        gpus = one.get("gpus", values.get("gpus_per_node"))
+        if gpus is None:
+            raise UserError(f"{file}: gpus_per_node is missing. Write the number of GPUs of each node, or 0 to train on CPUs.")
+        processes = one.get("processes", values.get("processes_per_node") if "gpus" not in one else None) or gpus or 1
+        if gpus and processes > gpus:
+            key = f"{prefix}processes" if "processes" in one else "processes_per_node"
+            fail(key, processes, f"is more than the {gpus} GPUs of the node. Each process uses one GPU")
         env = {**common, **read_env(one, prefix)}
         values_of_node = {key: one.get(key, values.get(key, "")) for key in ("folder", "venv", "interface")}
         nodes.append(Node(host=one["host"], rank=rank, gpus=gpus, processes=processes, env=env, **values_of_node))
@@ -403,19 +398,6 @@ def _list_nodes(values: dict[str, Any], fail: Callable) -> list[Any]:
     if backend in ("slurm", "kubernetes"):
         fail("nodes", listed, f"must be the number of nodes with backend: {backend}, which chooses the nodes itself")
     return listed
-
-
-def _count_processes(file: Path, values: dict[str, Any], one: dict[str, Any], prefix: str, fail: Callable) -> tuple[int, int]:
-    """Return the numbers of GPUs and processes of a node: its own keys, or those of the cluster."""
-    gpus = one.get("gpus", values.get("gpus_per_node"))
-    processes = one.get("processes", values.get("processes_per_node") if "gpus" not in one else None)
-    if gpus is None:
-        raise UserError(f"{file}: gpus_per_node is missing. Write the number of GPUs of each node, or 0 to train on CPUs.")
-    processes = processes or gpus or 1
-    if gpus and processes > gpus:
-        fail(f"{prefix}processes" if "processes" in one else "processes_per_node", processes, f"is more than the {gpus} GPUs of "
-             "the node. Each process uses one GPU")  # fmt: skip
-    return gpus, processes
 
 
 def read_env_file(path: Path, name: str) -> dict[str, str]:

@@ -47,17 +47,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Channel:
     """Sends messages to the launching machine. Output is dropped while the link is slower than the output. The log has all of it."""
 
-    def __init__(self, transport: asyncio.WriteTransport | None):
+    def __init__(self, transport: asyncio.WriteTransport):
         self.transport, self.dropped = transport, 0
 
     @property
     def is_full(self) -> bool:
         """Whether much of what was sent is still waiting."""
-        transport = self.transport
-        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() > _MOST_BUFFERED // 2
+        return not self.transport.is_closing() and self.transport.get_write_buffer_size() > _MOST_BUFFERED // 2
 
     def send(self, kind: str, **values: Any) -> None:
-        if self.transport is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         if kind == "out" and self.transport.get_write_buffer_size() > _MOST_BUFFERED:
             self.dropped += 1
@@ -86,20 +85,18 @@ class JobOnNode:
 
     async def start(self) -> str:
         """Start the launcher. Return an error, or "" if it runs."""
-        request = self.request
+        request, place = self.request, str(self.record.log)
         try:
             if not self.record.claim():
                 state = self.record.read()
                 return f"a job named {request['job']!r} is already running on {request['host']} (pid {state.get('pid')})"
             self.log = LogFile(self.record.log)
             store_place(request["output"], request["job"], request["run_folder"])
-        except OSError as error:
-            return f"{self.record.log}: cannot be written on {request['host']}: {error.strerror}"
-        try:
+            place = tempfile.gettempdir()
             folder = tempfile.mkdtemp(prefix="accel_ddp_output_")
             self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         except OSError as error:
-            return f"{tempfile.gettempdir()}: cannot be written on {request['host']}: {error.strerror}"
+            return f"{place}: cannot be written on {request['host']}: {error.strerror}"
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         pairs = zip(request["words"], request["kinds"])
         words = [node_checks.find_file(word, kind) or word if kind else word for word, kind in pairs]

@@ -42,8 +42,12 @@ def launch(cluster: Cluster, job: Job) -> int:
         )
     _check_volume_and_secrets(cluster, settings, kubectl)
     created: list[str] = []
+    create = lambda one: kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
     for one in make_objects(cluster, job):
-        done = _create(kubectl, one)
+        deadline = time.monotonic() + _RUNTIME_SECONDS
+        # The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before.
+        while "must be created before the TrainJob" in (done := create(one)).stderr and time.monotonic() < deadline:
+            time.sleep(0.5)
         if done.returncode:
             # Only what this command has created is deleted. An object of the same name may belong to somebody else.
             for name_of_created in created:
@@ -53,16 +57,6 @@ def launch(cluster: Cluster, job: Job) -> int:
     print(f"submitted: TrainJob {name} in the namespace {settings['namespace']}")
     print("\n".join(follow_lines(cluster, job)))
     return 0
-
-
-def _create(kubectl: "_Kubectl", one: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Create an object. The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before."""
-    deadline = time.monotonic() + _RUNTIME_SECONDS
-    while True:
-        done = kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
-        if "must be created before the TrainJob" not in done.stderr or time.monotonic() > deadline:
-            return done
-        time.sleep(0.5)
 
 
 def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubectl: "_Kubectl") -> None:

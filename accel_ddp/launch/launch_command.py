@@ -97,16 +97,13 @@ def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
             own.append(word)
         else:
             files.append(word)
-    if not files:
-        raise UserError(
-            "accel-ddp launch needs a cluster description and a recipe: accel-ddp launch cluster.yaml recipes/classify.py"
-        )
     if len(files) < 2:
-        if files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
-            raise UserError(
-                f"accel-ddp launch needs a cluster description before the recipe: accel-ddp launch cluster.yaml {files[0]}"
-            )
-        raise UserError(f"accel-ddp launch needs a recipe after the description: accel-ddp launch {files[0]} recipes/classify.py")
+        what, example = "a recipe after the description", f"{''.join(files)} recipes/classify.py"
+        if not files:
+            what, example = "a cluster description and a recipe", "cluster.yaml recipes/classify.py"
+        elif files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
+            what, example = "a cluster description before the recipe", f"cluster.yaml {files[0]}"
+        raise UserError(f"accel-ddp launch needs {what}: accel-ddp launch {example}")
     if files[0].endswith(".py") and files[1].endswith((".yaml", ".yml")):
         raise UserError(f"the description comes before the recipe: accel-ddp launch {files[1]} {files[0]}")
     return own, files[0], files[1], rest
@@ -121,8 +118,7 @@ def check_name(name: str) -> None:
 def status(words: list[str]) -> int:
     """Run `accel-ddp status` and return its exit code."""
     parser = _parser("status", "Print the state of a job on every node, or of all jobs of the description.")
-    given = parser.parse_args(words)
-    cluster, job = _find(given, needs_name=False)
+    cluster, job = _find(parser.parse_args(words), needs_name=False)
     return _module(cluster, "host_jobs").status(cluster, job)
 
 

@@ -45,9 +45,12 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
     """
     present, driver, gpu_error = doctor_facts.query_driver() if request["gpus"] else ([], {}, "")
     script = find_file(request["script"], "recipes")
+    files = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
+    records = find_record(request), Record(request["run_folder"], request["host"])  # of this name, and of this folder
     return {
         "host": socket.gethostname(),
-        "machine": machine_identity(),
+        # Two nodes have this in common only if they are the same machine. Containers on one host are different nodes.
+        "machine": [*(file.read_text() for file in files if file.is_file()), os.readlink("/proc/self/ns/net")],
         "address": os.environ.get("SSH_CONNECTION", "").split()[2:3],
         "versions": doctor_facts.package_versions(),
         "code": describe_code(Path.cwd(), script),
@@ -57,7 +60,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "has_script": bool(script),
         "has_config": not request["config"] or bool(find_file(request["config"], "accelerate_configs")),
         "programs": {name: bool(shutil.which(name, path=path_of_programs(os.environ))) for name in ("accelerate", "torchrun")},
-        "running": _running(request),
+        "running": next((record.read() for record in records if record.is_running()), None),
         "disk_error": check_folder(Path(request["run_folder"]).expanduser()),
         "version": __version__,
         "time": time.time(),
@@ -79,13 +82,6 @@ def find_file(word: str, kind: str) -> str:
     return str(path) if path.is_file() else ""
 
 
-def machine_identity() -> str:
-    """Return a text that two nodes have in common only if they are the same machine with the same network."""
-    files = [Path(file) for file in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id")]
-    parts = [file.read_text().strip() for file in files if file.is_file()]
-    return " ".join([*parts, os.readlink("/proc/self/ns/net")])  # containers on one host are different nodes
-
-
 def check_folder(folder: Path) -> str:
     """Return why a file of 1 MiB cannot be written into a folder, or "". The folder is made, and the file is removed."""
     try:
@@ -97,12 +93,6 @@ def check_folder(folder: Path) -> str:
     except OSError as error:
         return str(error.strerror)
     return ""
-
-
-def _running(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of a job with this name or this folder that is running."""
-    records = find_record(request), Record(request["run_folder"], request["host"])
-    return next((record.read() for record in records if record.is_running()), None)
 
 
 async def listen(port: int, word: str) -> tuple[asyncio.Server | None, str]:
@@ -229,7 +219,7 @@ def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
     first: dict[str, str] = {}
     errors = []
     for node, found in zip(cluster.nodes, facts):
-        other = first.setdefault(found["machine"], node.host)
+        other = first.setdefault(str(found["machine"]), node.host)
         if other != node.host:
             errors.append(
                 f"{node.host}: is the same machine as {other} (host name {found['host']}). Remove one of them from `nodes` in "

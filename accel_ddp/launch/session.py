@@ -133,7 +133,10 @@ class Session:
         for text in warnings:
             self.console.note(text)
         _refuse(errors)
-        address = cluster.main_address or self._address_of_main(facts)
+        found = ["127.0.0.1"] if cluster.backend == "local" or len(cluster.nodes) == 1 else facts[0]["address"]
+        address = cluster.main_address or next(iter(found), "")
+        if not address:
+            raise UserError(f"{cluster.file}: main_address is missing, and the address of {cluster.nodes[0].host} was not found.")
         _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
@@ -162,15 +165,6 @@ class Session:
             return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
         return await asyncio.gather(*map(ask, self.connections))
-
-    def _address_of_main(self, facts: list[dict[str, Any]]) -> str:
-        if self.cluster.backend == "local" or len(self.cluster.nodes) == 1:
-            return "127.0.0.1"
-        if not facts[0]["address"]:
-            raise UserError(
-                f"{self.cluster.file}: main_address is missing, and the address of {self.cluster.nodes[0].host} was not found."
-            )
-        return facts[0]["address"][0]
 
     def _request(self, connection: Connection, make: Callable[..., list[str]], address: str, detach: bool) -> dict[str, Any]:
         """Return the request to start a program on a node, whose words `make` returns."""

@@ -233,8 +233,11 @@ def _report_start(number: str) -> int:
         print(f"  state:   {one.describe()}")
         return 0
     if one.state == "PENDING":
+        done = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|is %T (%E)")
+        nodes = ", ".join(dict.fromkeys(line.replace("|", " ", 1) for line in done.stdout.splitlines()))
+        broken = f" Nodes that are not available (`sinfo -R`): {nodes}." if nodes else ""
         print(
-            f"warning: job {number} waits and may never start: {one.reason}.{_unavailable_nodes()} The job stays in the queue. "
+            f"warning: job {number} waits and may never start: {one.reason}.{broken} The job stays in the queue. "
             f"`scontrol show job {number}` shows more.",
             file=sys.stderr,
         )
@@ -259,13 +262,6 @@ def _has_started(one: SlurmJob, waited: float) -> bool:
 
 def _ends_by_itself(reason: str) -> bool:
     return reason.split(",")[0] in USUAL_REASONS or USUAL_LIMITS.match(reason) is not None
-
-
-def _unavailable_nodes() -> str:
-    lines = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|%T|%E").stdout.splitlines()
-    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.count("|") >= 2]
-    found = [f"{name} is {state} ({why})" for name, state, why in rows]
-    return f" Nodes that are not available (`sinfo -R`): {', '.join(found)}." if found else ""
 
 
 # ---- inside an allocation

@@ -153,11 +153,6 @@ def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
 
 
 def _check(cluster: Cluster) -> None:
-    if len({(node.gpus, node.processes) for node in cluster.nodes}) > 1:
-        raise UserError(
-            f"{cluster.file}: nodes of different size are not supported with backend: slurm. Write the number of nodes, "
-            "and gpus_per_node and processes_per_node for all of them."
-        )
     if cluster.time_limit and signal_seconds(cluster) >= cluster.time_limit:
         raise UserError(
             f"{cluster.file}: slurm.signal_seconds {signal_seconds(cluster)}: must be less than time_limit ({cluster.time_limit} s). "
