@@ -79,8 +79,7 @@ def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
     settings, kubectl = read_settings(cluster), _Kubectl(cluster)
     if job is None:
-        text = kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
-        found = json.loads(text)["items"]
+        found = json.loads(kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json"))["items"]
         for one in found:
             print(f"TrainJob {one['metadata']['name']}: {_state(one)}")
         if not found:
@@ -188,8 +187,7 @@ def _state(found: dict[str, Any] | None) -> str:
 
 
 def _index(pod: dict[str, Any]) -> int:
-    metadata = pod.get("metadata", {})
-    found = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
+    found = {**pod["metadata"].get("labels", {}), **pod["metadata"].get("annotations", {})}
     return int(found.get("batch.kubernetes.io/job-completion-index", 0))
 
 

@@ -148,15 +148,12 @@ def _train_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) 
     podTemplateOverrides, runtimePatches), and none of them can express `envFrom`, restarts or a time limit. The fields of a runtime
     are those of Kubernetes' own Job.
     """
-    words = launcher_words(
-        cluster, job, node_rank=Shell("$PET_NODE_RANK"), address=Shell("$PET_MASTER_ADDR"), port=Shell("$PET_MASTER_PORT")
-    )
+    rank, address, port = map(Shell, ("$PET_NODE_RANK", "$PET_MASTER_ADDR", "$PET_MASTER_PORT"))
+    words = launcher_words(cluster, job, node_rank=rank, address=address, port=port)
     container = _container(cluster, settings)
     resources, env = container.pop("resources", None), container.pop("env")
-    template = {
-        "metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}},
-        "spec": _job_spec(cluster, settings, name, container),
-    }
+    labels = {f"{TRAINER}/trainjob-ancestor-step": "trainer"}
+    template = {"metadata": {"labels": labels}, "spec": _job_spec(cluster, settings, name, container)}
     runtime_spec = {
         "mlPolicy": {"numNodes": len(cluster.nodes), "torch": {}},
         "template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "template": template}]}},
@@ -207,16 +204,12 @@ def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: 
             {"name": "runs", "persistentVolumeClaim": {"claimName": settings["volume_claim"]}},
         ],
     }
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    rules = [disrupted, on_codes("Ignore", STOPPED), on_codes("FailJob", 1, USER_ERROR, UNSAVED)]
     return {
         "backoffLimit": cluster.restarts,
         **({"activeDeadlineSeconds": cluster.time_limit} if cluster.time_limit else {}),
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                on_codes("Ignore", STOPPED),
-                on_codes("FailJob", 1, USER_ERROR, UNSAVED),
-            ]
-        },
+        "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
     }
 
@@ -228,10 +221,9 @@ def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings["grace_seconds"] - REPORT_SECONDS),
     }
+    mounts = {"shared-memory": "/dev/shm", "runs": settings["mount"].rstrip("/")}
     own = {"cpu": settings.get("cpu"), "memory": settings.get("memory"), "nvidia.com/gpu": node.gpus}
-    amounts = {name: str(amount) for name, amount in own.items() if amount} | {
-        name: str(amount) for name, amount in settings["resources"].items()
-    }
+    amounts = {name: str(amount) for name, amount in {**own, **settings["resources"]}.items() if amount}
     return {
         "name": CONTAINER,
         "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()],
@@ -239,10 +231,7 @@ def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
         # Kubeflow Trainer sets numProcPerNode to 1 if there are limits without requests.
         **({"resources": {"requests": amounts, "limits": dict(amounts)}} if amounts else {}),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # `accel-ddp status` prints the end of the log of a failed pod
-        "volumeMounts": [
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-            {"name": "runs", "mountPath": settings["mount"].rstrip("/")},
-        ],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
     }
 
 
@@ -250,17 +239,16 @@ def _command(cluster: Cluster, job: Job, words: list[str]) -> list[str]:
     """Return the command of a container. It checks the image, and then replaces the shell by the launcher, which gets SIGTERM."""
     files = [file for file in (job.script, used_config(cluster)) if file]
     folder = cluster.nodes[0].folder
+    enter = (
+        [f"cd {shell_path(folder)} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"] if folder else []
+    )
     lines = [
         f"image={shlex.quote(cluster.image)}",
         'fail() { echo "error: the image $image $*" >&2; exit 2; }',
         f"for program in accel-ddp {words[0]}; do",
         '  command -v "$program" > /dev/null || fail "does not contain the program $program. Install accel_ddp in the image."',
         "done",
-        *(
-            [f"cd {shell_path(folder)} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"]
-            if folder
-            else []
-        ),
+        *enter,
         f"for file in {to_shell(files)}; do",
         '  [ -f "$file" ] || fail "has no file $file in the folder $PWD. Copy it into the image, or change the key folder."',
         "done",

@@ -209,9 +209,8 @@ def _directives(cluster: Cluster, job: Job) -> list[str]:
 
 def _command(cluster: Cluster, job: Job) -> str:
     """Return the command of a node as lines with one option each."""
-    words = job_commands.launcher_words(
-        cluster, job, node_rank=Shell('"$SLURM_NODEID"'), address=Shell('"$MAIN_ADDRESS"'), port=Shell('"$MAIN_PORT"')
-    )
+    rank, address, port = map(Shell, ('"$SLURM_NODEID"', '"$MAIN_ADDRESS"', '"$MAIN_PORT"'))
+    words = job_commands.launcher_words(cluster, job, node_rank=rank, address=address, port=port)
     paths = [job_commands.config_word(cluster), job.run_folder]
     words = job_commands.replace_home(words, paths, os.path.expanduser)  # nodes and login node share the home
     if has_option(job.options, "output_dir") and not has_option(job.options, "resume"):
