@@ -132,21 +132,18 @@ def status(cluster: Cluster, job: Job | None) -> int:
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     """Print the end of the job's log. With `follow`, continue until the job has ended, and return its exit code."""
-    last = _log_files(launch_folder(cluster, job))[-1:]
-    jobs = _find_jobs(cluster, job.name) or [one for one in map(_job_of, last) if one]
-    files = sorted({one.log for one in jobs}) or last
-    if not files:
-        raise UserError(f"there is no log of a job named {job.name!r} in {launch_folder(cluster, job)}.")
-    readers = {file: _read_on(file, lines) for file in files}
+    folder = launch_folder(cluster, job)
+    last = _log_files(folder)[-1:]
+    jobs = sorted(_find_jobs(cluster, job.name), key=lambda one: one.log.parent != folder) or [*filter(None, map(_job_of, last))]
+    if not jobs and not last:
+        raise UserError(f"there is no log of a job named {job.name!r} in {folder}.")
+    reader = _read_on(jobs[0].log if jobs else last[0], lines)
     while True:
         # The state is read before the log. Otherwise the last lines of a job that has just ended would be missed.
-        now = [_show(one.number) for one in jobs] if follow else []
-        for file, reader in readers.items():
-            if text := next(reader):
-                header = f"==> {file.name} <==\n" if len(files) > 1 else ""
-                print(header + text, end="", flush=True)
-        if not _active(now):
-            return max([one.code for one in now if one] or [0])
+        now = _show(jobs[0].number) if jobs and follow else None
+        print(next(reader), end="", flush=True)
+        if not now or not now.is_active:
+            return now.code if now else 0
         time.sleep(1)
 
 
@@ -213,6 +210,7 @@ def _sbatch_environment(script: str) -> dict[str, str]:
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
+    """Return why sbatch has refused a job, and the keys of the description to check."""
     reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
@@ -233,8 +231,8 @@ def _report_start(number: str) -> int:
         print(f"  state:   {one.describe()}")
         return 0
     if one.state == "PENDING":
-        done = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|is %T (%E)")
-        nodes = ", ".join(dict.fromkeys(line.replace("|", " ", 1) for line in done.stdout.splitlines()))
+        done = _call("sinfo", "--noheader", "--list-reasons", "--format=%n is %T (%E)")
+        nodes = ", ".join(dict.fromkeys(done.stdout.splitlines()))
         broken = f" Nodes that are not available (`sinfo -R`): {nodes}." if nodes else ""
         print(
             f"warning: job {number} waits and may never start: {one.reason}.{broken} The job stays in the queue. "
