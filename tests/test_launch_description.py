@@ -21,7 +21,7 @@ from accel_ddp.launch.job_commands import (
     uses_torchrun,
 )
 from accel_ddp.launch.launch_command import launch
-from accel_ddp.launch.session import dry_run
+from accel_ddp.launch.session import render as dry_run
 
 TWO_NODES = {"backend": "ssh", "nodes": ["node-a", "node-b"], "gpus_per_node": 8}
 SECRET = "wandb-0123456789"
@@ -40,7 +40,7 @@ def test_every_key_of_a_complete_description_is_read(tmp_path):
         nodes=[{"host": "node-a", "gpus": 4, "env": {"B": "own"}}, {"host": "me@node-b", "env_file": "b.env", "interface": "ib0"}],
         main_address="10.0.0.1", interface="eth0", folder="~/work", copy="rsync", venv=".venv", env_file="common.env",
         env={"E": 5}, output="/data/runs", restarts=2, time_limit="1-12:00:00", accelerate_config="my.yaml", doctor="full",
-        spot="aws", ssh={"options": ["-F", "my config"]},
+        ssh={"options": ["-F", "my config"]},
     )  # fmt: skip
     first, second = cluster.nodes
     assert (cluster.name, cluster.main_address, cluster.main_port, cluster.copy) == ("classify", "10.0.0.1", 29600, "rsync")
@@ -83,9 +83,7 @@ def test_every_key_of_a_complete_description_is_read(tmp_path):
         ({"name": "my job"}, "name 'my job': must consist of at most 63 letters"),
         ({"name": "../up"}, "name '../up': must consist of"),
         ({"copy": "rsnyc"}, "copy 'rsnyc': must be one of: none, rsync. Did you mean rsync?"),
-        ({"copy": "git"}, "copy 'git': was removed. Write copy: rsync, which copies the files as they are"),
-        ({"backend": "kubernetes", "nodes": 2, "kubernetes": {"kind": "Job"}},
-         "kubernetes.kind 'Job': was removed. Install Kubeflow Trainer v2 in the cluster, and remove the key."),
+        ({"copy": "git"}, "copy 'git': must be one of: none, rsync."),
         ({"ssh": ["-v"]}, "ssh ['-v']: must contain lines of KEY: value"),
         ({"ssh": {"options": [True]}}, "ssh.options [True]: must be a list of words"),
         ({"env": {"A": True}}, 'env: the value of A must be a text; write it in quotes, for example A: "true"'),

@@ -21,7 +21,7 @@ def start_guard(folder: Path, program: str, before: tuple[str, ...] = (), **more
     request = {
         "do": "start", "words": words, "kinds": [""] * len(words), "env": {}, "run_folder": str(folder / "runs" / "job"),
         "host": "here", "output": str(folder / "runs"), "job": "job", "rank": 0, "processes": 1, "detach": False, "first_rank": 0,
-        "time_limit": None, "spot": "none", "terminal": None, **more,
+        "time_limit": None, "terminal": None, **more,
     }  # fmt: skip
     guard = subprocess.Popen(
         [*before, sys.executable, "-m", "accel_ddp.launch.guard"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -95,7 +95,7 @@ def variants(folder: Path) -> Iterator[str]:
     for is_batch in (True, False):
         yield rendered(folder, is_batch=is_batch)
         yield rendered(folder, EVERYTHING, ("--lr", "1e-5", "--note", "it's $HOME"), is_batch)
-    yield rendered(folder, 'slurm: {options: ["--array=0-3"]}\nenv: {WANDB_API_KEY: hidden}\n', ("--seed", "%a"))
+    yield rendered(folder, "env: {WANDB_API_KEY: hidden}\n")
 
 
 def test_bash_accepts_the_script(tmp_path):
@@ -180,16 +180,9 @@ def test_only_a_job_that_was_stopped_with_a_checkpoint_is_queued_again(tmp_path,
     assert "scontrol requeue" not in done.stderr, "an allocation is not a job that can be queued again"
 
 
-def test_tasks_of_an_array_have_folders_and_ports_of_their_own(tmp_path):
-    text = 'slurm: {options: ["--array=0-3"]}\n'
-    script = runnable(tmp_path, text, options=("--seed", "%a", "--note", "it's %a%a"))
-    assert f"--output={Path.cwd()}/runs/own_model/launch/slurm-%A_%a.log" in directives(script)
-    words = words_of(run_on_this_machine(script, tmp_path, SLURM_ARRAY_TASK_ID="3", SLURM_JOB_ID="12346"))
-    at = words.index("recipes/own_model.py")
-    assert words[at + 1 :] == ["--seed", "3", "--note", "it's 33", "--output_dir", "runs/own_model/3"]
-    assert "12346" in words
-    script = runnable(tmp_path, text, options=("--output_dir", "runs/seed-%a"))
-    assert words_of(run_on_this_machine(script, tmp_path, SLURM_ARRAY_TASK_ID="3"))[-1] == "runs/seed-3"
+def test_an_array_is_refused_because_its_tasks_would_share_a_folder(tmp_path):
+    with pytest.raises(UserError, match=r"slurm.options --array=0-3: the tasks of an array would write into one folder"):
+        rendered(tmp_path, 'slurm: {options: ["--array=0-3"]}')
 
 
 def test_ports_of_jobs_do_not_collide():
@@ -521,41 +514,6 @@ def test_a_job_that_is_preempted_while_it_starts_is_queued_again(user):
     assert "the job is queued again: restart 1" in user.log()
     assert user.step() == 0, "it was preempted before its first step"
     assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
-
-
-@pytest.mark.slurm
-def test_tasks_of_an_array_run_on_the_same_nodes_at_once(user):
-    file = user.describe(slurm='{options: ["--array=0-1"]}')
-    number = user.launch(file, "--seed", "%a", "--step_seconds", 1)
-    jobs = [user.wait_for_end(f"{number}_{task}") for task in (0, 1)]
-    assert [job["JobState"] for job in jobs] == ["COMPLETED"] * 2, user.log()
-    assert jobs[0]["NodeList"] == jobs[1]["NodeList"] == "node[0-1]"
-    assert jobs[0]["StartTime"] < jobs[1]["EndTime"], "at the same time"
-    assert jobs[1]["StartTime"] < jobs[0]["EndTime"], "at the same time"
-    seeds = [json.loads((user.home / "runs" / "job" / str(task) / "config.json").read_text())["seed"] for task in (0, 1)]
-    assert seeds == [0, 1]
-    names = sorted(path.name for path in (user.home / "runs" / "job" / "launch").iterdir())
-    assert names == ["job.sh", f"slurm-{number}_0.log", f"slurm-{number}_1.log"]
-
-
-@pytest.mark.slurm
-def test_one_task_of_an_array_is_queued_again_and_stop_ends_all(user):
-    """The number of the last task is also that of the whole array, which must not be queued again with it."""
-    file = user.describe(slurm='{options: ["--array=0-1"]}')
-    number = user.launch(file, "--steps", 500, "--step_seconds", 0.5)
-    for task in (0, 1):
-        user.wait_for_step(2, f"job/{task}")
-    last = next(task for task in (0, 1) if user.cluster.job(f"{number}_{task}")["JobId"] == number)
-    user.cluster.run("scancel", "--signal=USR2", f"{number}_{last}")
-    user.wait_for_requeue(f"{number}_{last}", 1)
-    other = user.cluster.job(f"{number}_{1 - last}")
-    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
-    step = user.step(f"job/{last}")
-    user.wait_for_step(step + 2, f"job/{last}")
-    assert user.run("status", file).stdout.count("running on node[0-1]") == 2
-    stopped = user.run("stop", file).stdout
-    for task in (0, 1):
-        assert f"job {number}_{task} (job): ended with exit code 75 (FAILED). It has saved a checkpoint" in stopped
 
 
 @pytest.mark.slurm

@@ -4,6 +4,6 @@
 `accel-ddp`. For ssh hosts and this machine, `session` runs a job and `host_jobs` finds it again: `code_files` copies and compares
 the code, `connection` talks to the `guard` of each node, `node_checks` checks the nodes before the start, `job_record` stores the
 state and the log of a node, and `node_output` receives and prints the output. `slurm` and `slurm_script`, and `kubernetes` and
-`manifests`, submit jobs to a scheduler. `spot` watches for the end of a spot instance. The package may import `errors`, `nodes`,
+`manifests`, submit jobs to a scheduler. The package may import `errors`, `nodes`,
 `config`, `records`, `watch` and `doctor`.
 """

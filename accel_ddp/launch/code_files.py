@@ -17,7 +17,7 @@ from typing import Any
 
 from accel_ddp.doctor.facts import code_versions
 from accel_ddp.errors import UserError
-from accel_ddp.launch.connection import explain, join_reasons
+from accel_ddp.launch.connection import Lost, explain, join_reasons
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.launch.job_commands import shell_path
 from accel_ddp.text import format_bytes, listed
@@ -85,8 +85,7 @@ def describe_code(folder: Path, script: str = "", left_out: Iterable[str] = ()) 
 
     It takes at most some seconds. `files` is empty if there are too many files.
     """
-    versions = code_versions(script)
-    found: dict[str, Any] = {"package": versions["code"], "commit": git_output(folder, "rev-parse", "--short=12", "HEAD").strip()}
+    commit = git_output(folder, "rev-parse", "--short=12", "HEAD").strip()
     hashes = {}
     try:
         deadline = time.monotonic() + 3
@@ -99,7 +98,8 @@ def describe_code(folder: Path, script: str = "", left_out: Iterable[str] = ()) 
     except (OSError, UserError, subprocess.SubprocessError):
         hashes = {}
     total = hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:12] if hashes else ""
-    return {**found, "total": total, "files": hashes if len(hashes) <= _MOST_NAMES else {}}
+    files = hashes if len(hashes) <= _MOST_NAMES else {}
+    return {"package": code_versions(script)["code"], "commit": commit, "total": total, "files": files}
 
 
 def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
@@ -112,19 +112,18 @@ def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
     candidates = [one for one in facts.values() if not usual_commit or one.get("commit") == usual_commit]
     usual_total = _most_frequent([one.get("total") for one in candidates])
     usual = next((one for one in candidates if one.get("total") == usual_total), {})
-    described = {host: _describe_difference(one, usual, usual_commit) for host, one in facts.items()}
-    if parts := [f"{host} has {text}" for host, text in described.items() if text]:
+    parts = []
+    for host, one in facts.items():
+        is_other_commit = one.get("commit") and usual_commit and one["commit"] != usual_commit
+        commit = f"commit {one['commit']} instead of {usual_commit}" if is_other_commit else ""
+        if text := " in ".join(filter(None, [listed(_differences(one, usual)), commit])):
+            parts.append(f"{host} has {text}")
+    if parts:
         return f"the code differs: {'; '.join(parts[:5])}. {advice}"
     usual_package = _most_frequent([one.get("package") for one in facts.values()])
     if others := [host for host, one in facts.items() if one.get("package") and one["package"] != usual_package]:
         return f"the package accel_ddp of {listed(others)} differs from that of the other nodes. Install the same version there."
     return None
-
-
-def _describe_difference(one: dict[str, Any], usual: dict[str, Any], usual_commit: str | None) -> str:
-    is_other_commit = one.get("commit") and usual_commit and one["commit"] != usual_commit
-    commit = f"commit {one['commit']} instead of {usual_commit}" if is_other_commit else ""
-    return " in ".join(filter(None, [listed(_differences(one, usual)), commit]))
 
 
 def _differences(one: dict[str, Any], usual: dict[str, Any]) -> list[str]:
@@ -194,15 +193,14 @@ async def copy_code(
     reason of each node.
     """
     copier = _Copier(cluster, source, ssh_words)
-    if text := copier.warning():
-        note(text)
-    failures = [text for text in await asyncio.gather(*map(copier.attempt, cluster.nodes)) if text]
+    copier.warn(note)
+    results = await asyncio.gather(*map(copier.copy, cluster.nodes), return_exceptions=True)
+    failures = [f"{node.host}: {result}" for node, result in zip(cluster.nodes, results) if isinstance(result, Lost)]
     if failures:
         raise UserError(join_reasons("the code was not copied:", failures))
-
-
-class _Failed(Exception):
-    """The reason why a node has not received the code."""
+    for result in results:
+        if result:
+            raise result
 
 
 class _Copier:
@@ -220,39 +218,35 @@ class _Copier:
         if not self.names:
             raise UserError(f"copy: rsync: there is no file to copy in {source}.")
 
-    async def attempt(self, node: Node) -> str:
-        """Copy the code to a node. Return why that has failed, or an empty text."""
-        try:
-            if not node.folder:
-                raise _Failed("copy: rsync needs a folder for the code. Write for example folder: ~/work")
-            await self.copy(node)
-        except _Failed as error:
-            return f"{node.host}: {error}"
-        return ""
-
     async def copy(self, node: Node) -> None:
-        """Copy the files to a node, after those were deleted there that are gone here. Raises _Failed."""
+        """Copy the files to a node, after those were deleted there that are gone here. Raises Lost."""
+        if not node.folder:
+            raise Lost("copy: rsync needs a folder for the code. Write for example folder: ~/work")
         # From rsync 3.5 on, a link that leads out of the code folder, for example from `data` to a disk, is followed only with this
         # option. The protection is against users who can write into the folder. They could as well change the code that is run.
         find_option = '"$(rsync --help | grep -q -e --insecure-links && echo --insecure-links)"'
         ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
         folder, option, *copied_before = await self.run_on(node, f"{_prepare(node)}; {ready}")
         there = f"cd -- {shlex.quote(folder)} || exit {_NOT_MADE}"
-        if gone := [name for name in set(copied_before) - set(self.names) if self._is_gone(name)]:
+        # Files that git ignores now are not deleted here, and stay on the node.
+        is_inside = lambda name: name and not Path(name).is_absolute() and ".." not in Path(name).parts
+        missing = filter(is_inside, set(copied_before) - set(self.names))
+        if gone := [name for name in missing if not os.path.lexists(self.source / name)]:
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
         # -K: a link to a folder stays. Without implied folders, their permissions stay too.
         # -s: the folder may contain spaces.
         words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
         words += [f"--rsync-path=rsync {option}"]
-        words += ["-e", " ".join(map(_quote_for_rsync, self.ssh_words(node)[:-1])), "./", f"{_address(node.host)}:{folder}/"]
-        code, _, errors = await self.run(words, _joined(self.names))
-        if code:
-            raise _Failed(self.explain(node, code, errors))
+        # `rsync -e` has its own rules: a quote inside of quotes is doubled.
+        ssh = " ".join("'" + word.replace("'", "''") + "'" for word in self.ssh_words(node)[:-1])
+        user, at, name = node.host.rpartition("@")
+        host = f"{user}{at}[{name}]" if ":" in name and not name.startswith("[") else node.host  # an IPv6 address
+        await self.run(node, [*words, "-e", ssh, "./", f"{host}:{folder}/"], _joined(self.names))
         store = "mkdir -p .accel_ddp && echo '*' >.accel_ddp/.gitignore && cat >.accel_ddp/copied.$$ && "
         await self.run_on(node, f"{there}; {store}mv .accel_ddp/copied.$$ .accel_ddp/copied || exit 1", _joined(self.names))
 
-    async def run(self, words: list[str], given: bytes = b"") -> tuple[int, bytes, str]:
-        """Run a program on this machine. Return its exit code, its output and its error messages."""
+    async def run(self, node: Node, words: list[str], given: bytes = b"") -> bytes:
+        """Run a program on this machine and return its output. Raises Lost with the reason if it fails."""
         pipe = asyncio.subprocess.PIPE
         # In a session of its own, a program does not receive the Ctrl-C of the terminal. It is ended below instead.
         process = await asyncio.create_subprocess_exec(
@@ -264,13 +258,13 @@ class _Copier:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGTERM)
                 await process.wait()
-        return process.returncode or 0, out, errors.decode(errors="replace")
+        if process.returncode:
+            raise Lost(self.explain(node, process.returncode, errors.decode(errors="replace")))
+        return out
 
     async def run_on(self, node: Node, script: str, given: bytes = b"") -> list[str]:
         """Run a shell script on a node. Return the texts that it prints after _MARK, each of which ends with NUL."""
-        code, out, errors = await self.run([*self.ssh_words(node), f"exec sh -c {shlex.quote(script)}"], given)
-        if code:
-            raise _Failed(self.explain(node, code, errors))
+        out = await self.run(node, [*self.ssh_words(node), f"exec sh -c {shlex.quote(script)}"], given)
         return [text.decode(errors="surrogateescape") for text in out.rpartition(_MARK)[2].split(b"\0")[:-1]]
 
     def explain(self, node: Node, code: int, errors: str) -> str:
@@ -282,36 +276,31 @@ class _Copier:
             return "copy: rsync: rsync is not installed on this node. Install it there, or write copy: none"
         if code == 255 and "rsync" not in errors.partition(":")[0]:
             return explain(self.cluster, node, code, errors).removeprefix(f"{node.host}: ")
+        errors += "Permission denied" if code == _NOT_WRITABLE else ""
         for sign, advice in (
             ("No space left on device", "Free some space there, or change `folder`"),
             ("Disk quota exceeded", "Free some space there, or change `folder`"),
             ("Read-only file system", "Change `folder`"),
             ("Permission denied", "Let your user write there, or change `folder`"),
         ):
-            if sign in errors or (sign == "Permission denied" and code == _NOT_WRITABLE):
+            if sign in errors:
                 return f"{folder}: the code cannot be written on this node: {sign}. {advice}"
         if code == _NOT_MADE:
             return f"{folder}: does not exist on this node and cannot be made: {text}. Correct `folder`, or make the folder there"
         return f"copy: rsync: the code was not copied to {folder} (exit code {code}): {text}"
 
-    def warning(self) -> str:
-        """Return a message if there is much to copy: probably data that was forgotten in .gitignore."""
+    def warn(self, note: Callable[[str], None]) -> None:
+        """Print a message if there is much to copy: probably data that was forgotten in .gitignore."""
         sizes: Counter[str] = Counter()
         for name in self.names:
             with contextlib.suppress(OSError):
                 sizes[name.split("/")[0]] += (self.source / name).lstat().st_size
-        if (total := sizes.total()) < _MUCH:
-            return ""
-        largest, size = sizes.most_common(1)[0]
-        return (
-            f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have them "
-            f"already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
-        )
-
-    def _is_gone(self, name: str) -> bool:
-        """Return whether a file that was copied before is deleted here. One that git ignores now stays on the node."""
-        path = Path(name)
-        return bool(name) and not path.is_absolute() and ".." not in path.parts and not os.path.lexists(self.source / path)
+        if (total := sizes.total()) >= _MUCH:
+            largest, size = sizes.most_common(1)[0]
+            note(
+                f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have "
+                f"them already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
+            )
 
 
 def _prepare(node: Node) -> str:
@@ -331,16 +320,5 @@ def _prepare(node: Node) -> str:
     return "; ".join(lines)  # in csh, a quoted text must not contain the end of a line
 
 
-def _address(host: str) -> str:
-    """Return a host as rsync needs it before a colon. An IPv6 address is in brackets."""
-    user, at, name = host.rpartition("@")
-    return f"{user}{at}[{name}]" if ":" in name and not name.startswith("[") else host
-
-
 def _joined(names: list[str]) -> bytes:
     return b"".join(os.fsencode(name) + b"\0" for name in names)
-
-
-def _quote_for_rsync(word: str) -> str:
-    """Return a word for `rsync -e`, which has its own rules: a quote inside of quotes is doubled."""
-    return "'" + word.replace("'", "''") + "'"

@@ -30,20 +30,15 @@ def ssh_words(cluster: Cluster, node: Node) -> list[str]:
     # An existing master is used. As a master itself, this ssh would end the user's other sessions when the job ends. Forwardings and
     # the command of an interactive session in the user's configuration would fail here.
     options += ["ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"]
-    words = ["ssh", *cluster.ssh.get("options", []), "-T"]
-    for option in options:
-        words += ["-o", option]
-    return [*words, node.host]
+    return ["ssh", *cluster.ssh.get("options", []), "-T", *(word for option in options for word in ("-o", option)), node.host]
 
 
 def guard_command(node: Node) -> str:
     """Return the remote command that starts the guard. It works in every login shell, because `sh` runs it."""
     folder, venv = node.folder or "~", node.venv or ".venv"
     python = shell_path(f"{venv.rstrip('/')}/bin/python")
-    lines = [f"cd {shell_path(folder)} || exit {FOLDER_MISSING}"]
-    lines.append(f"p={python}")
     missing = f"exit {PYTHON_MISSING}" if node.venv else f"p=$(command -v python3) || exit {PYTHON_MISSING}"
-    lines.append(f'[ -x "$p" ] || {missing}')
+    lines = [f"cd {shell_path(folder)} || exit {FOLDER_MISSING}", f"p={python}", f'[ -x "$p" ] || {missing}']
     lines.append('exec "$p" -m accel_ddp.launch.guard')
     return f"exec sh -c {shlex.quote('; '.join(lines))}"
 
@@ -51,23 +46,22 @@ def guard_command(node: Node) -> str:
 def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
     """Return why the connection to a node or the start of its guard failed, and what to do. `text` is what ssh printed."""
     host, file = node.host, cluster.file
+    end = "no answer within the time limit" if code is None else f"exit code {code}"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "").rstrip(".")
-    try_it = f"Try `{shlex.join([*ssh_words(cluster, node)[:-1], host])} true`."
+    try_it = f"Try `{shlex.join(ssh_words(cluster, node))} true`."
     if code == FOLDER_MISSING:
         return f"{host}: the folder {node.folder or '~'} does not exist on this node. Correct `folder` in {file}, or write copy: rsync."
     if code == PYTHON_MISSING:
-        what = f"{node.venv}/bin/python" if node.venv else "python3"
-        return (
-            f"{host}: {what} does not exist in {node.folder or '~'} on this node. Correct `venv` in {file}, or install it there."
-        )
+        what = f"{f'{node.venv}/bin/python' if node.venv else 'python3'} does not exist in {node.folder or '~'}"
+        return f"{host}: {what} on this node. Correct `venv` in {file}, or install it there."
     if cluster.backend == "local":
-        return f"{host}: the guard of this node has ended ({_exit(code)}): {last or 'it printed nothing'}."
+        return f"{host}: the guard of this node has ended ({end}): {last or 'it printed nothing'}."
     if "No module named" in text and "accel_ddp" in text:
         name = node.venv or "the Python of this node"
         venv = f"Correct `venv` in {file}" if node.venv else f"Write `venv` into {file}"
         return f"{host}: accel_ddp is missing or too old in {name}. {venv}, or run `pip install -c constraints.txt -e .` there."
     if code not in (None, 255):  # 255 is an error of ssh itself
-        return f"{host}: the command on this node has ended ({_exit(code)}): {last or 'it printed nothing'}. {try_it}"
+        return f"{host}: the command on this node has ended ({end}): {last or 'it printed nothing'}. {try_it}"
     unreachable = f"the host cannot be reached: {last}. Check that it runs and that its ssh port is open. {try_it}"
     reasons = {
         "IDENTIFICATION HAS CHANGED": "the host key has changed, so this may be another machine. Check it, then run "
@@ -79,12 +73,8 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         "ssh configuration.",
         "(?i)timed out|No route to host|Connection refused|Network is unreachable|Connection closed": unreachable,
     }
-    failed = f"the connection failed ({_exit(code)}): {last or 'ssh printed nothing'}. {try_it}"
+    failed = f"the connection failed ({end}): {last or 'ssh printed nothing'}. {try_it}"
     return f"{host}: " + next((reason for pattern, reason in reasons.items() if re.search(pattern, text)), failed)
-
-
-def _exit(code: int | None) -> str:
-    return "no answer within the time limit" if code is None else f"exit code {code}"
 
 
 class Lost(Exception):
@@ -97,7 +87,7 @@ class Connection:
     def __init__(self, cluster: Cluster, node: Node):
         self.cluster, self.node = cluster, node
         self.process: asyncio.subprocess.Process | None = None
-        self.errors = b""  # the end of what ssh has printed on stderr
+        self.errors = ""  # the end of what ssh has printed on stderr
         self.last_message = time.monotonic()
         self._tasks: list[asyncio.Task] = []
 
@@ -105,8 +95,9 @@ class Connection:
         """Start the guard and wait for its first message. Raises Lost with an explanation."""
         env = dict(os.environ)
         if self.cluster.backend == "local":
-            words = [_python(self.node), "-m", "accel_ddp.launch.guard"]
-            folder = Path(self.node.folder or ".").expanduser()
+            folder, venv = Path(self.node.folder or ".").expanduser(), self.node.venv
+            python = str(folder / Path(venv).expanduser() / "bin" / "python") if venv else sys.executable
+            words = [python, "-m", "accel_ddp.launch.guard"]
             # The guard must find the package of this process, also if it is not installed.
             env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
             if not folder.is_dir():
@@ -126,15 +117,11 @@ class Connection:
         try:
             hello = await asyncio.wait_for(self.receive(), limit)
         except asyncio.TimeoutError:
-            raise Lost(explain(self.cluster, self.node, None, self.error_text)) from None
+            raise Lost(explain(self.cluster, self.node, None, self.errors)) from None
         if hello.get("is") != "hello" or hello.get("protocol") != PROTOCOL:
             raise Lost(f"{self.node.host}: another version of accel_ddp is installed there. Install the same version.")
-        self.errors = b""  # what the login has printed does not explain a later end
+        self.errors = ""  # what the login has printed does not explain a later end
         self._tasks.append(asyncio.ensure_future(self._beat()))
-
-    @property
-    def error_text(self) -> str:
-        return self.errors.decode(errors="replace")
 
     async def receive(self) -> dict[str, Any]:
         """Return the next message. Lines that are not messages are left out: login scripts may print them."""
@@ -146,7 +133,7 @@ class Connection:
             if not line:
                 code = await self._exit_code(5)
                 await asyncio.wait(self._tasks[:1], timeout=1)
-                raise Lost(explain(self.cluster, self.node, code, self.error_text))
+                raise Lost(explain(self.cluster, self.node, code, self.errors))
             self.last_message = time.monotonic()
             with contextlib.suppress(ValueError):
                 if isinstance(message := json.loads(line), dict) and "is" in message:
@@ -198,13 +185,7 @@ class Connection:
 
     async def _read_errors(self) -> None:
         while data := await self.process.stderr.read(4096):
-            self.errors = (self.errors + data)[-16384:]
-
-
-def _python(node: Node) -> str:
-    if not node.venv:
-        return sys.executable
-    return str(Path(node.folder or ".").expanduser() / Path(node.venv).expanduser() / "bin" / "python")
+            self.errors = (self.errors + data.decode(errors="replace"))[-16384:]
 
 
 async def open_all(cluster: Cluster) -> list[Connection]:
@@ -216,8 +197,7 @@ async def open_all(cluster: Cluster) -> list[Connection]:
     except asyncio.CancelledError:  # Ctrl-C
         await close_all()
         raise
-    failures = [result for result in results if isinstance(result, BaseException)]
-    if failures:
+    if failures := [result for result in results if result]:
         await close_all()
         for failure in failures:
             if not isinstance(failure, (Lost, UserError)):

@@ -31,139 +31,111 @@ def nearest_key(word: Any, known: Iterable[str]) -> str:
     return f" Did you mean {other}?" if other in known else did_you_mean(str(word), known)
 
 
-class Wrong(Exception):
-    """The reason why a value is not accepted."""
-
-
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Wrong("must be a text that is not empty")
+        raise ValueError("must be a text that is not empty")
     if "\n" in value or "\0" in value:
-        raise Wrong("must be one line")
+        raise ValueError("must be one line")
     return value
 
 
-def _name(value: Any) -> str:
-    if not NAME.fullmatch(_text(value)):
-        raise Wrong("must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
-    return value
+def _that(is_right: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
+    """Return a check that accepts the values for which `is_right` is true."""
+
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(reason)
+        return value
+
+    return check
 
 
-def _host(value: Any) -> str:
-    if _text(value).startswith("-") or re.search(r"[\s'\"`$;|&<>\\/]", value):
-        raise Wrong("must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address")
-    return value
+def _list_of(is_right: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
 
 
 def _number(at_least: int, at_most: int = 1 << 31) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
-            limit = f" and at most {at_most}" if at_most < 1 << 31 else ""
-            raise Wrong(f"must be a whole number of at least {at_least}{limit}")
-        return value
-
-    return check
+    limit = f" and at most {at_most}" if at_most < 1 << 31 else ""
+    is_right = lambda value: type(value) is int and at_least <= value <= at_most
+    return _that(is_right, f"must be a whole number of at least {at_least}{limit}")
 
 
-def _choice(*names: str, **removed: str) -> Callable[[Any], str]:
-    """Return a check for one of the names. `removed` maps values of earlier versions to what a user writes instead."""
-
+def _choice(*names: str) -> Callable[[Any], str]:
     def check(value: Any) -> str:
         value = "off" if value is False and "off" in names else value  # YAML reads an unquoted off as false
-        if str(value) in removed:
-            raise Wrong(f"was removed. {removed[str(value)]}")
         if value not in names:
-            raise Wrong(f"must be one of: {', '.join(names)}.{nearest_key(value, names)}")
+            raise ValueError(f"must be one of: {', '.join(names)}.{nearest_key(value, names)}")
         return value
 
     return check
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Wrong("must be true or false")
-    return value
-
-
-def _words(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(type(word) in (str, int) for word in value):  # YAML reads an unquoted yes as true
-        raise Wrong("must be a list of words, for example [-F, my_ssh_config]")
-    return [str(word) for word in value]
-
-
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) and NAME.fullmatch(name) for name in value):
-        raise Wrong("must be a list of names, for example [wandb]")
-    return value
-
-
-def _table(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise Wrong("must be lines of KEY: value")
-    return value
-
-
-def _labels(value: Any) -> dict[str, str]:
-    if not all(isinstance(text, str) for text in _table(value).values()):
-        raise Wrong("must be lines of NAME: text")
-    return value
+_ANY = lambda value: value  # the reader of the description checks it
+_FLAG = _that(lambda value: isinstance(value, bool), "must be true or false")
+_IS_NAME = lambda value: isinstance(value, str) and NAME.fullmatch(value)
+_NAME = _that(_IS_NAME, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
+_NAMES = _that(_list_of(_IS_NAME), "must be a list of names, for example [wandb]")
+_HOST = _that(
+    lambda value: isinstance(value, str) and re.fullmatch(r"(?!-)[^\s'\"`$;|&<>\\/\0]+", value),
+    "must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address",
+)
+# YAML reads an unquoted yes as true.
+_IS_WORDS = _that(_list_of(lambda word: type(word) in (str, int)), "must be a list of words, for example [-F, my_ssh_config]")
+_WORDS = lambda value: [str(word) for word in _IS_WORDS(value)]
+_TABLE = _that(lambda value: isinstance(value, dict) and all(type(key) is str for key in value), "must be lines of KEY: value")
+_ARE_LABELS = lambda value: isinstance(value, dict) and all(type(word) is str for pair in value.items() for word in pair)
+_LABELS = _that(_ARE_LABELS, "must be lines of NAME: text")
 
 
 def _variables(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Wrong("must be lines of NAME: value")
+        raise ValueError("must be lines of NAME: value")
     found = {}
     for name, content in value.items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise Wrong(f"{name!r} is not the name of a variable")
+            raise ValueError(f"{name!r} is not the name of a variable")
         if isinstance(content, bool) or not isinstance(content, (str, int, float)):
-            raise Wrong(f'the value of {name} must be a text; write it in quotes, for example {name}: "true"')
+            raise ValueError(f'the value of {name} must be a text; write it in quotes, for example {name}: "true"')
         found[name] = str(content)
     return found
 
 
 def _seconds(value: Any) -> int:
     """Return the seconds of HH:MM:SS, D-HH:MM:SS or a number of seconds. YAML reads an unquoted 12:00:00 as a number."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if type(value) is int and value > 0:
         return value
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", str(value))
     if not found:
-        raise Wrong('must be HH:MM:SS or D-HH:MM:SS, for example "12:00:00"')
+        raise ValueError('must be HH:MM:SS or D-HH:MM:SS, for example "12:00:00"')
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     if not (total := ((days * 24 + hours) * 60 + minutes) * 60 + seconds):
-        raise Wrong("must be longer than 0 s")
+        raise ValueError("must be longer than 0 s")
     return total
 
 
 class Key(NamedTuple):
-    """A key of the description. `check` returns the value, or raises Wrong with the reason."""
+    """A key of the description. `check` returns the value, or raises ValueError with the reason."""
 
     check: Callable[[Any], Any]
     help: str
 
 
-def _any(value: Any) -> Any:
-    """Return the value. The reader of the description checks it."""
-    return value
-
-
 KEYS = {
     "backend": Key(_choice(*BACKENDS), "`ssh`, `slurm`, `kubernetes`, or `local` (this machine)"),
-    "nodes": Key(_any, "`ssh` and `local`: a list of hosts or of tables with the keys below; `slurm` and `kubernetes`: a number"),
+    "nodes": Key(_ANY, "`ssh` and `local`: a list of hosts or of tables with the keys below; `slurm` and `kubernetes`: a number"),
     "gpus_per_node": Key(_number(0, 64), "GPUs of each node; 0 trains on CPUs"),
     "processes_per_node": Key(_number(1, 1024), "ranks of each node; the default is one for each GPU, and 1 without GPUs"),
-    "name": Key(_name, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
+    "name": Key(_NAME, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
     "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`, `slurm`: "
                   "the current folder)"),
-    "copy": Key(_choice("none", "rsync", git="Write copy: rsync, which copies the files as they are, also those that are not "
-                        "committed"), "`none` compares the code of the nodes, `rsync` copies the current folder first"),
+    "copy": Key(_choice("none", "rsync"), "`none` compares the code of the nodes, `rsync` copies the current folder first"),
     "venv": Key(_text, "virtual environment, relative to `folder` or absolute; the default is `.venv` if it exists, else `python3`"),
     "image": Key(_text, "`kubernetes`: the container image"),
     "output": Key(_text, "folder of all runs, relative to `folder` or absolute; a job uses OUTPUT/NAME (default: runs)"),
     "env": Key(_variables, "variables of the ranks on every node"),
     "env_file": Key(_text, "a file with lines of NAME=VALUE, beside the description, for variables that are secret "
                     "(`kubernetes`: `secrets` instead)"),
-    "main_address": Key(_host, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
+    "main_address": Key(_HOST, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
                         "reached it"),
     "main_port": Key(_number(1024, 65535), "port of the first node (29500; `slurm` derives it from the number of the job)"),
     "interface": Key(_text, "network interface of the ranks, for NCCL and gloo"),
@@ -173,13 +145,12 @@ KEYS = {
     "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is queued again)"),
     "doctor": Key(_choice("quick", "full", "off"), "`quick` checks the cluster inside the launchers, `full` measures bandwidth and "
                   "collectives first, `off` skips the preflight"),
-    "spot": Key(_choice("none", "aws"), "`aws` turns the interruption notice of a spot instance into a stop with a checkpoint"),
-    "ssh": Key(_any, "see below"),
-    "slurm": Key(_any, "see below"),
-    "kubernetes": Key(_any, "see below"),
+    "ssh": Key(_ANY, "see below"),
+    "slurm": Key(_ANY, "see below"),
+    "kubernetes": Key(_ANY, "see below"),
 }  # fmt: skip
 NODE_KEYS = {
-    "host": Key(_host, "as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
+    "host": Key(_HOST, "as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
     "gpus": Key(_number(0, 64), "GPUs of this node, instead of `gpus_per_node`"),
     "processes": Key(_number(1, 1024), "ranks of this node; nodes with different numbers are started with torchrun, which takes only "
                      "FSDP and mixed precision from the accelerate config"),
@@ -191,7 +162,7 @@ NODE_KEYS = {
 }  # fmt: skip
 TABLES = {
     "ssh": {
-        "options": Key(_words, "options of `ssh`, for example [-F, my_ssh_config]"),
+        "options": Key(_WORDS, "options of `ssh`, for example [-F, my_ssh_config]"),
         "connect_seconds": Key(_number(1, 600), "how long a connection may take (10)"),
     },
     "slurm": {
@@ -202,32 +173,30 @@ TABLES = {
         "cpu": Key(_number(1), "CPUs of each node, `--cpus-per-task`; without this key, most clusters give one"),
         "memory": Key(_text, "memory of each node, `--mem`, for example 128G"),
         "signal_seconds": Key(_number(10, 65535), "how long before the time limit the job is asked to save (120)"),
-        "requeue": Key(_flag, "whether the job is queued again after a preemption or the time limit (true)"),
-        "options": Key(_words, "further options of sbatch, for example [--exclusive]"),
+        "requeue": Key(_FLAG, "whether the job is queued again after a preemption or the time limit (true)"),
+        "options": Key(_WORDS, "further options of sbatch, for example [--exclusive]"),
     },
     "kubernetes": {
         "context": Key(_text, "the context of kubectl; the default is the current one"),
-        "namespace": Key(_name, "the namespace of the objects (default)"),
-        "kind": Key(_choice("TrainJob", Job="Install Kubeflow Trainer v2 in the cluster, and remove the key"), "`TrainJob` of "
-                    "Kubeflow Trainer v2, the only kind"),
-        "volume_claim": Key(_name, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
+        "namespace": Key(_NAME, "the namespace of the objects (default)"),
+        "volume_claim": Key(_NAME, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
         "mount": Key(_text, "where the volume is mounted (/data)"),
         "shared_memory": Key(_text, "size of /dev/shm, which counts as memory of the pod (16Gi)"),
         "grace_seconds": Key(_number(1), "how long pods may save before they are killed, at least 30 (300)"),
-        "secrets": Key(_names, "names of Secrets whose keys become variables"),
+        "secrets": Key(_NAMES, "names of Secrets whose keys become variables"),
         "cpu": Key(_number(1), "CPUs of each pod"),
         "memory": Key(_text, "memory of each pod, for example 128Gi"),
-        "resources": Key(_table, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
-        "labels": Key(_labels, "labels of the objects, for example the queue of Kueue"),
-        "pod": Key(_table, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
+        "resources": Key(_TABLE, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
+        "labels": Key(_LABELS, "labels of the objects, for example the queue of Kueue"),
+        "pod": Key(_TABLE, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
     },
 }  # fmt: skip
 # Keys that have no meaning for a backend. Such a key is a mistake: the user expects an effect that it does not have.
 NOT_FOR = {
     "ssh": ("image", "slurm", "kubernetes"),
-    "local": ("image", "copy", "spot", "ssh", "slurm", "kubernetes"),
-    "slurm": ("image", "copy", "spot", "doctor", "ssh", "kubernetes"),
-    "kubernetes": ("copy", "spot", "doctor", "interface", "venv", "ssh", "slurm", "main_address"),
+    "local": ("image", "copy", "ssh", "slurm", "kubernetes"),
+    "slurm": ("image", "copy", "doctor", "ssh", "kubernetes"),
+    "kubernetes": ("copy", "doctor", "interface", "venv", "ssh", "slurm", "main_address"),
 }
 
 
@@ -266,7 +235,6 @@ class Cluster:
     time_limit: int | None = None  # seconds
     accelerate_config: str = "2node.yaml"
     doctor: str = "quick"
-    spot: str = "none"
     ssh: dict[str, Any] = field(default_factory=dict)
     slurm: dict[str, Any] = field(default_factory=dict)
     kubernetes: dict[str, Any] = field(default_factory=dict)
@@ -290,7 +258,12 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
     values = _load(file)
     for change in changes:
         _apply(values, change)
-    fail = lambda key, value, reason: _fail(file, key, value, reason)
+
+    def fail(key: str, value: Any, reason: str) -> NoReturn:
+        may_be_secret = "env" in key.split(".")[-1] or "{" in repr(value)  # variables, or a table that may contain them
+        shown = "" if may_be_secret else f" {value!r}"
+        raise UserError(f"{file}: {key}{shown[:120]}: {reason}{'' if reason[-1] in '.?' else '.'}")
+
     if "backend" not in values:
         raise UserError(
             f"{file}: the key backend is missing. Write one of: {', '.join(f'backend: {name}' for name in BACKENDS)}."
@@ -314,24 +287,7 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_unique_keys())
-    except FileNotFoundError:
-        raise UserError(f"{file}: there is no such file. Give the path of a cluster description (cluster.yaml).") from None
-    except yaml.MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise UserError(f"{file}: the file cannot be read as YAML: {where}{error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{file}: the file cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: the file must consist of lines of KEY: value, for example backend: ssh.")
-    return values
-
-
-def _unique_keys() -> type:
-    """Return a YAML loader that refuses a key that is given twice. The usual one silently uses the last value."""
+    """Return the content of a file. A key that is given twice is refused, of which YAML would silently use the last value."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -343,7 +299,18 @@ def _unique_keys() -> type:
                     raise yaml.YAMLError(f"the key {key} is given twice, the second time in line {line}. Remove one of them.")
             return super().construct_mapping(node, deep)
 
-    return Loader
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
+    except FileNotFoundError:
+        raise UserError(f"{file}: there is no such file. Give the path of a cluster description (cluster.yaml).") from None
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UserError(f"{file}: the file cannot be read as YAML: {where}{error.problem}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{file}: the file cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: the file must consist of lines of KEY: value, for example backend: ssh.")
+    return values
 
 
 def _apply(values: dict[str, Any], change: str) -> None:
@@ -365,12 +332,6 @@ def _apply(values: dict[str, Any], change: str) -> None:
         raise UserError(f"--set {change}: {table} is not a table of keys in the description.")
 
 
-def _fail(file: Path, key: str, value: Any, reason: str) -> NoReturn:
-    may_be_secret = "env" in key.split(".")[-1] or "{" in repr(value)  # variables, or a table that may contain them
-    shown = "" if may_be_secret else f" {value!r}"
-    raise UserError(f"{file}: {key}{shown[:120]}: {reason}{'' if reason[-1] in '.?' else '.'}")
-
-
 def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fail: Callable) -> dict[str, Any]:
     for key, value in values.items():
         if key not in checks:
@@ -378,7 +339,7 @@ def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fai
             fail(f"{prefix}{key}", value, f"is not a key.{near} The keys are: {', '.join(checks)}")
         try:
             values[key] = checks[key].check(value)
-        except Wrong as error:
+        except ValueError as error:
             fail(f"{prefix}{key}", value, str(error))
     return values
 
@@ -405,7 +366,13 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
         one = _check_keys(dict(one), NODE_KEYS, prefix, fail)
         if "host" not in one:
             fail(f"nodes[{rank}]", one, "the key host is missing")
-        gpus, processes = _count_processes(file, values, one, prefix, fail)
+        gpus = one.get("gpus", values.get("gpus_per_node"))
+        if gpus is None:
+            raise UserError(f"{file}: gpus_per_node is missing. Write the number of GPUs of each node, or 0 to train on CPUs.")
+        processes = one.get("processes", values.get("processes_per_node") if "gpus" not in one else None) or gpus or 1
+        if gpus and processes > gpus:
+            key = f"{prefix}processes" if "processes" in one else "processes_per_node"
+            fail(key, processes, f"is more than the {gpus} GPUs of the node. Each process uses one GPU")
         env = {**common, **read_env(one, prefix)}
         values_of_node = {key: one.get(key, values.get(key, "")) for key in ("folder", "venv", "interface")}
         nodes.append(Node(host=one["host"], rank=rank, gpus=gpus, processes=processes, env=env, **values_of_node))
@@ -420,7 +387,7 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
 def _list_nodes(values: dict[str, Any], fail: Callable) -> list[Any]:
     """Return `nodes` as a list. A number of nodes becomes as many names."""
     backend, listed = values["backend"], values["nodes"]
-    if isinstance(listed, int) and not isinstance(listed, bool):
+    if type(listed) is int:
         if backend == "ssh":
             fail("nodes", listed, "must be a list of hosts with backend: ssh, for example nodes: [node-a, node-b]")
         if not 1 <= listed <= 4096:
@@ -431,19 +398,6 @@ def _list_nodes(values: dict[str, Any], fail: Callable) -> list[Any]:
     if backend in ("slurm", "kubernetes"):
         fail("nodes", listed, f"must be the number of nodes with backend: {backend}, which chooses the nodes itself")
     return listed
-
-
-def _count_processes(file: Path, values: dict[str, Any], one: dict[str, Any], prefix: str, fail: Callable) -> tuple[int, int]:
-    """Return the numbers of GPUs and processes of a node: its own keys, or those of the cluster."""
-    gpus = one.get("gpus", values.get("gpus_per_node"))
-    processes = one.get("processes", values.get("processes_per_node") if "gpus" not in one else None)
-    if gpus is None:
-        raise UserError(f"{file}: gpus_per_node is missing. Write the number of GPUs of each node, or 0 to train on CPUs.")
-    processes = processes or gpus or 1
-    if gpus and processes > gpus:
-        fail(f"{prefix}processes" if "processes" in one else "processes_per_node", processes, f"is more than the {gpus} GPUs of "
-             "the node. Each process uses one GPU")  # fmt: skip
-    return gpus, processes
 
 
 def read_env_file(path: Path, name: str) -> dict[str, str]:

@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -48,27 +47,23 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Channel:
     """Sends messages to the launching machine. Output is dropped while the link is slower than the output. The log has all of it."""
 
-    def __init__(self, transport: asyncio.WriteTransport | None):
+    def __init__(self, transport: asyncio.WriteTransport):
         self.transport, self.dropped = transport, 0
 
     @property
     def is_full(self) -> bool:
         """Whether much of what was sent is still waiting."""
-        transport = self.transport
-        return transport is not None and not transport.is_closing() and transport.get_write_buffer_size() > _MOST_BUFFERED // 2
+        return not self.transport.is_closing() and self.transport.get_write_buffer_size() > _MOST_BUFFERED // 2
 
     def send(self, kind: str, **values: Any) -> None:
-        if self.transport is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
         if kind == "out" and self.transport.get_write_buffer_size() > _MOST_BUFFERED:
             self.dropped += 1
             return
         if self.dropped:
-            text, self.dropped = (
-                f"{self.dropped} parts of the output were left out, because the link is slow; see the log file",
-                0,
-            )
-            self.send("notice", text=text)
+            dropped, self.dropped = self.dropped, 0
+            self.send("notice", text=f"{dropped} parts of the output were left out, because the link is slow; see the log file")
         self.transport.write(json.dumps({"is": kind, **values}).encode() + b"\n")
 
 
@@ -77,34 +72,31 @@ class JobOnNode:
 
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
+        self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
         self.outputs: RankOutputs | None = None
-        self.pipe = -1  # output of the launcher
         self.lines: dict[int | None, Lines] = {}
         self.terminal_text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
         self.given_up = asyncio.Event()  # KILL_SECONDS after a kill
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
-        self.spot_watch: threading.Event | None = None
 
     async def start(self) -> str:
         """Start the launcher. Return an error, or "" if it runs."""
-        request = self.request
+        request, place = self.request, str(self.record.log)
         try:
             if not self.record.claim():
                 state = self.record.read()
                 return f"a job named {request['job']!r} is already running on {request['host']} (pid {state.get('pid')})"
             self.log = LogFile(self.record.log)
             store_place(request["output"], request["job"], request["run_folder"])
-        except OSError as error:
-            return f"{self.record.log}: cannot be written on {request['host']}: {error.strerror}"
-        try:
+            place = tempfile.gettempdir()
             folder = tempfile.mkdtemp(prefix="accel_ddp_output_")
             self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         except OSError as error:
-            return f"{tempfile.gettempdir()}: cannot be written on {request['host']}: {error.strerror}"
+            return f"{place}: cannot be written on {request['host']}: {error.strerror}"
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         pairs = zip(request["words"], request["kinds"])
         words = [node_checks.find_file(word, kind) or word if kind else word for word, kind in pairs]
@@ -117,11 +109,10 @@ class JobOnNode:
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
         self.log.header(f"{request['host']}: {shlex.join(words)}")
         # With a pipe of asyncio, some versions of Python wait for the end of every process that has inherited the pipe.
-        self.pipe, theirs = os.pipe()
-        os.set_blocking(self.pipe, False)
+        pipe = self.outputs.open_pipe()
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *words, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.STDOUT, start_new_session=True,
+                *words, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),  # SIGTERM saves and stops as well
             )  # fmt: skip
         except OSError as error:
@@ -129,25 +120,15 @@ class JobOnNode:
             why = f"{words[0]} cannot be started on {request['host']}: {error.strerror}"
             self.record.write(state="ended", code=127, why=why, ended=time.time())
             return why
-        finally:
-            os.close(theirs)
         began = {"pid": os.getpid(), "launcher": self.process.pid, "began": time.time(), "words": words, "job": request["job"]}
         self.record.write(state="running", code=None, why="", detached=request["detach"], rank=request["rank"], **began)
         loop = asyncio.get_running_loop()
-        loop.add_reader(self.pipe, self._read_launcher)
         for descriptor in self.outputs.filenos():
-            loop.add_reader(descriptor, self._read_rank, descriptor)
+            loop.add_reader(descriptor, self._read, [descriptor])
         if self.why:  # a stop was requested in the meantime
             self.process.send_signal(signal.SIGINT)
         if request["time_limit"]:
             self.timers.append(loop.call_later(request["time_limit"], self.stop, "the time limit is reached"))
-        if request["spot"] == "aws":
-            from accel_ddp.launch import spot
-
-            self.spot_watch = spot.watch(
-                lambda when: loop.call_soon_threadsafe(self.stop, f"AWS ends this spot instance at {when:%H:%M:%S} UTC"),
-                lambda text: loop.call_soon_threadsafe(self.note, text),
-            )
         self.waiting = asyncio.ensure_future(self._wait())
         return ""
 
@@ -168,7 +149,7 @@ class JobOnNode:
         self.why = self.why or why
         self.note(f"{self.request['host']}: {why}: the processes of the job are killed")
         self._kill_descendants()
-        self.timers.append(asyncio.get_running_loop().call_later(self._kill_seconds, self.given_up.set))
+        self.timers.append(asyncio.get_running_loop().call_later(self.kill_seconds, self.given_up.set))
 
     def note(self, text: str) -> None:
         self.log.write(f"[accel-ddp] {text}")
@@ -181,8 +162,6 @@ class JobOnNode:
         left = await self._end_descendants()
         for timer in self.timers:
             timer.cancel()
-        if self.spot_watch:
-            self.spot_watch.set()
         self._read_rest()
         code = 128 - code if code < 0 else code
         self.record.write(state="ended", code=code, why=self.why or left, ended=time.time())
@@ -197,7 +176,7 @@ class JobOnNode:
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._descendants() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
-        deadline = time.monotonic() + (1 if self.given_up.is_set() else self._kill_seconds)
+        deadline = time.monotonic() + (1 if self.given_up.is_set() else self.kill_seconds)
         while left := self._descendants():  # until there are none, because a process may start another one while it is killed
             if time.monotonic() > deadline:
                 pids = ",".join(str(process.pid) for process in left)
@@ -209,17 +188,10 @@ class JobOnNode:
             await asyncio.sleep(0.05)
         return ""
 
-    @property
-    def _kill_seconds(self) -> float:
-        return self.request.get("kill_seconds", KILL_SECONDS)
-
     def _read_rest(self) -> None:
         """Store and send what is unread after the end of the launcher, and close the pipes."""
-        for descriptor in [self.pipe, *self.outputs.filenos()]:
+        for descriptor in self.outputs.filenos():
             asyncio.get_running_loop().remove_reader(descriptor)
-        while self._read_launcher():
-            pass
-        os.close(self.pipe)
         for rank, data in self.outputs.drain():
             self._receive(rank, data)
         for rank, lines in self.lines.items():
@@ -243,20 +215,9 @@ class JobOnNode:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    def _read_launcher(self) -> bool:
-        """Read what the launcher and its descendants without an output of their own have printed. Return whether there was any."""
-        try:
-            data = os.read(self.pipe, 1 << 16)
-        except BlockingIOError:
-            return False
-        if data:
-            self._receive(None, data)
-        else:  # the end, which counts as readable forever
-            asyncio.get_running_loop().remove_reader(self.pipe)
-        return bool(data)
-
-    def _read_rank(self, descriptor: int) -> None:
-        for rank, data in self.outputs.read([descriptor]):
+    def _read(self, descriptors: list[int]) -> None:
+        """Read what a rank has printed, or the launcher and its descendants without an output of their own (rank None)."""
+        for rank, data in self.outputs.read(descriptors):
             self._receive(rank, data)
 
     def _receive(self, rank: int | None, data: bytes) -> None:
@@ -297,12 +258,12 @@ async def serve(is_detached: bool) -> int:
 
 
 class _Guard:
-    """Answers the launching machine. Each message `do: NAME` is a method do_NAME, which returns True after the last message."""
+    """Answers the launching machine."""
 
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.WriteTransport, is_detached: bool):
         self.reader, self.transport, self.is_detached = reader, transport, is_detached
         self.channel = Channel(transport)
-        self.listener = node_checks.Listener()
+        self.server: asyncio.Server | None = None
         self.job: JobOnNode | None = None
 
     async def run(self) -> int:
@@ -311,8 +272,7 @@ class _Guard:
             self.transport.write(b"\n")  # a login script may have printed a text without the end of its line
             self.channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
         while (message := await self.read()) is not None:
-            is_last = await getattr(self, f"do_{message['do']}")(message)
-            if is_last or (self.job and self.job.ended.is_set()):
+            if await self.handle(message) or (self.job and self.job.ended.is_set()):
                 break
         if self.job and self.job.process:
             if self.is_detached:
@@ -340,33 +300,36 @@ class _Guard:
         while self.transport.get_write_buffer_size() and not self.transport.is_closing() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
-    async def do_beat(self, message: dict[str, Any]) -> None:
-        self.channel.send("beat")
+    async def handle(self, message: dict[str, Any]) -> bool:
+        """Do what a message asks for. Return whether it was the last one."""
+        send, do = self.channel.send, message["do"]
+        if do == "beat":
+            send("beat")
+        elif do == "facts":
+            send("facts", **await asyncio.to_thread(node_checks.collect, message))
+        elif do == "listen":
+            self.server, error = await node_checks.listen(message["port"], message["word"])
+            send("listening", error=error)
+        elif do == "connect":
+            send("connected", error=await node_checks.connect(message["address"], message["port"], message["word"]))
+        elif do == "unlisten":
+            self.server.close()
+            send("unlistened")
+        elif do in job_record.ANSWERS:
+            await self.answer(job_record.ANSWERS[do](message, self.channel))
+            return True
+        elif do == "start":
+            return await self.start(message)
+        elif self.job:  # a job that has not started is stopped by the end of the connection
+            if do == "stop":
+                self.job.stop(message["why"], message.get("seconds"))
+            elif do == "kill":
+                self.job.kill(message["why"])
+            elif self.job.outputs:
+                self.job.outputs.resize(message["size"])
+        return False
 
-    async def do_facts(self, message: dict[str, Any]) -> None:
-        self.channel.send("facts", **await asyncio.to_thread(node_checks.collect, message))
-
-    async def do_listen(self, message: dict[str, Any]) -> None:
-        self.channel.send("listening", error=await self.listener.open(message["port"], message["word"]))
-
-    async def do_connect(self, message: dict[str, Any]) -> None:
-        error = await node_checks.connect(message["address"], message["port"], message["word"])
-        self.channel.send("connected", error=error)
-
-    async def do_unlisten(self, message: dict[str, Any]) -> None:
-        self.listener.close()
-        self.channel.send("unlistened")
-
-    async def do_status(self, message: dict[str, Any]) -> bool:
-        return await self._answer(job_record.send_status(message, self.channel))
-
-    async def do_logs(self, message: dict[str, Any]) -> bool:
-        return await self._answer(job_record.send_log(message, self.channel))
-
-    async def do_end_job(self, message: dict[str, Any]) -> bool:
-        return await self._answer(job_record.stop_job(message, self.channel))
-
-    async def _answer(self, work: Coroutine[Any, Any, None]) -> bool:
+    async def answer(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
         answering = asyncio.ensure_future(work)
         while not answering.done():
@@ -379,30 +342,18 @@ class _Guard:
                 break
         if not answering.cancel():
             answering.result()
-        return True
 
-    async def do_start(self, message: dict[str, Any]) -> bool:
-        if message["detach"] and not self.is_detached:
-            self.channel.send(**await asyncio.to_thread(_start_detached, message))
+    async def start(self, request: dict[str, Any]) -> bool:
+        """Start a job, or another guard for a detached one. Return whether no further message is expected."""
+        if request["detach"] and not self.is_detached:
+            self.channel.send(**await asyncio.to_thread(_start_detached, request))
             return True
-        self.job = JobOnNode(message, self.channel)
+        self.job = JobOnNode(request, self.channel)
         if error := await self.job.start():
             self.channel.send("failed", text=error)
             return True
         self.channel.send("started", pid=os.getpid())
         return self.is_detached
-
-    async def do_resize(self, message: dict[str, Any]) -> None:
-        if self.job and self.job.outputs:
-            self.job.outputs.resize(message["size"])
-
-    async def do_stop(self, message: dict[str, Any]) -> None:
-        if self.job:  # a job that has not started is stopped by the end of the connection
-            self.job.stop(message["why"], message.get("seconds"))
-
-    async def do_kill(self, message: dict[str, Any]) -> None:
-        if self.job:
-            self.job.kill(message["why"])
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:

@@ -48,22 +48,19 @@ def status(cluster: Cluster, job: Job | None) -> int:
             rows.append((job.name, node.host, "no job", f"there is no job of this name in {cluster.output}"))
     if not rows:
         print(f"no jobs below {cluster.output} on {len(cluster.nodes)} nodes")
-    rows.sort(key=lambda row: row[0])
-    for line in table(rows):
-        print(line)
+    print("\n".join(table(sorted(rows, key=lambda row: row[0]))), end="\n" if rows else "")
     return 1 if any(isinstance(answer, str) for answer in answers) else 0
 
 
 def _describe(state: dict[str, Any]) -> tuple[str, str]:
+    clock = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     step = f", step {state['step']}" if state.get("step") is not None else ""
     if state["state"] == "ended":
         why = f": {state['why']}" if state.get("why") else ""
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state["ended"])) if state.get("ended") else ""
-        code = "?" if state.get("code") is None else state["code"]
-        return f"ended ({code})", f"{when}{step}{why}".lstrip(",: ")
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.get("began", 0)))
+        when = clock(state["ended"]) if state.get("ended") else ""
+        return f"ended ({'?' if state.get('code') is None else state['code']})", f"{when}{step}{why}".lstrip(",: ")
     how = "detached" if state.get("detached") else "attached"
-    return state["state"], f"since {since}, pid {state.get('pid')}, {how}{step}"
+    return state["state"], f"since {clock(state.get('began', 0))}, pid {state.get('pid')}, {how}{step}"
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
@@ -87,10 +84,9 @@ async def _show_logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> in
             connection.send("logs", host=host, follow=follow, lines=lines, **_where(cluster, job))
             while (message := await connection.receive())["is"] not in ("end", "failed"):
                 await console.wait_for_room()
-                if message["is"] == "out":
-                    for line in message["lines"]:
-                        rank, text = _split_rank(line)
-                        console.show(host, rank, [text])
+                for line in message["lines"] if message["is"] == "out" else []:
+                    rank, text = re.fullmatch(r"(?:\[rank (\d+)\] ?)?(.*)", line, re.DOTALL).groups()  # the launcher has none
+                    console.show(host, rank and int(rank), [text])
             if message["is"] == "end":
                 if message["code"] is None and follow:
                     console.note(f"{host}: the exit code of the job is not known: {message['why'] or 'it has not started'}.")
@@ -135,12 +131,6 @@ async def _wait_for_closed_output() -> None:
         await asyncio.sleep(0.5)
 
 
-def _split_rank(line: str) -> tuple[int | None, str]:
-    """Return the rank that printed a line of the log, and the line. Lines of the launcher have none."""
-    found = re.match(r"\[rank (\d+)\] ?", line)
-    return (int(found[1]), line[found.end() :]) if found else (None, line)
-
-
 def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     """Stop a job on all nodes and wait for its end. Return 0 if no node runs it any more."""
     how = "at once" if is_now else "after a checkpoint, which takes as long as a step and a save"
@@ -150,22 +140,18 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     except KeyboardInterrupt:
         print(f"the nodes continue without this command. `accel-ddp status {cluster.file}` shows when the job has ended.")
         return INTERRUPTED
-    found = False
-    code = 0
+    found = [answer for answer in answers if isinstance(answer, dict) and answer["was_running"]]
+    has_failed = any(isinstance(answer, str) or answer.get("is_running") for answer in answers)
     for node, answer in zip(cluster.nodes, answers):
         if isinstance(answer, str):
             print(answer)
-            code = 1
         elif not answer["was_running"]:
             print(f"{node.host}: not running")
         else:
-            found = True
-            is_running = answer["is_running"]
-            print(f"{node.host}: still running" if is_running else f"{node.host}: ended with exit code {answer['code']}")
-            code = 1 if is_running else code
-    if not found and not code:
+            print(f"{node.host}: " + ("still running" if answer["is_running"] else f"ended with exit code {answer['code']}"))
+    if not found and not has_failed:
         raise UserError(f"no node runs a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
-    return code
+    return int(has_failed)
 
 
 async def stop_all(cluster: Cluster, job: Job, is_now: bool) -> list[dict[str, Any] | str]:

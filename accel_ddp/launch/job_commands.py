@@ -9,7 +9,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import CONFIG_FILE
-from accel_ddp.words import has_option, value_of
+from accel_ddp.words import has_option, script_at, value_of
 
 
 class Shell(str):
@@ -149,3 +149,15 @@ def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[
 def to_shell(words: Iterable[str]) -> str:
     """Return a line for a shell. Only Shell words are evaluated."""
     return " ".join(word if isinstance(word, Shell) else shlex.quote(word) for word in words)
+
+
+def wrap(words: list[str], separator: str = " \\\n  ") -> str:
+    """Return a shell command with one option per line."""
+    lines: list[str] = []
+    script = script_at(words)
+    for at, word in enumerate(words):
+        if not lines or word.startswith(("--", "${")) or at == script:
+            lines.append(to_shell([word]))
+        else:
+            lines[-1] += f" {to_shell([word])}"
+    return separator.join(lines)

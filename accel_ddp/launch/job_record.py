@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import psutil
 
@@ -34,18 +34,18 @@ class Record:
         """Take the lock until this process ends. Return False if another process has it: the job is running."""
         self.lock.parent.mkdir(parents=True, exist_ok=True)
         self._held = self.lock.open("a")
-        for is_last in (False, False, True):
+        for seconds in (0.05, 0.05, 0):
             try:
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if is_last:
-                    return False
-                time.sleep(0.05)  # `is_running` of another process has the lock for a moment
+                time.sleep(seconds)  # `is_running` of another process has the lock for a moment
             except OSError:  # a file system without locks: the state alone decides
                 if self._has_process():
                     return False
                 break
+        else:
+            return False
         # Until the job runs, the state must not name the process of an earlier job, whose pid may be that of another program.
         self.write(state="starting", pid=os.getpid(), code=None, why="", began=time.time(), ended=None)
         return True
@@ -80,8 +80,7 @@ class Record:
     def describe(self) -> dict[str, Any]:
         """Return the state of the job on this node as `accel-ddp status` shows it."""
         state = self.read()
-        is_running = self.is_running()
-        if state.get("state") in ("starting", "running") and not is_running:
+        if state.get("state") in ("starting", "running") and not self.is_running():
             state |= {"state": "ended", "why": "its guard was killed, or the node was restarted"}
         return {**state, "log": str(self.log), "step": run_log.last_step_of_attempt(self.run_folder / run_log.FILE)}
 
@@ -138,34 +137,21 @@ def find_record(request: dict[str, Any]) -> Record:
 
 def find_records(output: str | Path, host: str) -> dict[str, Record]:
     """Return the records of this node by the name of their job: those below the output folder, and those that are elsewhere."""
-    output = Path(output).expanduser()
-    folders: list[Path] = []
-    places: dict[str, Path] = {}
-    with contextlib.suppress(OSError):
-        folders = [folder.absolute() for folder in output.iterdir()]
-        places = {place.name: Path(place.read_text()) for place in (output / ".accel_ddp").iterdir()}
-    named = {folder.name: folder for folder in folders if folder not in places.values()} | places
+    output = Path(output).expanduser().absolute()
+    places = {place.name: Path(place.read_text()) for place in output.glob(".accel_ddp/*")}
+    named = {folder.name: folder for folder in output.glob("*") if folder not in places.values()} | places
     found = {name: Record(folder, host) for name, folder in sorted(named.items())}
     return {name: record for name, record in found.items() if record.state.exists()}
 
 
-class Sender(Protocol):
-    """Sends messages. Output that does not fit into its buffer is lost, so a log waits while it is full."""
-
-    @property
-    def is_full(self) -> bool: ...
-
-    def send(self, kind: str, **values: Any) -> None: ...
-
-
-async def send_status(request: dict[str, Any], channel: Sender) -> None:
+async def send_status(request: dict[str, Any], channel: Any) -> None:
     """Send the state of one job, or of all jobs below the output folder."""
     is_one = bool(request["run_folder"])
     found = {request["job"]: find_record(request)} if is_one else find_records(request["output"], request["host"])
     channel.send("status", jobs={name: record.describe() for name, record in found.items() if record.read()})
 
 
-async def send_log(request: dict[str, Any], channel: Sender) -> None:
+async def send_log(request: dict[str, Any], channel: Any) -> None:
     """Send the last lines of the log, and with `follow` also those that are added until the job ends."""
     record = find_record(request)
     try:
@@ -176,11 +162,13 @@ async def send_log(request: dict[str, Any], channel: Sender) -> None:
     skip_to_last_lines(file, request["lines"])
     rest = b""
     while True:
-        was_running, is_replaced = record.is_running(), _is_replaced(file, record.log)  # before reading: nothing is missed
+        was_running, is_replaced = record.is_running(), False  # before reading: nothing is missed
+        with contextlib.suppress(OSError):  # there is a new log if the old one was too large; between the two, there is none
+            is_replaced = not os.path.samestat(os.fstat(file.fileno()), record.log.stat())
         while data := file.read(1 << 16):
             *lines, rest = (rest + data).split(b"\n")
             channel.send("out", rank=None, lines=[line.decode(errors="replace") for line in lines])
-            while channel.is_full:
+            while channel.is_full:  # output that does not fit into its buffer would be lost
                 await asyncio.sleep(0.02)
         if is_replaced:
             file.close()
@@ -192,14 +180,6 @@ async def send_log(request: dict[str, Any], channel: Sender) -> None:
     file.close()
     state = record.describe()
     channel.send("end", code=state.get("code"), why=state.get("why", ""))
-
-
-def _is_replaced(file: Any, path: Path) -> bool:
-    """Return whether there is a new log, because the old one was too large."""
-    try:
-        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:  # between the two, there is none
-        return False
 
 
 def skip_to_last_lines(file: Any, count: int) -> None:
@@ -216,7 +196,7 @@ def skip_to_last_lines(file: Any, count: int) -> None:
     file.seek(start + at + 1)
 
 
-async def stop_job(request: dict[str, Any], channel: Sender) -> None:
+async def stop_job(request: dict[str, Any], channel: Any) -> None:
     """Ask the guard of a job for a stop, or with `now` kill the job, and wait until the guard has ended."""
     record = find_record(request)
     state = record.read()
@@ -236,3 +216,6 @@ def _is_guard(pid: int | None) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(pid) and "accel_ddp.launch.guard" in psutil.Process(pid).cmdline()
     return False
+
+
+ANSWERS = {"status": send_status, "logs": send_log, "end_job": stop_job}

@@ -14,13 +14,26 @@ from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, make_
 
 _TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
 _POLL_SECONDS = 2
+# What kubectl prints if it fails, and what it means. The order decides.
+_FAILURES = {
+    "no matches for kind|the server doesn't have a resource type": "the cluster has no Kubeflow Trainer (TrainJob, TrainingRuntime). "
+    "Install it, https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how.",
+    "was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
+    "|connection reset": "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`.",
+    "AlreadyExists|already exists": "a job of this name exists. Choose another name with --name.",
+    # Without credentials, kubectl asks for a user, and reads the end of its input.
+    "Unauthorized|must be logged in|provide credentials|^(error: )?EOF$": "kubectl has no valid credentials for the cluster. Check "
+    "`kubectl auth can-i create trainjobs`.",
+    "context [^\n]* does not exist|no context exists": "{file}: kubernetes.context is not a context of kubectl.",
+    "^(?!.*denied the request).*forbidden": "you may not do this in the namespace {namespace}.",  # not a webhook
+}
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 
 
 def launch(cluster: Cluster, job: Job) -> int:
     """Create the objects of a job and print how to follow and stop the job. If one cannot be created, none remains."""
     settings, manifest = read_settings(cluster), render(cluster, job)
-    name, kubectl = object_name(job.name, len(cluster.nodes)), _connect(cluster)
+    name, kubectl = object_name(job.name, len(cluster.nodes)), _Kubectl(cluster)
     if found := kubectl.run("get", "-f", "-", "--ignore-not-found", "-o", "name", text=manifest).split():
         one = kubectl.get(f"{_TRAIN_JOB}/{name}")
         raise UserError(
@@ -29,8 +42,12 @@ def launch(cluster: Cluster, job: Job) -> int:
         )
     _check_volume_and_secrets(cluster, settings, kubectl)
     created: list[str] = []
+    create = lambda one: kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
     for one in make_objects(cluster, job):
-        done = _create(kubectl, one)
+        deadline = time.monotonic() + _RUNTIME_SECONDS
+        # The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before.
+        while "must be created before the TrainJob" in (done := create(one)).stderr and time.monotonic() < deadline:
+            time.sleep(0.5)
         if done.returncode:
             # Only what this command has created is deleted. An object of the same name may belong to somebody else.
             for name_of_created in created:
@@ -40,16 +57,6 @@ def launch(cluster: Cluster, job: Job) -> int:
     print(f"submitted: TrainJob {name} in the namespace {settings['namespace']}")
     print("\n".join(follow_lines(cluster, job)))
     return 0
-
-
-def _create(kubectl: "_Kubectl", one: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Create an object. The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before."""
-    deadline = time.monotonic() + _RUNTIME_SECONDS
-    while True:
-        done = kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
-        if "must be created before the TrainJob" not in done.stderr or time.monotonic() > deadline:
-            return done
-        time.sleep(0.5)
 
 
 def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubectl: "_Kubectl") -> None:
@@ -70,10 +77,9 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
 
 def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
-    settings, kubectl = read_settings(cluster), _connect(cluster)
+    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
     if job is None:
-        text = kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json")
-        found = json.loads(text)["items"]
+        found = json.loads(kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json"))["items"]
         for one in found:
             print(f"TrainJob {one['metadata']['name']}: {_state(one)}")
         if not found:
@@ -96,7 +102,7 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
     kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
     """
-    kubectl = _connect(cluster)
+    kubectl = _Kubectl(cluster)
     one: dict[str, Any] | None = kubectl.find(job)
     readers: dict[str, subprocess.Popen[bytes]] = {}
     waiting_for = ""
@@ -107,11 +113,13 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
                 name = pod["metadata"]["name"]
                 if name not in readers:
                     words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
-                    readers[name] = kubectl.show(*words, *(["-f"] if follow else []))
+                    readers[name] = subprocess.Popen([*kubectl.words, *words, *(["-f"] if follow else [])])
             are_read = all(reader.poll() is not None for reader in readers.values())
-            if not follow or one is None or (_is_finished(one) and are_read):
+            if not follow or one is None or (_state(one).startswith(("Complete", "Failed")) and are_read):
                 break
-            text = _describe_late(pods) if pods else f"{job.name} has no pods yet"
+            late = [pod for pod in pods if not _has_started(pod)]
+            texts = [f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}" for pod in late]
+            text = ", ".join(texts) if pods else f"{job.name} has no pods yet"
             if text and text != waiting_for:
                 print(f"waiting: {text}", file=sys.stderr, flush=True)
             waiting_for = text
@@ -122,12 +130,6 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
         for reader in readers.values():
             reader.terminate()
     return _report_end(job, one, pods) if follow else max(codes, default=0)
-
-
-def _describe_late(pods: list[dict[str, Any]]) -> str:
-    """Return why pods have not started, or ""."""
-    late = [pod for pod in pods if not _has_started(pod)]
-    return ", ".join(f"pod {pod['metadata']['name']}: {': '.join(filter(None, _pod_state(pod)))}" for pod in late)
 
 
 def _report_end(job: Job, one: dict[str, Any] | None, pods: list[dict[str, Any]]) -> int:
@@ -144,7 +146,7 @@ def _report_end(job: Job, one: dict[str, Any] | None, pods: list[dict[str, Any]]
 
 def stop(cluster: Cluster, job: Job, now: bool) -> int:
     """Delete a job. Its ranks save a checkpoint within the grace period. Return after the pods have ended."""
-    settings, kubectl = read_settings(cluster), _connect(cluster)
+    settings, kubectl = read_settings(cluster), _Kubectl(cluster)
     resource, seconds = kubectl.name_of(job), settings["grace_seconds"]
     name = resource.partition("/")[2]
     runtime = f"{_RUNTIME}/{name}"
@@ -163,14 +165,15 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
     return 0
 
 
-def _is_finished(one: dict[str, Any]) -> bool:
-    return _state(one).startswith(("Complete", "Failed"))
+def _container_states(pod: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    """Return the states of the containers of a pod that are of these kinds: waiting, running or terminated."""
+    states = [one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", [])]
+    return [state[kind] for state in states for kind in kinds if kind in state]
 
 
 def _has_started(pod: dict[str, Any]) -> bool:
     """Return whether a pod has a log: its container runs, or has ended."""
-    containers = pod.get("status", {}).get("containerStatuses", [])
-    return any({"running", "terminated"} & one.get("state", {}).keys() for one in containers)
+    return bool(_container_states(pod, "running", "terminated"))
 
 
 def _state(found: dict[str, Any] | None) -> str:
@@ -184,15 +187,13 @@ def _state(found: dict[str, Any] | None) -> str:
 
 
 def _index(pod: dict[str, Any]) -> int:
-    metadata = pod.get("metadata", {})
-    found = {**metadata.get("labels", {}), **metadata.get("annotations", {})}
+    found = {**pod["metadata"].get("labels", {}), **pod["metadata"].get("annotations", {})}
     return int(found.get("batch.kubernetes.io/job-completion-index", 0))
 
 
 def _end(pod: dict[str, Any]) -> dict[str, Any]:
     """Return how the container of a pod has ended, or {} if it has not."""
-    containers = pod.get("status", {}).get("containerStatuses", [])
-    return next((one["state"]["terminated"] for one in containers if one.get("state", {}).get("terminated")), {})
+    return next(iter(_container_states(pod, "terminated")), {})
 
 
 def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
@@ -202,30 +203,26 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
     if end := _end(pod):
         reason = end.get("message") or end.get("reason", "")
         return f"{state}, exit code {end.get('exitCode')}", reason if end.get("exitCode") else ""
-    for container in status.get("containerStatuses", []):
-        if waiting := container.get("state", {}).get("waiting"):
-            return f"{state}, {waiting.get('reason', 'waiting')}", waiting.get("message", "")
+    for waiting in _container_states(pod, "waiting"):
+        return f"{state}, {waiting.get('reason', 'waiting')}", waiting.get("message", "")
     for condition in status.get("conditions", []):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             message = condition.get("message", "")
     return state, message
 
 
-def _connect(cluster: Cluster) -> "_Kubectl":
-    """Return kubectl after one request, which fails within 10 s. Other commands make many requests if there is no answer."""
-    kubectl = _Kubectl(cluster)
-    kubectl.run("get", "--raw=/version", timeout=10)
-    return kubectl
-
-
 class _Kubectl:
-    """The user's kubectl, in the context and namespace of a description."""
+    """The user's kubectl, in the context and namespace of a description.
+
+    Its first request fails within 10 s. Other commands make many requests if there is no answer.
+    """
 
     def __init__(self, cluster: Cluster):
         settings = read_settings(cluster)
         self.cluster, self.namespace = cluster, settings["namespace"]
         context = [f"--context={settings['context']}"] if "context" in settings else []
         self.words = ["kubectl", *context, f"--namespace={self.namespace}"]
+        self.run("get", "--raw=/version", timeout=10)
 
     def start(self, *words: str, text: str = "", timeout: int = 15) -> subprocess.CompletedProcess[str]:
         """Run a kubectl command with `text` as its input. `timeout` limits each of its requests; 0: no limit."""
@@ -233,7 +230,10 @@ class _Kubectl:
         try:
             return subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)
         except FileNotFoundError:
-            raise _missing_kubectl() from None
+            raise UserError(
+                "kubectl is not installed, or not on PATH. Install it (https://kubernetes.io/docs/tasks/tools/), or write the "
+                "manifest to a file with --print."
+            ) from None
 
     def run(self, *words: str, text: str = "", timeout: int = 15) -> str:
         """Return the output of a kubectl command. Raises UserError with the reason why it failed."""
@@ -241,11 +241,6 @@ class _Kubectl:
         if done.returncode:
             raise UserError(self.explain(words[0], done.stderr))
         return done.stdout
-
-    def show(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start a kubectl that prints to our own output."""
-        sys.stdout.flush()
-        return subprocess.Popen([*self.words, *words])
 
     def get(self, resource: str, may_be_forbidden: bool = False, output: str = "json") -> dict[str, Any] | None:
         """Return an object, or None if it does not exist. An object that may not be read is {} if `may_be_forbidden`."""
@@ -282,35 +277,10 @@ class _Kubectl:
         """Return the message for a kubectl command that failed with the output `error`."""
         lines = list(dict.fromkeys(line.strip() for line in error.splitlines() if line.strip()))
         shown = " ".join(lines)[-600:] or "it printed nothing"
-        where = f"kubectl {command} failed"
-        if "no matches for kind" in error or "the server doesn't have a resource type" in error:
-            return (
-                f"{where}: the cluster has no Kubeflow Trainer (TrainJob, TrainingRuntime). Install it, "
-                "https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how. "
-                f"kubectl printed: {shown}"
-            )
-        unreachable = (
-            r"was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
-            r"|connection reset"
+        fits = lambda pattern: re.search(pattern, error.strip(), re.IGNORECASE | re.DOTALL)
+        found = next((text for pattern, text in _FAILURES.items() if fits(pattern)), None)
+        if found is None:
+            return f"kubectl {command} failed, the cluster has refused it: {shown}"
+        return (
+            f"kubectl {command} failed: {found.format(file=self.cluster.file, namespace=self.namespace)} kubectl printed: {shown}"
         )
-        if re.search(unreachable, error, re.IGNORECASE):
-            return f"{where}: the Kubernetes API server cannot be reached. Check `kubectl cluster-info`. kubectl printed: {shown}"
-        if re.search(r"AlreadyExists|already exists", error):
-            return f"{where}: a job of this name exists. Choose another name with --name. kubectl printed: {shown}"
-        # Without credentials, kubectl asks for a user, and reads the end of its input.
-        if re.search(r"Unauthorized|must be logged in|provide credentials|^(error: )?EOF$", error.strip()):
-            return (
-                f"{where}: kubectl has no valid credentials for the cluster. Check `kubectl auth can-i create trainjobs`. {shown}"
-            )
-        if re.search(r"context .* does not exist|no context exists", error):
-            return f"{where}: {self.cluster.file}: kubernetes.context is not a context of kubectl. {shown}"
-        if re.search("forbidden", error, re.IGNORECASE) and "denied the request" not in error:  # not a webhook
-            return f"{where}: you may not do this in the namespace {self.namespace}. kubectl printed: {shown}"
-        return f"{where}, the cluster has refused it: {shown}"
-
-
-def _missing_kubectl() -> UserError:
-    return UserError(
-        "kubectl is not installed, or not on PATH. Install it (https://kubernetes.io/docs/tasks/tools/), or write the manifest to a "
-        "file with --print."
-    )

@@ -1,8 +1,8 @@
 """`accel-ddp launch`, `status`, `logs` and `stop`: their options, and which backend runs them."""
 
 import argparse
+import importlib
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -58,18 +58,11 @@ def launch(words: list[str]) -> int:
         raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
         raise UserError(f"--detach: has no effect with backend: {cluster.backend}, where jobs always run without this terminal.")
-    if cluster.backend in ("ssh", "local"):
-        from accel_ddp.launch import session
-
-        if given.dry_run:
-            print(session.dry_run(cluster, job))
-            return 0
-        return session.run_job(cluster, job, given.detach)
-    backend = _backend(cluster)
+    backend = _module(cluster, "session")
     if given.dry_run or given.is_printed:
         print(backend.render(cluster, job), end="")
         return 0
-    return backend.launch(cluster, job)
+    return backend.launch(cluster, job, **({"is_detached": True} if given.detach else {}))
 
 
 def check_options(cluster: Cluster, job: Job) -> None:
@@ -78,13 +71,8 @@ def check_options(cluster: Cluster, job: Job) -> None:
         return
     from accel_ddp.doctor.check_options import load_recipe_config
 
-    options: Iterable[str] = job.options
-    if cluster.backend == "slurm":
-        from accel_ddp.launch.slurm_script import is_array
-
-        options = [word.replace("%a", "0") if is_array(cluster) else word for word in options]  # the number of a task
     try:
-        load_recipe_config([job.script, *options])
+        load_recipe_config([job.script, *job.options])
     except UserError as error:
         option = str(error).partition(":")[0]
         if option in _OPTIONS and "no such option" in str(error):
@@ -109,16 +97,13 @@ def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
             own.append(word)
         else:
             files.append(word)
-    if not files:
-        raise UserError(
-            "accel-ddp launch needs a cluster description and a recipe: accel-ddp launch cluster.yaml recipes/classify.py"
-        )
     if len(files) < 2:
-        if files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
-            raise UserError(
-                f"accel-ddp launch needs a cluster description before the recipe: accel-ddp launch cluster.yaml {files[0]}"
-            )
-        raise UserError(f"accel-ddp launch needs a recipe after the description: accel-ddp launch {files[0]} recipes/classify.py")
+        what, example = "a recipe after the description", f"{''.join(files)} recipes/classify.py"
+        if not files:
+            what, example = "a cluster description and a recipe", "cluster.yaml recipes/classify.py"
+        elif files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
+            what, example = "a cluster description before the recipe", f"cluster.yaml {files[0]}"
+        raise UserError(f"accel-ddp launch needs {what}: accel-ddp launch {example}")
     if files[0].endswith(".py") and files[1].endswith((".yaml", ".yml")):
         raise UserError(f"the description comes before the recipe: accel-ddp launch {files[1]} {files[0]}")
     return own, files[0], files[1], rest
@@ -133,9 +118,8 @@ def check_name(name: str) -> None:
 def status(words: list[str]) -> int:
     """Run `accel-ddp status` and return its exit code."""
     parser = _parser("status", "Print the state of a job on every node, or of all jobs of the description.")
-    given = parser.parse_args(words)
-    cluster, job = _find(given, uses_default=False)
-    return _jobs(cluster).status(cluster, job)
+    cluster, job = _find(parser.parse_args(words), needs_name=False)
+    return _module(cluster, "host_jobs").status(cluster, job)
 
 
 def logs(words: list[str]) -> int:
@@ -147,7 +131,7 @@ def logs(words: list[str]) -> int:
     if given.lines < 0:
         raise UserError(f"--lines {given.lines}: must be at least 0.")
     cluster, job = _find(given)
-    return _jobs(cluster).logs(cluster, _required(job, given.file), given.follow, given.lines)
+    return _module(cluster, "host_jobs").logs(cluster, job, given.follow, given.lines)
 
 
 def stop(words: list[str]) -> int:
@@ -156,7 +140,7 @@ def stop(words: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
     given = parser.parse_args(words)
     cluster, job = _find(given)
-    return _jobs(cluster).stop(cluster, _required(job, given.file), given.now)
+    return _module(cluster, "host_jobs").stop(cluster, job, given.now)
 
 
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -168,35 +152,19 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _find(given: argparse.Namespace, uses_default: bool = True) -> tuple[Cluster, Job | None]:
+def _find(given: argparse.Namespace, needs_name: bool = True) -> tuple[Cluster, Job | None]:
+    """Return the description and the job that the options name, or None for all jobs."""
     check_name(given.name)
-    cluster = read_description(given.file, given.set)
-    name = given.name or (cluster.name if uses_default else "")
+    cluster, file = read_description(given.file, given.set), given.file
+    name = given.name or (cluster.name if needs_name else "")
     if not name and not given.output_dir:
+        if needs_name:
+            raise UserError(f"--name is missing, and {file} has no name. `accel-ddp status {file}` lists the jobs.")
         return cluster, None
     folder = given.output_dir or f"{cluster.output.rstrip('/')}/{name}"
     return cluster, Job(name=name or folder.rstrip("/").rpartition("/")[2], script="", options=(), run_folder=folder)
 
 
-def _required(job: Job | None, file: str) -> Job:
-    if job is None:
-        raise UserError(f"--name is missing, and {file} has no name. `accel-ddp status {file}` lists the jobs.")
-    return job
-
-
-def _backend(cluster: Cluster) -> ModuleType:
-    if cluster.backend == "slurm":
-        from accel_ddp.launch import slurm
-
-        return slurm
-    from accel_ddp.launch import kubernetes
-
-    return kubernetes
-
-
-def _jobs(cluster: Cluster) -> ModuleType:
-    if cluster.backend not in ("ssh", "local"):
-        return _backend(cluster)
-    from accel_ddp.launch import host_jobs
-
-    return host_jobs
+def _module(cluster: Cluster, of_hosts: str) -> ModuleType:
+    """Return the module of a backend, which is `of_hosts` for ssh and local."""
+    return importlib.import_module(f"accel_ddp.launch.{of_hosts if cluster.backend in ('ssh', 'local') else cluster.backend}")

@@ -10,17 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.launch import job_commands
 from accel_ddp.launch.description import Cluster, shown_value
-from accel_ddp.launch.job_commands import (
-    Job,
-    Shell,
-    launcher_words,
-    node_environment,
-    to_shell,
-    used_config,
-    uses_package,
-)
-from accel_ddp.words import has_option
+from accel_ddp.launch.job_commands import Job, Shell, launcher_words, shell_path, to_shell, used_config, uses_package
+from accel_ddp.words import find_options, has_option
 
 TRAINER = "trainer.kubeflow.org"
 CONTAINER = "node"  # Kubeflow Trainer sets variables and the command of the container with this name
@@ -45,10 +38,10 @@ def render(cluster: Cluster, job: Job) -> str:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        def represent_str(self, text: str) -> yaml.Node:
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-    Dumper.add_representer(str, represent)
+    Dumper.add_representer(str, Dumper.represent_str)
     text = yaml.dump_all(make_objects(cluster, job), Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=True)
     settings = read_settings(cluster)
     notes = [f"# {job.name}: {len(cluster.nodes)} nodes x {cluster.nodes[0].processes} processes, from {cluster.file.name}."]
@@ -116,20 +109,15 @@ def fail(cluster: Cluster, key: str, value: object, reason: str) -> NoReturn:
 def _refuse_secrets(cluster: Cluster, settings: dict[str, Any]) -> None:
     """Raise UserError if values of secrets would be part of a manifest, which everybody with access to the namespace can read."""
     secret, namespace = f"{object_name(cluster.name or 'training')}-env", shlex.quote(settings["namespace"])
-    advice = f"Then write `kubernetes: {{secrets: [{secret}]}}`."
-    for file in cluster.env_files:
-        create = f"kubectl --namespace {namespace} create secret generic {secret} --from-env-file={shlex.quote(file)}"
+    found = [(f"env_file {file}: its values", "them", f"env-file={shlex.quote(file)}") for file in cluster.env_files]
+    names = [name for name, value in cluster.nodes[0].env.items() if shown_value(name, value) == "***"]
+    found += [(f"env.{name}: its value", "it", f"literal={name}=...") for name in names]
+    for what, pronoun, source in found:
         raise UserError(
-            f"{cluster.file}: env_file {file}: its values would be readable in the manifest. Store them as a secret instead, and "
-            f"remove the key. Type: {create}  {advice}"
+            f"{cluster.file}: {what} would be readable in the manifest. Store {pronoun} as a secret instead, and remove the key. "
+            f"Type: kubectl --namespace {namespace} create secret generic {secret} --from-{source}  "
+            f"Then write `kubernetes: {{secrets: [{secret}]}}`."
         )
-    for name, value in cluster.nodes[0].env.items():
-        if shown_value(name, value) == "***":
-            create = f"kubectl --namespace {namespace} create secret generic {secret} --from-literal={name}=..."
-            raise UserError(
-                f"{cluster.file}: env.{name}: its value would be readable in the manifest. Store it as a secret instead, and remove "
-                f"the key. Type: {create}  {advice}"
-            )
 
 
 def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Job:
@@ -138,11 +126,8 @@ def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Jo
     folder, options = job.run_folder, list(job.options)
     if not folder.startswith("/"):
         folder = f"{mount}/{folder}"
-        at = next((i for i, word in enumerate(options) if word in ("--output_dir", "--output-dir")), None)
-        if at is not None:
-            options[at + 1] = folder
-        else:
-            options = [re.sub(r"^(--output[_-]dir)=.*", lambda found: f"{found[1]}={folder}", word) for word in options]
+        for option in find_options(options, ["output_dir"]):
+            options[option.end - 1] = options[option.end - 1].removesuffix(option.value or "") + folder
     if not f"{folder}/".startswith(f"{mount}/") or {"..", "~"} & set(Path(folder).parts):
         raise UserError(
             f"the output folder {job.run_folder} is not on the volume, which is mounted at {mount}. A pod that is started again would "
@@ -163,15 +148,12 @@ def _train_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) 
     podTemplateOverrides, runtimePatches), and none of them can express `envFrom`, restarts or a time limit. The fields of a runtime
     are those of Kubernetes' own Job.
     """
-    words = launcher_words(
-        cluster, job, node_rank=Shell("$PET_NODE_RANK"), address=Shell("$PET_MASTER_ADDR"), port=Shell("$PET_MASTER_PORT")
-    )
+    rank, address, port = map(Shell, ("$PET_NODE_RANK", "$PET_MASTER_ADDR", "$PET_MASTER_PORT"))
+    words = launcher_words(cluster, job, node_rank=rank, address=address, port=port)
     container = _container(cluster, settings)
     resources, env = container.pop("resources", None), container.pop("env")
-    template = {
-        "metadata": {"labels": {f"{TRAINER}/trainjob-ancestor-step": "trainer"}},
-        "spec": _job_spec(cluster, settings, name, container),
-    }
+    labels = {f"{TRAINER}/trainjob-ancestor-step": "trainer"}
+    template = {"metadata": {"labels": labels}, "spec": _job_spec(cluster, settings, name, container)}
     runtime_spec = {
         "mlPolicy": {"numNodes": len(cluster.nodes), "torch": {}},
         "template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "template": template}]}},
@@ -186,14 +168,11 @@ def _train_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) 
     }
     spec = {"runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": name}, "trainer": trainer}
     api = f"{TRAINER}/v1alpha1"
+    metadata = {"name": name, "namespace": settings["namespace"], "labels": {**settings["labels"], **_labels(name)}}
     return [
-        {"apiVersion": api, "kind": "TrainingRuntime", "metadata": _metadata(settings, name), "spec": runtime_spec},
-        {"apiVersion": api, "kind": "TrainJob", "metadata": _metadata(settings, name), "spec": spec},
+        {"apiVersion": api, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime_spec},
+        {"apiVersion": api, "kind": "TrainJob", "metadata": metadata, "spec": spec},
     ]
-
-
-def _metadata(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    return {"name": name, "namespace": settings["namespace"], "labels": {**settings["labels"], **_labels(name)}}
 
 
 def _labels(name: str) -> dict[str, str]:
@@ -225,16 +204,12 @@ def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: 
             {"name": "runs", "persistentVolumeClaim": {"claimName": settings["volume_claim"]}},
         ],
     }
+    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    rules = [disrupted, on_codes("Ignore", STOPPED), on_codes("FailJob", 1, USER_ERROR, UNSAVED)]
     return {
         "backoffLimit": cluster.restarts,
         **({"activeDeadlineSeconds": cluster.time_limit} if cluster.time_limit else {}),
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                on_codes("Ignore", STOPPED),
-                on_codes("FailJob", 1, USER_ERROR, UNSAVED),
-            ]
-        },
+        "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
     }
 
@@ -242,16 +217,13 @@ def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: 
 def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
     node = cluster.nodes[0]
     variables = {
-        **node_environment(cluster, node),
+        **job_commands.node_environment(cluster, node),
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings["grace_seconds"] - REPORT_SECONDS),
     }
-    amounts = {
-        **({"cpu": str(settings["cpu"])} if "cpu" in settings else {}),
-        **({"memory": settings["memory"]} if "memory" in settings else {}),
-        **({"nvidia.com/gpu": str(node.gpus)} if node.gpus else {}),
-        **{name: str(amount) for name, amount in settings["resources"].items()},
-    }
+    mounts = {"shared-memory": "/dev/shm", "runs": settings["mount"].rstrip("/")}
+    own = {"cpu": settings.get("cpu"), "memory": settings.get("memory"), "nvidia.com/gpu": node.gpus}
+    amounts = {name: str(amount) for name, amount in {**own, **settings["resources"]}.items() if amount}
     return {
         "name": CONTAINER,
         "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()],
@@ -259,10 +231,7 @@ def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
         # Kubeflow Trainer sets numProcPerNode to 1 if there are limits without requests.
         **({"resources": {"requests": amounts, "limits": dict(amounts)}} if amounts else {}),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # `accel-ddp status` prints the end of the log of a failed pod
-        "volumeMounts": [
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
-            {"name": "runs", "mountPath": settings["mount"].rstrip("/")},
-        ],
+        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
     }
 
 
@@ -270,31 +239,22 @@ def _command(cluster: Cluster, job: Job, words: list[str]) -> list[str]:
     """Return the command of a container. It checks the image, and then replaces the shell by the launcher, which gets SIGTERM."""
     files = [file for file in (job.script, used_config(cluster)) if file]
     folder = cluster.nodes[0].folder
-    place = f'"$HOME"/{shlex.quote(folder[2:])}' if folder.startswith("~/") else shlex.quote(folder)
+    enter = (
+        [f"cd {shell_path(folder)} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"] if folder else []
+    )
     lines = [
         f"image={shlex.quote(cluster.image)}",
         'fail() { echo "error: the image $image $*" >&2; exit 2; }',
         f"for program in accel-ddp {words[0]}; do",
         '  command -v "$program" > /dev/null || fail "does not contain the program $program. Install accel_ddp in the image."',
         "done",
-        *([f"cd {place} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"] if folder else []),
+        *enter,
         f"for file in {to_shell(files)}; do",
         '  [ -f "$file" ] || fail "has no file $file in the folder $PWD. Copy it into the image, or change the key folder."',
         "done",
-        f"exec {_wrap(words, job.script)}",
+        f"exec {job_commands.wrap(words)}",
     ]
     return ["/bin/sh", "-c", _escape("\n".join(lines) + "\n")]
-
-
-def _wrap(words: list[str], script: str) -> str:
-    """Return a shell command with one option per line."""
-    lines = [to_shell(words[:1])]
-    for word in words[1:]:
-        if word.startswith("--") or word == script:
-            lines.append(to_shell([word]))
-        else:
-            lines[-1] += f" {to_shell([word])}"
-    return " \\\n  ".join(lines)
 
 
 def _escape(text: str) -> str:

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -44,9 +45,12 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
     """
     present, driver, gpu_error = doctor_facts.query_driver() if request["gpus"] else ([], {}, "")
     script = find_file(request["script"], "recipes")
+    files = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
+    records = find_record(request), Record(request["run_folder"], request["host"])  # of this name, and of this folder
     return {
         "host": socket.gethostname(),
-        "machine": machine_identity(),
+        # Two nodes have this in common only if they are the same machine. Containers on one host are different nodes.
+        "machine": [*(file.read_text() for file in files if file.is_file()), os.readlink("/proc/self/ns/net")],
         "address": os.environ.get("SSH_CONNECTION", "").split()[2:3],
         "versions": doctor_facts.package_versions(),
         "code": describe_code(Path.cwd(), script),
@@ -56,7 +60,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "has_script": bool(script),
         "has_config": not request["config"] or bool(find_file(request["config"], "accelerate_configs")),
         "programs": {name: bool(shutil.which(name, path=path_of_programs(os.environ))) for name in ("accelerate", "torchrun")},
-        "running": _running(request),
+        "running": next((record.read() for record in records if record.is_running()), None),
         "disk_error": check_folder(Path(request["run_folder"]).expanduser()),
         "version": __version__,
         "time": time.time(),
@@ -71,83 +75,43 @@ def path_of_programs(env: Mapping[str, str]) -> str:
 
 def find_file(word: str, kind: str) -> str:
     """Return the path of a script or config on this node, or "". The code folder comes first, then the installed package."""
-    if Path(word).expanduser().is_file():
-        return str(Path(word).expanduser())
-    if word != f"{kind}/{Path(word).name}":
-        return ""
-    try:
-        folder = recipe_files.folder(kind)
-    except UserError:
-        return ""
-    path = folder / Path(word).name
+    path = Path(word).expanduser()
+    if not path.is_file() and word == f"{kind}/{path.name}":
+        with contextlib.suppress(UserError):
+            path = recipe_files.folder(kind) / path.name
     return str(path) if path.is_file() else ""
-
-
-def machine_identity() -> str:
-    """Return a text that two nodes have in common only if they are the same machine with the same network."""
-    parts = []
-    for file in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
-        try:
-            parts.append(Path(file).read_text().strip())
-        except OSError:
-            parts.append("")
-    try:
-        parts.append(str(os.stat("/proc/self/ns/net").st_ino))  # containers on one host are different nodes
-    except OSError:
-        parts.append(socket.gethostname())
-    return " ".join(parts)
 
 
 def check_folder(folder: Path) -> str:
     """Return why a file of 1 MiB cannot be written into a folder, or "". The folder is made, and the file is removed."""
-    test = folder / "launch" / f".test-{os.getpid()}"
     try:
-        test.parent.mkdir(parents=True, exist_ok=True)
-        with test.open("wb") as file:
+        (folder / "launch").mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder / "launch", prefix=".test-") as file:
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return str(error.strerror)
-    finally:
-        with contextlib.suppress(OSError):
-            test.unlink(missing_ok=True)
     return ""
 
 
-def _running(request: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of a job with this name or this folder that is running."""
-    for record in (find_record(request), Record(request["run_folder"], request["host"])):
-        if record.is_running():
-            return record.read()
-    return None
+async def listen(port: int, word: str) -> tuple[asyncio.Server | None, str]:
+    """Send a word to each node that connects to the main port, which shows that the address is that of this node.
 
+    Return the server, and an error or "".
+    """
 
-class Listener:
-    """Listens at the main port and sends a word to each node that connects, which shows that the address is that of this node."""
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            writer.write(word.encode() + b"\n")
+            # The other side closes first, so that this port is free at once.
+            await asyncio.wait_for(reader.read(), CONNECT_SECONDS)
+        writer.close()
 
-    def __init__(self) -> None:
-        self.server: asyncio.Server | None = None
-
-    async def open(self, port: int, word: str) -> str:
-        """Listen. Return an error, or ""."""
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                writer.write(word.encode() + b"\n")
-                # The other side closes first, so that this port is free at once.
-                await asyncio.wait_for(reader.read(), CONNECT_SECONDS)
-            writer.close()
-
-        try:
-            self.server = await asyncio.start_server(answer, None, port)
-        except OSError as error:
-            return "it is in use by another program" if error.errno == errno.EADDRINUSE else _reason(error)
-        return ""
-
-    def close(self) -> None:
-        if self.server:
-            self.server.close()
+    try:
+        return await asyncio.start_server(answer, None, port), ""
+    except OSError as error:
+        return None, "it is in use by another program" if error.errno == errno.EADDRINUSE else _reason(error)
 
 
 async def connect(address: str, port: int, word: str) -> str:
@@ -160,13 +124,10 @@ async def connect(address: str, port: int, word: str) -> str:
         return "this name cannot be resolved there"
     except OSError as error:
         return _reason(error)
-    try:
-        line = await asyncio.wait_for(reader.readline(), CONNECT_SECONDS)
-        return "" if line == word.encode() + b"\n" else "another machine or program answers there"
-    except (OSError, asyncio.TimeoutError):
-        return "another machine or program answers there"
-    finally:
-        writer.close()
+    with contextlib.closing(writer), contextlib.suppress(OSError, asyncio.TimeoutError):
+        if await asyncio.wait_for(reader.readline(), CONNECT_SECONDS) == word.encode() + b"\n":
+            return ""
+    return "another machine or program answers there"
 
 
 def _reason(error: OSError) -> str:
@@ -178,9 +139,7 @@ def _reason(error: OSError) -> str:
 
 def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
     """Return (errors, warnings) about the nodes, whose facts are in the order of the description."""
-    errors: list[str] = []
-    for node, found in zip(cluster.nodes, facts):
-        errors += _errors_of_node(cluster, job, node, found)
+    errors = [text for node, found in zip(cluster.nodes, facts) for text in _errors_of_node(cluster, job, node, found)]
     errors += _same_machines(cluster, facts)
     if errors:
         return errors, []
@@ -197,17 +156,11 @@ def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tupl
     wrong = [finding for finding in findings if finding.severity == ERROR]
     mild = [finding for finding in findings if finding.severity != ERROR]
     errors += [f"the nodes differ:\n{format_findings(wrong)}\n" + "\n".join(table)] if wrong else []
-    errors += _other_pythons(cluster, facts)
+    pythons = {node.host: found["versions"]["python"] for node, found in zip(cluster.nodes, facts)}
+    if len({tuple(python.split(".")[:2]) for python in pythons.values()}) > 1:  # each minor version has its own packages
+        shown = ", ".join(f"{python} on {host}" for host, python in pythons.items())
+        errors.append(f"python differs: {shown}. Make the virtual environment of every node with the same version of Python.")
     return errors, [format_findings(mild)] if mild and not errors else []
-
-
-def _other_pythons(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
-    """Return an error if the minor versions of Python differ. Each minor version has its own packages."""
-    pythons = [found["versions"]["python"] for found in facts]
-    if len({tuple(python.split(".")[:2]) for python in pythons}) == 1:
-        return []
-    shown = ", ".join(f"{python} on {node.host}" for node, python in zip(cluster.nodes, pythons))
-    return [f"python differs: {shown}. Make the virtual environment of every node with the same version of Python."]
 
 
 def compare_with_this_machine(job: Job, facts: list[dict[str, Any]]) -> list[str]:
@@ -226,8 +179,9 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
     host, file, where = node.host, cluster.file, found["folder"]
     errors = []
     if not found["has_script"]:
-        is_here = Path(job.script).is_file()
-        near = "" if is_here else _nearest_script(job.script)
+        is_here, folder = Path(job.script).is_file(), Path(job.script).parent
+        known = [str(path) for path in folder.glob("*.py")] or [f"recipes/{name}.py" for name in recipe_files.recipe_names()]
+        near = "" if is_here else did_you_mean(job.script, known, "{!r}")
         copied = " This machine has it: copy it, or write copy: rsync." if is_here and cluster.backend == "ssh" else ""
         errors.append(f"{host}: {job.script} does not exist in {where}.{near} Correct the path or `folder` in {file}.{copied}")
     if not found["has_config"]:
@@ -259,20 +213,13 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
     return errors
 
 
-def _nearest_script(script: str) -> str:
-    """Return a question that suggests a script of the same folder on this machine, or a recipe that comes with accel_ddp."""
-    folder = Path(script).parent
-    known = [str(path) for path in folder.glob("*.py")] or [f"recipes/{name}.py" for name in recipe_files.recipe_names()]
-    return did_you_mean(script, known, "{!r}")
-
-
 def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
     if cluster.backend == "local":
         return []
     first: dict[str, str] = {}
     errors = []
     for node, found in zip(cluster.nodes, facts):
-        other = first.setdefault(found["machine"], node.host)
+        other = first.setdefault(str(found["machine"]), node.host)
         if other != node.host:
             errors.append(
                 f"{node.host}: is the same machine as {other} (host name {found['host']}). Remove one of them from `nodes` in "

@@ -45,8 +45,8 @@ class RankOutputs:
 
     def __init__(self, folder: Path, local_ranks: int, terminal_size: tuple[int, int] | None = None):
         self.folder = folder
-        self._ranks: dict[int, int] = {}  # descriptor -> local rank
-        self._terminal = -1  # the ranks' side
+        self._ranks: dict[int, int | None] = {}  # descriptor -> local rank
+        self._terminal = self._pipe = -1  # the sides to which rank 0 and the launcher write
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             for rank in range(local_ranks):
@@ -76,6 +76,13 @@ class RankOutputs:
         path.symlink_to(os.ttyname(theirs))
         return True
 
+    def open_pipe(self) -> int:
+        """Return a descriptor to which the launcher writes, which is read as rank None. It stays open, so there is no end."""
+        ours, self._pipe = os.pipe()
+        os.set_blocking(ours, False)
+        self._ranks[ours] = None
+        return self._pipe
+
     @property
     def has_terminal(self) -> bool:
         """Whether rank 0 writes to a terminal."""
@@ -91,27 +98,23 @@ class RankOutputs:
         """Return the descriptors to wait for."""
         return list(self._ranks)
 
-    def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all).
-
-        Descriptors of others are ignored: the result of `select` can be given. Nothing is waited for.
-        """
+    def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int | None, bytes]]:
+        """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all)."""
         for descriptor in self.filenos() if ready is None else ready:
-            if descriptor in self._ranks:
-                with contextlib.suppress(BlockingIOError):
-                    if data := os.read(descriptor, _READ_BYTES):
-                        yield self._ranks[descriptor], data
+            with contextlib.suppress(BlockingIOError):  # nothing is waited for
+                if data := os.read(descriptor, _READ_BYTES):
+                    yield self._ranks[descriptor], data
 
-    def drain(self) -> Iterator[tuple[int, bytes]]:
+    def drain(self) -> Iterator[tuple[int | None, bytes]]:
         """Yield everything that is still unread, after the ranks have ended."""
         while found := list(self.read()):
             yield from found
 
     def close(self) -> None:
         """Remove the folder. Ranks that are left can still print, without an effect."""
-        for descriptor in [*self._ranks, *([self._terminal] if self.has_terminal else [])]:
+        for descriptor in [*self._ranks, *(one for one in (self._terminal, self._pipe) if one >= 0)]:
             os.close(descriptor)
-        self._ranks, self._terminal = {}, -1
+        self._ranks, self._terminal, self._pipe = {}, -1, -1
         with contextlib.suppress(OSError):
             for path in self.folder.glob("rank*"):
                 path.unlink()
@@ -152,13 +155,6 @@ def visible(line: str) -> str:
 # ---- on the launching machine
 
 
-def _erase_before_line(stream: TextIO) -> str:
-    try:
-        return erase_before_line(stream.fileno())
-    except (AttributeError, OSError, ValueError):  # a stream without a descriptor
-        return ""
-
-
 class Console:
     """Prints lines of the main rank as they are, and lines of others with their node and rank, above the panel of the main rank.
 
@@ -168,7 +164,9 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
         self.stream = stream or sys.stdout
-        self.erase = _erase_before_line(self.stream)  # of the panel of the main rank
+        self.erase = ""  # of the panel of the main rank
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a descriptor
+            self.erase = erase_before_line(self.stream.fileno())
         self.frame = ""  # the part of a frame that has arrived
         self.ends_with_reader = ends_with_reader  # raise BrokenPipeError, as other programs do
         self.at_line_start = True

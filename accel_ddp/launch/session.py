@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ _INTERVAL = 3.0
 _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node that does not is stopped
 
 
-def dry_run(cluster: Cluster, job: Job) -> str:
+def render(cluster: Cluster, job: Job) -> str:
     """Return what runs on each node, as commands that a user can type there. Secrets are left out."""
     address = cluster.main_address or (cluster.nodes[0].host.rpartition("@")[2] if cluster.backend == "ssh" else "127.0.0.1")
     lines = []
@@ -46,20 +45,17 @@ def dry_run(cluster: Cluster, job: Job) -> str:
         paths = [job_commands.config_word(cluster), job.run_folder]
         lines += [job_commands.to_shell(job_commands.replace_home(words, paths, _shown_path)), ""]
     if not cluster.main_address and cluster.backend == "ssh":
-        lines.append(
-            f"# main_address is not given: the launcher uses the address under which ssh reached {cluster.nodes[0].host}."
-        )
-    return "\n".join(lines).rstrip()
+        first = cluster.nodes[0].host
+        lines.append(f"# main_address is not given: the launcher uses the address under which ssh reached {first}.")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _shown_path(path: str) -> job_commands.Shell:
     """Return a path as a user types it: a leading `~/` is not quoted."""
-    return (
-        job_commands.Shell(f"~/{shlex.quote(path[2:])}") if path.startswith("~/") and path[2:] else job_commands.shell_path(path)
-    )
+    return job_commands.Shell(job_commands.shell_path(path).replace('"$HOME"', "~", 1))
 
 
-def run_job(cluster: Cluster, job: Job, is_detached: bool) -> int:
+def launch(cluster: Cluster, job: Job, is_detached: bool = False) -> int:
     """Start a job on all nodes, show its output, and return its exit code. Detached, return when it has started."""
     return asyncio.run(Session(cluster, job, is_detached).run())
 
@@ -90,6 +86,8 @@ class Session:
             return await self.work
         except asyncio.CancelledError:
             return INTERRUPTED
+        except Lost as error:
+            raise UserError(str(error)) from None
         finally:
             await asyncio.gather(*(connection.close() for connection in self.connections), return_exceptions=True)
             if self.interrupts < 2:  # otherwise the user does not wait for a pager or a terminal that is stopped
@@ -135,11 +133,11 @@ class Session:
         for text in warnings:
             self.console.note(text)
         _refuse(errors)
-        address = cluster.main_address or self._address_of_main(facts)
-        try:
-            _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
-        except Lost as error:
-            raise UserError(str(error)) from None
+        found = ["127.0.0.1"] if cluster.backend == "local" or len(cluster.nodes) == 1 else facts[0]["address"]
+        address = cluster.main_address or next(iter(found), "")
+        if not address:
+            raise UserError(f"{cluster.file}: main_address is missing, and the address of {cluster.nodes[0].host} was not found.")
+        _refuse(await node_checks.check_reach(self.connections, address, cluster.main_port))
         if cluster.doctor == "full" and not await self._run_doctor(address):
             return USER_ERROR
         await self._start(address)
@@ -147,7 +145,9 @@ class Session:
             await stop_all(cluster, job, is_now=True)
             return INTERRUPTED
         if self.is_detached:
-            self._explain_detached()
+            self.console.note(f"job {job.name!r} runs on {len(cluster.nodes)} nodes without this terminal.")
+            for line in job_commands.follow_lines(cluster, job):
+                self.console.note(line)
             return 0
         await asyncio.gather(*(self._follow(connection) for connection in self.connections))
         return self._finish()
@@ -164,33 +164,26 @@ class Session:
             )  # fmt: skip
             return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
-        try:
-            return await asyncio.gather(*map(ask, self.connections))
-        except Lost as error:
-            raise UserError(str(error)) from None
+        return await asyncio.gather(*map(ask, self.connections))
 
-    def _address_of_main(self, facts: list[dict[str, Any]]) -> str:
-        if self.cluster.backend == "local" or len(self.cluster.nodes) == 1:
-            return "127.0.0.1"
-        if not facts[0]["address"]:
-            raise UserError(
-                f"{self.cluster.file}: main_address is missing, and the address of {self.cluster.nodes[0].host} was not found."
-            )
-        return facts[0]["address"][0]
-
-    def _request(self, connection: Connection, words: list[str], detach: bool) -> dict[str, Any]:
+    def _request(self, connection: Connection, make: Callable[..., list[str]], address: str, detach: bool) -> dict[str, Any]:
+        """Return the request to start a program on a node, whose words `make` returns."""
         node, cluster = connection.node, self.cluster
+        words = make(cluster, self.job, node_rank=node.rank, address=address, port=cluster.main_port)
         # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
         kinds = {self.job.script: "recipes", job_commands.config_word(cluster): "accelerate_configs"}
         script = words.index(self.job.script)
         terminal = None if detach or node.rank else _terminal_size()
+        # What this terminal can do. The node does not have these variables, because ssh opens no terminal there.
+        shown_as = {name: os.environ[name] for name in ("COLORTERM", "NO_COLOR", "CI") if name in os.environ}
+        shown_as["TERM"] = os.environ.get("TERM") or "dumb"
         return {
             "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
-            "env": {**(_terminal_variables() if terminal else {}), **job_commands.node_environment(cluster, node)},
+            "env": {**(shown_as if terminal else {}), **job_commands.node_environment(cluster, node)},
             "run_folder": self.job.run_folder, "host": node.host,
             "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
             "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,
-            "spot": cluster.spot, "terminal": terminal,
+            "terminal": terminal,
         }  # fmt: skip
 
     async def _start(self, address: str) -> None:
@@ -198,10 +191,8 @@ class Session:
         self.has_started = True
 
         async def start(connection: Connection) -> None:
-            words = job_commands.launcher_words(
-                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
-            )
-            await connection.ask("start", "started", **self._request(connection, words, self.is_detached))
+            request = self._request(connection, job_commands.launcher_words, address, self.is_detached)
+            await connection.ask("start", "started", **request)
 
         results = await asyncio.gather(*map(start, self.connections), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
@@ -218,10 +209,8 @@ class Session:
         self.console.note("the doctor checks all nodes, their bandwidth and collectives ...")
 
         async def check(connection: Connection) -> int:
-            words = job_commands.doctor_words(
-                self.cluster, self.job, node_rank=connection.node.rank, address=address, port=self.cluster.main_port
-            )
-            request = {**self._request(connection, words, False), "time_limit": None, "spot": "none", "terminal": None}
+            request = self._request(connection, job_commands.doctor_words, address, False)
+            request |= {"time_limit": None, "terminal": None}
             await connection.ask("start", "started", **request)
             while (message := await self._receive(connection))["is"] != "end":
                 if message["is"] == "out" and connection.node.rank == 0:
@@ -312,11 +301,11 @@ class Session:
             was_signal = self.reasons.get(first) and "SignalException" in self.console.exceptions.get(first, "")
             code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
         seconds = time.monotonic() - self.began
+        causes = [*self.lost, f"{first} ended with exit code {code}; its log has the reason"]
         if code not in (0, STOPPED, INTERRUPTED):
-            cause = self.console.first_cause(first) or (self.lost[0] if self.lost else "")
-            self.console.note(f"the first cause: {cause or f'{first} ended with exit code {code}; its log has the reason'}")
-        elif self.lost:
-            self.console.note(f"the first cause: {self.lost[0]}")
+            causes.insert(0, self.console.first_cause(first))
+        if len(causes) > 1:
+            self.console.note(f"the first cause: {next(filter(None, causes))}")
         logs = self._log_paths(self.cluster.nodes)
         how = {0: "has ended", STOPPED: "has stopped with a checkpoint", INTERRUPTED: "was ended"}.get(code, "has failed")
         self.console.note(f"job {self.job.name!r} {how} after {seconds:.0f} s, exit code {code}. Logs: {logs}")
@@ -326,21 +315,10 @@ class Session:
         folder = Path(self.job.run_folder, "launch")
         return listed((f"{node.host}:{folder}/{Record('', node.host).log.name}" for node in nodes), 2)
 
-    def _explain_detached(self) -> None:
-        self.console.note(f"job {self.job.name!r} runs on {len(self.cluster.nodes)} nodes without this terminal.")
-        for line in job_commands.follow_lines(self.cluster, self.job):
-            self.console.note(line)
-
 
 def _refuse(errors: list[str]) -> None:
     if errors:
         raise UserError(join_reasons("the job was not started:", errors))
-
-
-def _terminal_variables() -> dict[str, str]:
-    """Return the variables that state what this terminal can do. The node does not have them, because ssh opens no terminal there."""
-    given = {name: os.environ[name] for name in ("COLORTERM", "NO_COLOR", "CI") if name in os.environ}
-    return {"TERM": os.environ.get("TERM") or "dumb", **given}
 
 
 def _terminal_size() -> list[int] | None:

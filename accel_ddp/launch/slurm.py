@@ -10,15 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job, follow_lines
 from accel_ddp.launch.job_record import skip_to_last_lines
-from accel_ddp.launch.slurm_script import code_folder, is_array, launch_folder, render, split_environment
+from accel_ddp.launch.slurm_script import code_folder, launch_folder, render, split_environment
 from accel_ddp.text import counted
 
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
@@ -38,43 +40,24 @@ REFUSALS = {
     "option": "slurm.options",
 }
 # Reasons why a job waits that end by themselves, when other jobs end or at a time that is known.
-USUAL_REASONS = (
-    "None",
-    "Resources",
-    "Priority",
-    "BeginTime",
-    "Dependency",
-    "JobArrayTaskLimit",
-    "Licenses",
-    "Prolog",
-    "Cleaning",
-)
+USUAL_REASONS = ("None", "Resources", "Priority", "BeginTime", "Dependency", "Licenses", "Prolog", "Cleaning")
 # Limits of an account or a QOS that other jobs have reached. Limits per job are not among them: such a job never starts.
 USUAL_LIMITS = re.compile(
     r"(QOS|Assoc)(Grp|Max\w*(Jobs|Per(User|Account|Acct)))|QOS(Job|Resource)Limit|Association(Job|Resource)Limit"
 )
 # Variables of sbatch that are not called as their options.
-_OTHER_VARIABLES = {"time": "timelimit", "mem": "mem_per_node", "array": "array_inx"}
+_OTHER_VARIABLES = {"time": "timelimit", "mem": "mem_per_node"}
 _OF_USER = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # they tell clients where the controller is
 ACTIVE = (
-    "PENDING",
-    "CONFIGURING",
-    "RUNNING",
-    "COMPLETING",
-    "SUSPENDED",
-    "STOPPED",
-    "RESIZING",
-    "SIGNALING",
-    "STAGE_OUT",
-    "REQUEUED",
-)
+    "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "REQUEUED",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job, or a task of an array, as `scontrol show job` describes it."""
+    """A job as `scontrol show job` describes it."""
 
-    number: str  # of a task of an array: ARRAY_TASK
+    number: str
     name: str
     state: str
     reason: str
@@ -109,16 +92,20 @@ def launch(cluster: Cluster, job: Job) -> int:
     if "SLURM_JOB_ID" in os.environ:
         return _run_in_allocation(cluster, job)
     script = render(cluster, job)
-    _refuse_leftover(cluster, job)
+    folder = launch_folder(cluster, job)
+    if one := next((one for one in _find_jobs(cluster, job.name) if one.log.parent == folder), None):
+        raise UserError(
+            f"job {one.number} is a leftover job of the same name {job.name!r} with the same folder {folder.parent}, and is "
+            f"{one.describe()}. Stop it with `accel-ddp stop {cluster.file} --name {job.name}`, or choose another name with --name."
+        )
     file = _write_script(cluster, job, "job.sh", script)
     done = _call("sbatch", "--parsable", str(file), environment=_sbatch_environment(script) | split_environment(cluster)[1])
     if done.returncode:
         raise UserError(_explain_refusal(cluster, done.stderr))
     number = done.stdout.strip().split(";")[0]  # NUMBER;CLUSTER on a machine with several clusters
     ranks = counted(cluster.nodes[0].processes, "rank")
-    log = file.parent / (f"slurm-{number}_TASK.log" if is_array(cluster) else f"slurm-{number}.log")
     print(f"job {number} ({job.name}) is submitted: {counted(len(cluster.nodes), 'node')} with {ranks} each")
-    print(f"  script:  {file}\n  log:     {log}")
+    print(f"  script:  {file}\n  log:     {file.parent}/slurm-{number}.log")
     print("\n".join(follow_lines(cluster, job)), flush=True)
     return _report_start(number)
 
@@ -127,41 +114,36 @@ def status(cluster: Cluster, job: Job | None) -> int:
     """Print the state of a job, or of all jobs in the code folder, also of those that have ended."""
     found = _find_jobs(cluster, job.name if job else "")
     output = code_folder(cluster) / Path(cluster.output).expanduser()
-    folders = [launch_folder(cluster, job)] if job else sorted(output.glob("*/launch"))
-    lines = [_describe(one) for one in found]
-    for folder in folders:
-        files = _log_files(folder)[-1:] if folder not in [one.log.parent for one in found] else []
-        for file in files:
-            one = _job_of(file)
-            # Slurm removes a job some minutes after its end. Its log stays.
-            lines.append(_describe(one) if one else f"{folder.parent.name}  job {_number_of(file)}  ended  log {file}")
+    folders = [launch_folder(cluster, job)] if job else output.glob("*/launch")
+    lines = []
+    for folder in set(folders) - {one.log.parent for one in found}:
+        for file in _log_files(folder)[-1:]:
+            if one := _job_of(file):
+                found.append(one)
+            else:  # Slurm removes a job some minutes after its end. Its log stays.
+                lines.append(f"{folder.parent.name}  job {file.stem[6:]}  ended  log {file}")
+    for one in found:
+        restarts = f", {counted(one.restarts, 'restart')}" if one.restarts else ""
+        lines.append(f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}")
     what = f"job named {job.name!r}" if job else f"job in {output}"
-    print("\n".join(lines) or f"There is no {what}.")
+    print("\n".join(sorted(lines)) or f"There is no {what}.")
     return 0
-
-
-def _describe(one: SlurmJob) -> str:
-    restarts = f", {counted(one.restarts, 'restart')}" if one.restarts else ""
-    return f"{one.name}  job {one.number}  {one.describe()}{restarts}  log {one.log}"
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
     """Print the end of the job's log. With `follow`, continue until the job has ended, and return its exit code."""
-    last = _log_files(launch_folder(cluster, job))[-1:]
-    jobs = _find_jobs(cluster, job.name) or [one for one in map(_job_of, last) if one]
-    files = sorted({one.log for one in jobs}) or last
-    if not files:
-        raise UserError(f"there is no log of a job named {job.name!r} in {launch_folder(cluster, job)}.")
-    readers = {file: _read_on(file, lines) for file in files}
+    folder = launch_folder(cluster, job)
+    last = _log_files(folder)[-1:]
+    jobs = sorted(_find_jobs(cluster, job.name), key=lambda one: one.log.parent != folder) or [*filter(None, map(_job_of, last))]
+    if not jobs and not last:
+        raise UserError(f"there is no log of a job named {job.name!r} in {folder}.")
+    reader = _read_on(jobs[0].log if jobs else last[0], lines)
     while True:
         # The state is read before the log. Otherwise the last lines of a job that has just ended would be missed.
-        now = [_show(one.number) for one in jobs] if follow else []
-        for file, reader in readers.items():
-            if text := next(reader):
-                header = f"==> {file.name} <==\n" if len(files) > 1 else ""
-                print(header + text, end="", flush=True)
-        if not _active(now):
-            return max([one.code for one in now if one] or [0])
+        now = _show(jobs[0].number) if jobs and follow else None
+        print(next(reader), end="", flush=True)
+        if not now or not now.is_active:
+            return now.code if now else 0
         time.sleep(1)
 
 
@@ -180,7 +162,9 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     while _active(now := [_show(one.number) for one in jobs]) and time.monotonic() <= deadline:
         if not is_now and time.monotonic() - signalled_at >= RESEND_SECONDS:
             signalled_at = time.monotonic()
-            _ask_to_save(_active(now))
+            for one in _active(now):
+                if one.state in ("RUNNING", "PENDING"):  # a job that was queued again a moment before is cancelled
+                    _call("scancel", *(["--signal=USR2"] if one.state == "RUNNING" else []), one.number)
         time.sleep(0.5)
     for before, one in zip(jobs, now):
         has_saved = one and one.code == STOPPED and not one.is_active
@@ -189,30 +173,11 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     return 1 if _active(now) else 0
 
 
-def _active(jobs: list[SlurmJob | None]) -> list[SlurmJob]:
+def _active(jobs: Iterable[SlurmJob | None]) -> list[SlurmJob]:
     return [one for one in jobs if one and one.is_active]
 
 
-def _ask_to_save(jobs: list[SlurmJob]) -> None:
-    """Signal the ranks of running jobs. A job that was queued again a moment before is cancelled."""
-    for one in jobs:
-        if one.state == "RUNNING":
-            _call("scancel", "--signal=USR2", one.number)
-        elif one.state == "PENDING":
-            _call("scancel", one.number)
-
-
 # ---- submitting
-
-
-def _refuse_leftover(cluster: Cluster, job: Job) -> None:
-    folder = launch_folder(cluster, job)
-    for one in _find_jobs(cluster, job.name):
-        if one.log.parent == folder:
-            raise UserError(
-                f"job {one.number} is a leftover job of the same name {job.name!r} with the same folder {folder.parent}, and is "
-                f"{one.describe()}. Stop it with `accel-ddp stop {cluster.file} --name {job.name}`, or choose another name with --name."
-            )
 
 
 def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
@@ -240,22 +205,19 @@ def _sbatch_environment(script: str) -> dict[str, str]:
     options = [*re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE), "requeue", "no-requeue"]
     given = {f"SBATCH_{_OTHER_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
     is_inside = "SLURM_JOBID" in os.environ
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in given and not (is_inside and name.startswith("SLURM_") and name not in _OF_USER)
-    }
+    is_left_out = lambda name: name in given or (is_inside and name.startswith("SLURM_") and name not in _OF_USER)
+    return {name: value for name, value in os.environ.items() if not is_left_out(name)}
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
+    """Return why sbatch has refused a job, and the keys of the description to check."""
     reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
     key = next((key for word, key in REFUSALS.items() if word in reason.lower()), "slurm")
     values = [f"{part} {cluster.slurm[part.removeprefix('slurm.')]!r}" for part in key.split(" or ") if part[6:] in cluster.slurm]
-    return (
-        f"{cluster.file}: sbatch has refused the job: {reason}. Check {', '.join(values) or key}. `sinfo` lists the partitions."
-    )
+    check = f"Check {', '.join(values) or key}. `sinfo` lists the partitions."
+    return f"{cluster.file}: sbatch has refused the job: {reason}. {check}"
 
 
 def _report_start(number: str) -> int:
@@ -265,19 +227,19 @@ def _report_start(number: str) -> int:
         time.sleep(0.25)
     if one is None:
         return 0
+    if _ends_by_itself(one.reason) if one.state == "PENDING" else one.is_active or one.code == 0:
+        print(f"  state:   {one.describe()}")
+        return 0
     if one.state == "PENDING":
-        if _ends_by_itself(one.reason):
-            print(f"  state:   {one.describe()}")
-            return 0
+        done = _call("sinfo", "--noheader", "--list-reasons", "--format=%n is %T (%E)")
+        nodes = ", ".join(dict.fromkeys(done.stdout.splitlines()))
+        broken = f" Nodes that are not available (`sinfo -R`): {nodes}." if nodes else ""
         print(
-            f"warning: job {number} waits and may never start: {one.reason}.{_unavailable_nodes()} The job stays in the queue. "
+            f"warning: job {number} waits and may never start: {one.reason}.{broken} The job stays in the queue. "
             f"`scontrol show job {number}` shows more.",
             file=sys.stderr,
         )
         return 1
-    if one.is_active or one.code == 0:
-        print(f"  state:   {one.describe()}")
-        return 0
     print(f"error: job {number} {one.describe()} at once: {one.reason}.", file=sys.stderr)
     if one.log.exists():
         print("".join(one.log.read_text(errors="replace").splitlines(keepends=True)[-20:]), end="", file=sys.stderr)
@@ -300,13 +262,6 @@ def _ends_by_itself(reason: str) -> bool:
     return reason.split(",")[0] in USUAL_REASONS or USUAL_LIMITS.match(reason) is not None
 
 
-def _unavailable_nodes() -> str:
-    lines = _call("sinfo", "--noheader", "--list-reasons", "--format=%n|%T|%E").stdout.splitlines()
-    rows = [line.split("|", 2) for line in dict.fromkeys(lines) if line.counted("|") >= 2]
-    found = [f"{name} is {state} ({why})" for name, state, why in rows]
-    return f" Nodes that are not available (`sinfo -R`): {', '.join(found)}." if found else ""
-
-
 # ---- inside an allocation
 
 
@@ -317,22 +272,15 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
             f"{cluster.file}: nodes {len(cluster.nodes)}: the allocation {number} (SLURM_JOB_ID) has {counted(nodes, 'node')}. Use "
             f"--set nodes={nodes}, or allocate more: salloc --nodes={len(cluster.nodes)}."
         )
-    if is_array(cluster):
-        raise UserError(
-            f"{cluster.file}: slurm.options --array: an allocation runs one job. Leave the allocation to submit an array."
-        )
     script = render(cluster, job, is_batch=False)
     file = _write_script(cluster, job, f"allocation-{number}.sh", script)
     print(f"using the allocation {number} (SLURM_JOB_ID)", flush=True)
-    process = subprocess.Popen(["bash", str(file)], env={**os.environ, **split_environment(cluster)[1]})
+    process = psutil.Popen(["bash", str(file)], env={**os.environ, **split_environment(cluster)[1]})
 
     def interrupt(*_: object) -> None:
-        import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.send_signal(signal.SIGINT)
+        for child in process.children(recursive=True) if process.is_running() else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(signal.SIGINT)
 
     # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75.
     signal.signal(signal.SIGINT, lambda *_: None)
@@ -345,10 +293,9 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
 
 def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's programs and return its result. Raise UserError if it is missing or does not answer."""
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=CALL_SECONDS, env=environment, stdin=subprocess.DEVNULL
-        )
+        return subprocess.run(words, text=True, timeout=CALL_SECONDS, env=environment, **pipes)
     except FileNotFoundError:
         raise UserError(
             f"{words[0]} is not installed on this machine. Type the command on a login node of the Slurm cluster, or use --print and "
@@ -360,24 +307,18 @@ def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.
 
 def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
     """Return the queued and running jobs of this user with this name ("": any) in the code folder."""
-    words = ["squeue", "--me", "--noheader", "--array", "--format=%A"]
-    done = _call(*words, f"--name={name}") if name else _call(*words)
+    done = _call("squeue", "--me", "--noheader", "--format=%A", *([f"--name={name}"] if name else []))
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
-    # The number of the last task of an array is that of the whole array, so a task may be found twice.
-    found = {one.number: one for number in done.stdout.split() for one in _show_all(number)}
     folder = code_folder(cluster)
-    return [one for one in found.values() if one.is_active and one.folder == folder and one.log.parent.name == "launch"]
+    found = _active(map(_show, done.stdout.split()))
+    return [one for one in found if one.folder == folder and one.log.parent.name == "launch"]
 
 
 def _show(number: str) -> SlurmJob | None:
-    return next(iter(_show_all(number)), None)
-
-
-def _show_all(number: str) -> list[SlurmJob]:
-    """Return a job, or all tasks of an array. Slurm removes a job, by default 5 minutes after its end."""
+    """Return a job, or None if Slurm has removed it, by default 5 minutes after its end."""
     done = _call("scontrol", "--oneliner", "show", "job", number)
-    return [_parse(line) for line in done.stdout.splitlines() if "JobId=" in line]
+    return next((_parse(line) for line in done.stdout.splitlines() if "JobId=" in line), None)
 
 
 def _parse(line: str) -> SlurmJob:
@@ -387,10 +328,8 @@ def _parse(line: str) -> SlurmJob:
     state = values.get("JobState", "?")
     if not code and state not in (*ACTIVE, "COMPLETED"):
         code = 1  # Slurm has ended the job, for example at its time limit, and stores 0
-    task = values.get("ArrayTaskId", "")  # of tasks that wait: 0-3
-    number = f"{values['ArrayJobId']}_{task if task.isdigit() else f'[{task}]'}" if task else values["JobId"]
     return SlurmJob(
-        number=number, name=values.get("JobName", ""), state=state,
+        number=values["JobId"], name=values.get("JobName", ""), state=state,
         reason=values.get("Reason", "").replace("_", " "),
         nodes=values.get("NodeList", "").replace("(null)", ""), run_time=values.get("RunTime", ""),
         code=code, restarts=int(values.get("Restarts", 0)),
@@ -406,13 +345,9 @@ def _log_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
 
 
-def _number_of(log: Path) -> str:
-    return log.stem.removeprefix("slurm-")
-
-
 def _job_of(log: Path) -> SlurmJob | None:
     """Return the job of a log. None: Slurm does not store the job any more, or the number is now that of another job."""
-    one = _show(_number_of(log))
+    one = _show(log.stem.removeprefix("slurm-"))
     return one if one and one.log == log else None
 
 
