@@ -8,6 +8,7 @@ file itself.
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from accel_ddp.phases import step_of
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
 from accel_ddp.records.incidents import ERROR, INFO, Incident
-from accel_ddp.watch.link import Link, MonitorAddress, remove_folder, start_monitor
+from accel_ddp.watch.link import Link, MonitorAddress, start_monitor
 
 ANSWER_SECONDS = 6.0  # the monitors have chosen the first failure of a run within this time
 LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this long after the failure arrived
@@ -102,7 +103,7 @@ def _lose_monitor(address: MonitorAddress) -> None:
         )
         print(text, file=sys.stderr, flush=True)
         record(text, "MONITOR_LOST")
-        remove_folder(address)
+        shutil.rmtree(address.folder, ignore_errors=True)
 
 
 def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_secondary: bool = False) -> Failure:

@@ -138,11 +138,6 @@ class Link:
         self._socket.close()
 
 
-def remove_folder(address: MonitorAddress) -> None:
-    """Remove what a monitor that was killed has left."""
-    shutil.rmtree(address.folder, ignore_errors=True)
-
-
 @dataclass
 class Peer:
     """Another node."""
@@ -179,9 +174,6 @@ class _Pings(asyncio.DatagramProtocol):
             if hmac.compare_digest(data, self.peers.make_ping(peer.node)):
                 peer.pinged_at = time.monotonic()
 
-    def error_received(self, error: Exception) -> None:
-        pass  # the other node has no monitor any more
-
 
 class Peers:
     """Connects this node to the nodes that coordinate, and them to it."""
@@ -196,7 +188,7 @@ class Peers:
             for node in roster
             if node["node"] != own_node and (mine or node["node"] < COORDINATORS)
         }
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: list[asyncio.Task] = []
         self.is_closing = False
         self.reported: set[str] = set()  # errors about messages
         self.started_at = time.monotonic()
@@ -224,12 +216,7 @@ class Peers:
         """Open the connections to the coordinators with a lower number. The others connect to this node."""
         for peer in self.peers.values():
             if peer.node < min(COORDINATORS, self.own_node):
-                self._keep(self._stay_connected(peer))
-
-    def _keep(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+                self.tasks.append(asyncio.ensure_future(self._stay_connected(peer)))
 
     async def _stay_connected(self, peer: Peer) -> None:
         while not self.is_closing and not peer.is_done:

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from accel_ddp import phases
+from accel_ddp.records.incidents import INFO, WARNING
 from accel_ddp.watch import processes
-from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
+from accel_ddp.watch.diagnosis import Event, RankView
 from accel_ddp.watch.processes import Stack, read_stack, read_stack_of_worker
 
 EXIT_SECONDS = 10.0  # a rank that can end by itself has ended this long after the failure was sent to it (8 s at a stop)
@@ -87,19 +90,16 @@ class LocalRanks(dict[int, LocalRank]):
                 local.stopped_at = (local.stopped_at or now) if is_stopped else 0.0
 
     def views(self) -> list[RankView]:
-        now = time.monotonic()
-        return [self._view(local, now) for local in self.values()]
-
-    def _view(self, local: LocalRank, now: float) -> RankView:
-        reading = local.reading or local.read()
-        return RankView(
-            local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
-            processes.state_of(local.pid), now - local.stopped_at if local.stopped_at else 0.0, self._is_suspended(local),
-            reading.writing, local.has_ended,
-        )  # fmt: skip
-
-    def _is_suspended(self, local: LocalRank) -> bool:
-        return bool(local.stopped_at and self.launcher) and processes.state_of(self.launcher) in ("T", "t")
+        now, found = time.monotonic(), []
+        for local in self.values():
+            reading = local.reading or local.read()
+            stopped = now - local.stopped_at if local.stopped_at else 0.0
+            is_suspended = bool(local.stopped_at and self.launcher) and processes.state_of(self.launcher) in ("T", "t")
+            found.append(RankView(
+                local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
+                processes.state_of(local.pid), stopped, is_suspended, reading.writing, local.has_ended,
+            ))  # fmt: skip
+        return found
 
     def timings(self) -> dict[int, phases.Timing]:
         """Return the times that each rank has published, rounded to keep messages short."""
@@ -108,14 +108,6 @@ class LocalRanks(dict[int, LocalRank]):
             timing = (local.reading or local.read()).timing
             found[rank] = phases.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
         return found
-
-    @property
-    def all_ended(self) -> bool:
-        return all(local.has_ended for local in self.values())
-
-    @property
-    def step(self) -> int:
-        return max((local.reading.step for local in self.values() if local.reading), default=0)
 
     # ---- the end of a rank
 
@@ -159,8 +151,7 @@ class LocalRanks(dict[int, LocalRank]):
         lines = []
         for local in self.values():
             if not local.is_dead:
-                blocked = processes.blocked_thread(local.pid)
-                where = f" in {name}" if (name := processes.kernel_stack(blocked or local.pid)) else ""
+                where = f" in {name}" if (name := processes.kernel_function(local.pid)) else ""
                 lines.append(
                     f"error: RANK_BLOCKED: rank {local.rank} ({self.host}, pid {local.pid}) cannot be killed, because the kernel "
                     f"blocks it{where} (state D). It ends when its disk or file system answers. No other rank waits for it, but the "
@@ -194,7 +185,7 @@ async def wait_for_end(pid: int) -> None:
     except ProcessLookupError:
         return
     except (OSError, AttributeError):  # kernels before 5.3, old seccomp filters, macOS
-        while _exists(pid) and processes.state_of(pid) != "Z":
+        while psutil.pid_exists(pid) and processes.state_of(pid) != "Z":
             await asyncio.sleep(0.1)
         return
     ended = asyncio.Event()
@@ -205,16 +196,6 @@ async def wait_for_end(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return True
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
 
 
 class OutputFolder:
@@ -233,7 +214,10 @@ class OutputFolder:
     def _look(self) -> None:
         held = -1  # an open folder, whose inode number is not used for another one
         while True:
-            if held >= 0 and not self._is_same(held):
+            is_same = False
+            with contextlib.suppress(OSError):
+                is_same = held >= 0 and os.path.samestat(os.fstat(held), os.stat(self.path))
+            if held >= 0 and not is_same:
                 os.close(held)
                 held = -1
                 self.removals += 1
@@ -242,12 +226,6 @@ class OutputFolder:
                     held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             self.is_missing = held < 0 and self.removals > 0
             time.sleep(LOOK_SECONDS)
-
-    def _is_same(self, held: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(held), os.stat(self.path))
-        except OSError:
-            return False
 
     def events(self) -> list[Event]:
         """Return what changed since the last call."""

@@ -17,26 +17,6 @@ SLOWER_LINK = 4.0  # times slower than before, or than the other links
 REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause doubles each time
 
 
-class LinkRates:
-    """The measurements of links between nodes, and when the next one is due."""
-
-    def __init__(self) -> None:
-        self.reference: dict[tuple[int, int], float] = {}
-        self.wants_probe = False
-        self.slow: tuple[int, int] | None = None  # reported, and not over
-        self.since = 0  # the first step in which all ranks wait longer than usual; 0: they do not
-        self.asked_at, self.asked_waiting, self.pause = 0, 0.0, REPEAT_STEPS
-
-    def is_probe_due(self, step: int, waiting: float) -> bool:
-        """Return whether to measure now: the first time, if waiting has doubled, and after 100, 200, 400, ... steps."""
-        if self.asked_waiting and waiting < 2 * self.asked_waiting:
-            if step - self.asked_at < self.pause:
-                return False
-            self.pause *= 2
-        self.asked_at, self.asked_waiting, self.wants_probe = step, waiting, True
-        return True
-
-
 def find_slow_link(
     rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
 ) -> tuple[tuple[int, int], float, float] | None:
@@ -54,11 +34,6 @@ def find_slow_link(
         if rate < max(usual if others else 0.0, before) / SLOWER_LINK:
             found.append((pair, rate, usual or reference[pair]))
     return min(found, key=lambda each: each[1], default=None)
-
-
-def pairs_to_measure(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions, and each node with itself."""
-    return [*neighbours(nodes), *((node, node) for node in sorted(set(nodes)))]
 
 
 def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
@@ -134,13 +109,16 @@ class _Block(NamedTuple):
 
 
 class _Case:
-    """Something that has been reported and is not over."""
+    """Something that has been reported, or a measurement that was made, and is not over."""
 
     def __init__(self, since: int) -> None:
         self.since, self.reported_at, self.pause, self.severity, self.lost = since, 0, REPEAT_STEPS, 0.0, 0.0
 
-    def is_due(self, step: int, severity: float, step_seconds: float) -> bool:
-        """Return whether to report the case now. The caller must do so."""
+    def is_due(self, step: int, severity: float, step_seconds: float = float("inf")) -> bool:
+        """Return whether to report it now: the first time, if it is twice as severe, and after 100, 200, 400, ... steps.
+
+        The caller must do so. Reports of short steps are rarer.
+        """
         if self.severity and severity < 2 * self.severity:
             if step - self.reported_at < self.pause * max(1.0, REPEAT_SECONDS / REPEAT_STEPS / max(step_seconds, 1e-6)):
                 return False
@@ -155,12 +133,12 @@ class Slowness:
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
         """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
-        self.links = LinkRates()
+        self.reference: dict[tuple[int, int], float] = {}  # bytes per second of (source node, target node) at the start
         self._reset()
 
     def _reset(self) -> None:
         """Remove all observations of steps. The rates of links at the start stay valid."""
-        hosts, reference = self.hosts, self.links.reference
+        hosts = self.hosts
         self.samples: list[list[Timing]] = [[] for _ in hosts]  # since the end of the last block
         self.states: list[deque[tuple[int, bool]]] = [deque(maxlen=OBSERVATIONS) for _ in hosts]  # step, is stopped
         self.stopped: set[int] = set()  # ranks whose process was in state T
@@ -170,18 +148,15 @@ class Slowness:
         self.blocks: deque[_Block] = deque(maxlen=LONG_WINDOW)
         self.cases: dict[tuple[str, int], _Case] = {}  # kind, node
         self.usual_waiting: list[float] = []  # communication of the first blocks
-        self.links = LinkRates()
-        self.links.reference = reference
+        self.wants_probe = False  # the coordinator should measure all neighbouring pairs of nodes now, for `add_rates`
+        self.probe = _Case(0)  # `since` is the first step in which all ranks wait longer than usual; 0: they do not
+        self.slow_link: tuple[int, int] | None = None  # reported, and not over
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
         """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
         self.states[rank].append((times.step, is_stopped))
         if is_stopped:
             self.stopped.add(rank)
-        self._add(rank, times)
-        return self._judge() if self._complete_block() else []
-
-    def _add(self, rank: int, times: Timing) -> None:
         samples = self.samples[rank]
         if samples and times.step < samples[-1].step:  # the program has called `fit` again
             self._reset()
@@ -194,6 +169,7 @@ class Slowness:
                 self._begin(max(each[0].step for each in self.samples) + WARM_UP)
             elif self.first is not None and times.step >= self.target:
                 self.behind.discard(rank)
+        return self._judge() if self._complete_block() else []
 
     def _complete_block(self) -> bool:
         """Make a block of the steps that all ranks have done since the last one. Return False if they do not make one yet."""
@@ -250,7 +226,10 @@ class Slowness:
         newest = self.blocks[-1]
         found: list[Notice] = []
         stragglers: dict[int, list[int]] = {}
-        totals = self._total_losses()
+        totals = dict.fromkeys(range(len(self.nodes)), 0.0)  # the seconds that the others have lost by each rank
+        for block in self.blocks:
+            for rank in block.slow:
+                totals[rank] += block.lost(rank) * block.steps
         for rank in sorted(self._slow_ranks(WINDOW) | self.stopped):
             if self._is_straggler(rank, totals):
                 stragglers.setdefault(self.nodes[rank], []).append(rank)
@@ -292,18 +271,10 @@ class Slowness:
             return True
         if len(self.blocks) < LONG_WINDOW // 2 or not any(recent):
             return False
-        if totals.get(rank, 0.0) < 1.5 * LOST * sum(block.seconds * block.steps for block in self.blocks):
+        if totals[rank] < 1.5 * LOST * sum(block.seconds * block.steps for block in self.blocks):
             return False
         elsewhere = max((value for each, value in totals.items() if self.nodes[each] != self.nodes[rank]), default=0.0)
         return elsewhere <= totals[rank] / 4 and sum(rank in block.slow for block in self.blocks) >= BAD
-
-    def _total_losses(self) -> dict[int, float]:
-        """Return the seconds that the others have lost by each rank in all blocks that are kept."""
-        totals: dict[int, float] = {}
-        for block in self.blocks:
-            for rank in block.slow:
-                totals[rank] = totals.get(rank, 0.0) + block.lost(rank) * block.steps
-        return totals
 
     @property
     def is_uneven(self) -> bool:
@@ -372,11 +343,11 @@ class Slowness:
         newest = self.blocks[-1]
         if len(set(self.nodes)) < 2:
             return []
-        if len(self.usual_waiting) < WINDOW and not is_excluded and not self.links.slow:
-            self.usual_waiting.append(newest.waiting)
         if is_excluded:
-            self.links.wants_probe = False
+            self.wants_probe = False
             return []
+        if len(self.usual_waiting) < WINDOW and not self.slow_link:
+            self.usual_waiting.append(newest.waiting)
         usual = statistics.median(self.usual_waiting) if self.usual_waiting else newest.waiting
         recent = self._last(LINK_WINDOW)
 
@@ -385,51 +356,41 @@ class Slowness:
             return has_grown or block.waiting > WAITING * block.seconds
 
         bad = [block for block in recent if is_bad(block)]
-        links = self.links
+        probe = self.probe
         if len(bad) >= LINK_BAD:
-            waiting = statistics.median(block.waiting for block in bad)
-            if links.is_probe_due(newest.last, waiting):
-                links.since = links.since or bad[0].first
-        elif links.since and len(recent) - len(bad) >= LINK_BAD:
-            links.wants_probe, since, links.since, links.asked_waiting = False, links.since, 0, 0.0
-            if links.slow:
-                pair, links.slow = links.slow, None
+            if probe.is_due(newest.last, statistics.median(block.waiting for block in bad)):
+                self.wants_probe, probe.since = True, probe.since or bad[0].first
+        elif probe.since and len(recent) - len(bad) >= LINK_BAD:
+            self.wants_probe, since, probe.since, probe.severity = False, probe.since, 0, 0.0
+            if self.slow_link:
+                pair, self.slow_link = self.slow_link, None
                 text = f"communication {self._pair(pair)} takes as long as before again. It was slow from step {since} on."
                 return [Notice(SLOW_LINK, True, text, (), since)]
         return []
 
-    @property
-    def wants_probe(self) -> bool:
-        """Whether the coordinator should measure all neighbouring pairs of nodes now, and pass the results to `add_rates`."""
-        return self.links.wants_probe
-
-    def add_reference(self, rates: Mapping[tuple[int, int], float]) -> None:
-        """Add the bytes per second of each (source node, target node), as measured at the start or by the doctor."""
-        self.links.reference.update(rates)
-
     def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
         """Return a notice if a link is slow. `rates` are bytes per second, 0 if the measurement failed."""
-        links, newest = self.links, self.blocks[-1]
-        links.wants_probe = False
-        slowest = find_slow_link(rates, links.reference)
+        self.wants_probe = False
+        slowest = find_slow_link(rates, self.reference)
         if not slowest:
             return []
         pair, rate, reference = slowest
         recent = self._last(LINK_BAD)
         waiting = statistics.median(block.waiting for block in recent)
-        before = [block.waiting for block in self.blocks if block.last < (links.since or newest.first)]
+        since = self.probe.since or self.blocks[-1].first
+        before = [block.waiting for block in self.blocks if block.last < since]
         usual = min(statistics.median(before or self.usual_waiting or [waiting]), waiting)
-        links.slow = pair
-        at_start = f"at the start it was {_rate(links.reference[pair])}" if pair in links.reference else ""
+        self.slow_link = pair
+        at_start = f"at the start it was {_rate(self.reference[pair])}" if pair in self.reference else ""
         others = f"the median of the other pairs is {_rate(reference)}" if len(set(self.nodes)) > 2 else ""
         compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
         text = (
-            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {links.since or newest.first} all ranks "
+            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {since} all ranks "
             f"wait {rough_seconds(waiting)} per step for communication, instead of {rough_seconds(usual)}. They lose "
             f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. "
             "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
         )
-        return [Notice(SLOW_LINK, False, text, (), links.since or newest.first)]
+        return [Notice(SLOW_LINK, False, text, (), since)]
 
     def _pair(self, pair: tuple[int, int]) -> str:
         source, target = (self.hosts[self.nodes.index(node)] for node in pair)
@@ -453,20 +414,17 @@ class Slowness:
         worst = max(nodes, key=waits.__getitem__)
         seconds = statistics.mean(block.seconds for block in bad[worst])
         case = self.cases.setdefault(key, _Case(bad[worst][0].first))
-        if not case.is_due(recent[-1].last, waits[worst], seconds):
+        wait = waits[worst]
+        if not case.is_due(recent[-1].last, wait, seconds):
             return []
-        return [self._data_notice(nodes, waits[worst], seconds, case)]
-
-    def _data_notice(self, nodes: list[int], wait: float, seconds: float, case: _Case) -> Notice:
-        """Return the report about nodes that wait for data, `wait` of the `seconds` of each step on the worst of them."""
         hosts = [self.hosts[self.nodes.index(node)] for node in nodes]
-        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(self.blocks[-1].data)} nodes"
+        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(recent[-1].data)} nodes"
         text = (
             f"loading data takes {_percent(wait / seconds)} of each step on {where}; increase --num_workers. "
             f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {rough_seconds(wait)} per step for its data loader "
             f"since step {case.since}. If more workers do not help, make the dataset faster: store decoded data, or use a faster disk."
         )
-        return Notice(DATA_SLOW, False, text, (), case.since, hosts[0])
+        return [Notice(DATA_SLOW, False, text, (), case.since, hosts[0])]
 
 
 def _at(samples: list[Timing], step: int) -> list[float]:
