@@ -112,20 +112,16 @@ def _join_monitors(ranks: list[dict]) -> None:
         links.tell_monitor({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": links.node})
 
 
-def watch_single_rank(cfg: TrainConfig) -> None:
-    """Start a monitor for a run of one rank. Its data and its disk may hang too."""
+def connect_single_rank(cfg: TrainConfig) -> None:
+    """Set what the launcher of a single rank has stored, and start a monitor, because its data and its disk may hang too."""
+    end_if_stopped()
+    links.earlier_run = newest_run([read_earlier_run()])
     monitor = start_monitor_of_node(cfg, "127.0.0.1") if links.monitor is None else None  # `start` may be called twice
     if monitor is None:
         return
     link_to_monitor(monitor)
     place = {"rank": 0, "node": 0, "host": this_rank.host}
     links.tell_monitor({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
-
-
-def connect_to_launcher() -> None:
-    """Set what the launcher of a single rank has stored about earlier attempts."""
-    end_if_stopped()
-    links.earlier_run = newest_run([read_earlier_run()])
 
 
 def _check_options(ranks: list[dict]) -> None:
@@ -164,9 +160,7 @@ def _check_gpus(ranks: list[dict]) -> bool:
             f"These ranks have no GPU, but the others have one: {names}. Check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build "
             "there, or set ACCELERATE_USE_CPU=true on every node to train on CPUs."
         )
-    crowded = [rank for rank in ranks if 0 < rank["gpus"] < rank["local"]]
-    if crowded:
-        rank = crowded[0]
+    for rank in (rank for rank in ranks if 0 < rank["gpus"] < rank["local"]):
         raise UserError(
             f"{rank['host']} has {counted(rank['gpus'], 'GPU')} for {rank['local']} ranks. num_processes of `accelerate "
             "launch` is the total over all nodes: use the number of nodes times the GPUs of one node. --nproc_per_node of torchrun is "
