@@ -49,8 +49,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
     links.store = dist.PrefixStore("accel_ddp", attempt)
-    _number_nodes(ranks)
-    _join_monitors(ranks)
+    _join_nodes(ranks)
     links.earlier_run = newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
     if links.sharding:
@@ -84,8 +83,11 @@ def _main_ip() -> str:
     return socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0]
 
 
-def _number_nodes(ranks: list[dict]) -> None:
-    """Set the nodes of all ranks. Launchers number the nodes; otherwise the numbers follow from the hosts and local ranks."""
+def _join_nodes(ranks: list[dict]) -> None:
+    """Set the nodes of all ranks. Connect this rank to the monitor of its node, and the monitors of all nodes to each other.
+
+    Launchers number the nodes. Otherwise the numbers follow from the hosts and the local ranks.
+    """
     if "GROUP_RANK" not in os.environ:
         for rank, node in zip(ranks, find_nodes([(rank["host"], rank["local_rank"], rank["local"]) for rank in ranks])):
             rank["node"] = node
@@ -93,10 +95,6 @@ def _number_nodes(ranks: list[dict]) -> None:
     for rank in ranks:
         nodes.setdefault(rank["node"], []).append(rank["host"])
     links.node, links.nodes = ranks[this_rank.rank]["node"], [(hosts[0], len(hosts)) for _, hosts in sorted(nodes.items())]
-
-
-def _join_monitors(ranks: list[dict]) -> None:
-    """Connect this rank to the monitor of its node, and the monitors of all nodes to each other."""
     monitors = {rank["node"]: MonitorAddress(*rank["monitor"]) for rank in ranks if rank["monitor"]}
     if links.node not in monitors:
         return

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
@@ -162,12 +162,7 @@ def _filter(record: logging.LogRecord) -> bool:
 class _StderrHandler(logging.StreamHandler):
     """Writes to the current `sys.stderr`, which may be replaced after the handler was made."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 def configure() -> None:

@@ -117,10 +117,8 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
     ending.run(Moment.MESSAGES, Exit.FAILED)
     phases.HERE.enter_phase_of(error)
-    if isinstance(error, Stopped):
-        return _leave(report_failure(error.failure))
-    if isinstance(error, Diverged):
-        return _leave(report_failure(_with_unsaved(error.failure)))
+    if isinstance(error, (Stopped, Diverged)):
+        return _leave(report_failure(error.failure if isinstance(error, Stopped) else _with_unsaved(error.failure)))
     if isinstance(error, SystemExit):  # raised by the user's own code
         code = (isinstance(error.code, int) and error.code % 256) or 1
         text = f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}."

@@ -278,8 +278,15 @@ class Judge:
                 self.open.pop(f"node {node}", None)
         else:
             causes = {f"node {node.node}": self._lost_node(node, scene.ranks) for node in lost.values()}
-        stopped = [r for r in scene.active if r.stopped > self.report_after]
-        return causes | {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
+        for r in (r for r in scene.active if r.stopped > self.report_after):
+            text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
+            advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
+            limit = self.abort_after
+            if r.is_suspended:
+                advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
+            place = ([r.rank], [r.rank], r.host, r.current_step)
+            causes[f"rank {r.rank}"] = Cause("RANK_STOPPED", r.stopped, text, advice, limit, *place)
+        return causes
 
     def _late(self, scene: _Scene) -> dict[str, Cause]:
         """Find ranks that are behind all others, for longer than usual, and not because they wait for another rank."""
@@ -372,14 +379,6 @@ class Judge:
         limit = min(CLOSED_ABORT_SECONDS, self.abort_after) if is_closed else self.abort_after
         kind = "NODE_LOST" if is_closed else "LINK_LOST"
         return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=lost[0].host, step=step)
-
-    def _stopped_rank(self, r: RankView) -> Cause:
-        text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
-        advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
-        limit = self.abort_after
-        if r.is_suspended:
-            advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
-        return Cause("RANK_STOPPED", r.stopped, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
 
     def _hung_rank(self, r: RankView, scene: _Scene) -> Cause:
         usual, seconds = scene.usual(r), r.age

@@ -280,14 +280,14 @@ class Monitor:
     # ---- the loop
 
     def _keep(self, coroutine: Any) -> None:
+        def end(task: asyncio.Task) -> None:
+            self.tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                self.printer.put("".join(traceback.format_exception(error)))
+
         task = asyncio.ensure_future(coroutine)
         self.tasks.add(task)
-        task.add_done_callback(self._end_task)
-
-    def _end_task(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            self.printer.put("".join(traceback.format_exception(error)))
+        task.add_done_callback(end)
 
     async def run(self) -> None:
         """Watch until the last rank of this node has ended."""
@@ -304,8 +304,8 @@ class Monitor:
             if now - last > GAP_SECONDS:
                 self.quiet_until = now + self.report_after + 5
             self.ranks.read_pages(now)
-            if self.failure and self.ranks.end(now - self.failed_at):
-                for line in self.ranks.describe_blocked():
+            if self.failure and (blocked := self.ranks.end(now - self.failed_at)):
+                for line in blocked:
                     self.printer.put(line)
                     self._record(Incident.parse(line, "RANK_BLOCKED", host=self.host))
                 break
@@ -333,16 +333,6 @@ class Monitor:
         self.peers.broadcast({"ranks": rows})
         self.peers.ping_silent()
 
-    def _watch_output(self, views: list[RankView]) -> None:
-        """Find out whether the disk of the output folder answers, if a rank of this node may wait for it."""
-        if self.output:
-            own = [v for v in views if v.node == self.node]
-            late = [v for v in own if v.age > self.report_after / 2]
-            slow = [v for v in late if v.phase == phases.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
-            self.judge.disk_hung = self.output.seconds_without_answer(bool(slow))
-            for event in self.output.events():
-                self._announce(event)
-
     def _judge(self, now: float, seconds: float) -> None:
         """Report what keeps all the ranks and nodes that are known here from progress."""
         remote = ((self.remote[rank], now - heard_at) for rank, heard_at in self.heard_ranks_at.items())
@@ -352,7 +342,13 @@ class Monitor:
             if v.age < 1 and v.rank in self.stacks:
                 del self.stacks[v.rank]
                 self.asked_stacks.discard(v.rank)
-        self._watch_output(views)
+        if self.output:  # does its disk answer? A rank of this node may wait for it
+            own = [v for v in views if v.node == self.node]
+            late = [v for v in own if v.age > self.report_after / 2]
+            slow = [v for v in late if v.phase == phases.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
+            self.judge.disk_hung = self.output.seconds_without_answer(bool(slow))
+            for event in self.output.events():
+                self._announce(event)
         known = {v.node for v in views}
         nodes = [
             NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
@@ -403,12 +399,8 @@ async def watch(options: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def main() -> None:
+if __name__ == "__main__":
     # Schedulers send signals to every process of a job. The monitor ends with its ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     asyncio.run(watch(json.loads(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,7 @@ in a collective or holds the GIL prints it too. A stopped process cannot. py-spy
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -18,8 +19,7 @@ from typing import IO
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process: R and S run, T is stopped, D is blocked in the kernel, Z has ended. "": there is none."""
-    fields = _stat(pid)
-    return fields[0] if fields else ""
+    return next(iter(_stat(pid)), "")
 
 
 def exit_status(pid: int) -> int | None:
@@ -40,9 +40,8 @@ def describe_exit(status: int | None) -> str:
         return "died"
     if status >= 0:
         return f"ended with exit code {status}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"was killed by signal {-status}"
+    names = {int(each): each.name for each in signal.Signals}
+    return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def _stat(pid: int) -> list[str]:
@@ -116,8 +115,6 @@ def print_on_signal(path: Path) -> IO[str]:
 def allow_tracing(pid: int) -> None:
     """Let another process of the same user read the memory of this one, where Linux restricts that to parents."""
     if sys.platform == "linux":
-        import ctypes
-
         PR_SET_PTRACER = 0x59616D61
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, pid)
 
@@ -135,8 +132,7 @@ class Stack(list[str]):
         """Return the function that the program called, for example "barrier" or "backward"."""
         if self and _BACKWARD in self[0]:
             return "backward"
-        inside = [frame for frame in self if any(part in frame for part in _COLLECTIVES)]
-        names = [frame.split(" ")[0] for frame in inside]
+        names = [frame.split(" ")[0] for frame in self if any(part in frame for part in _COLLECTIVES)]
         return next((name for name in reversed(names) if name != "wrapper"), "a collective")
 
     def text(self) -> str:
@@ -162,7 +158,17 @@ async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
                 if file.stat().st_size > size:
                     await asyncio.sleep(0.05)
                     return parse(file.read_bytes()[size:].decode(errors="replace"))
-    return await _read_from_outside(pid)
+    program = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if program is None:
+        return Stack()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "dump", "--nonblocking", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 2)
+    except (OSError, asyncio.TimeoutError):
+        return Stack()
+    return parse(output.decode(errors="replace"))
 
 
 async def read_stack_of_worker(rank: int, file: Path) -> Stack:
@@ -177,20 +183,6 @@ async def read_stack_of_worker(rank: int, file: Path) -> Stack:
         if loop and not stack[loop - 1].startswith("get ("):  # an idle worker waits for the indices of its next batch
             return stack
     return Stack()
-
-
-async def _read_from_outside(pid: int) -> Stack:
-    program = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if program is None:
-        return Stack()
-    try:
-        process = await asyncio.create_subprocess_exec(
-            program, "dump", "--nonblocking", "--pid", str(pid), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-        )
-        output, _ = await asyncio.wait_for(process.communicate(), 2)
-    except (OSError, asyncio.TimeoutError):
-        return Stack()
-    return parse(output.decode(errors="replace"))
 
 
 def parse(text: str) -> Stack:

@@ -6,7 +6,7 @@ measurement of the links has confirmed it, because a busy machine delays communi
 """
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -103,9 +103,6 @@ class _Block(NamedTuple):
     def lost(self, rank: int) -> float:
         """Return the seconds per step that others lose by this rank."""
         return self.slow[rank][0] - self.normal if rank in self.slow else 0.0
-
-    def waits_for_data(self, node: int) -> bool:
-        return self.data[node] > max(DATA_SECONDS, DATA_SHARE * self.seconds)
 
 
 class _Case:
@@ -208,10 +205,7 @@ class Slowness:
         slow = {rank for rank, value in enumerate(own) if value > SLOWER * usual and value - usual > LOST / 2 * seconds}
         normal = max(value for rank, value in enumerate(own) if rank not in slow)
         typical = [statistics.median_low(column) for column in zip(*spent)]
-
-        def part(rank: int) -> str:
-            return max(zip(PARTS, spent[rank], typical), key=lambda each: each[1] - each[2])[0]
-
+        part = lambda rank: max(zip(PARTS, spent[rank], typical), key=lambda each: each[1] - each[2])[0]
         data: dict[int, float] = {}
         for node, parts in zip(self.nodes, spent):
             data[node] = min(parts[0], data.get(node, parts[0]))
@@ -223,18 +217,19 @@ class Slowness:
 
     def _judge(self) -> list[Notice]:
         """Return the notices after a new block."""
-        newest = self.blocks[-1]
+        newest, recent = self.blocks[-1], self._last(WINDOW)
         found: list[Notice] = []
         stragglers: dict[int, list[int]] = {}
         totals = dict.fromkeys(range(len(self.nodes)), 0.0)  # the seconds that the others have lost by each rank
         for block in self.blocks:
             for rank in block.slow:
                 totals[rank] += block.lost(rank) * block.steps
-        for rank in sorted(self._slow_ranks(WINDOW) | self.stopped):
+        for rank in sorted({rank for block in recent for rank in block.slow} | self.stopped):
             if self._is_straggler(rank, totals):
                 stragglers.setdefault(self.nodes[rank], []).append(rank)
         for node, ranks in stragglers.items():
-            case = self.cases.setdefault((STRAGGLER, node), _Case(self._since(ranks)))
+            slow = [block.first for block in recent if any(rank in block.slow for rank in ranks)]
+            case = self.cases.setdefault((STRAGGLER, node), _Case((slow or [recent[0].first])[0]))
             worst = max(ranks, key=self._lost)
             case.lost += max(newest.lost(rank) for rank in ranks) * newest.steps
             if case.is_due(newest.last, self._lost(worst) or self._stopped_share(worst), newest.seconds):
@@ -244,7 +239,6 @@ class Slowness:
         found += self._judge_data(is_excluded=bool(stragglers))
         for kind, node in [key for key in self.cases if key[0] == STRAGGLER and key[1] not in stragglers]:
             of_node = [rank for rank, its in enumerate(self.nodes) if its == node]
-            recent = self._last(WINDOW)
             if all(sum(rank in block.slow for block in recent) <= WINDOW - BAD for rank in of_node):
                 case = self.cases.pop((kind, node))
                 text = (
@@ -285,31 +279,22 @@ class Slowness:
     def _last(self, number: int) -> list[_Block]:
         return list(self.blocks)[-number:]
 
-    def _slow_ranks(self, number: int) -> set[int]:
-        """Return the ranks that were slow in any of the last blocks."""
-        return {rank for block in self._last(number) for rank in block.slow}
-
     def _stopped_share(self, rank: int) -> float:
         """Return the fraction of observations in which the process was stopped, if it was stopped repeatedly; otherwise 0."""
         states = self.states[rank]
         stops = {step for step, is_stopped in states if is_stopped}
-        if len(stops) < 4:
+        if len(stops) < 4 or len(states) < WINDOW:
             return 0.0
-        share = sum(is_stopped for _, is_stopped in states) / len(states)
-        return share if len(states) >= WINDOW else 0.0
+        return sum(is_stopped for _, is_stopped in states) / len(states)
 
     def _has_suspect(self) -> bool:
-        counts = [sum(rank in block.slow for block in self._last(LINK_WINDOW)) for rank in self._slow_ranks(LINK_WINDOW)]
-        return max(counts, default=0) > LINK_WINDOW - LINK_BAD
+        counts = Counter(rank for block in self._last(LINK_WINDOW) for rank in block.slow)
+        return max(counts.values(), default=0) > LINK_WINDOW - LINK_BAD
 
     def _lost(self, rank: int) -> float:
         """Return the seconds per step that others have lost by this rank in the last blocks in which it was slow."""
         bad = [block.lost(rank) for block in self._last(WINDOW) if rank in block.slow]
         return statistics.mean(bad) if bad else 0.0
-
-    def _since(self, ranks: list[int]) -> int:
-        recent = self._last(WINDOW)
-        return next((block.first for block in recent if any(rank in block.slow for rank in ranks)), recent[0].first)
 
     def _straggler_text(self, ranks: list[int], worst: int, case: _Case) -> str:
         host, pid = self.hosts[worst], self.pids[worst]
@@ -318,9 +303,8 @@ class Slowness:
             name = f"ranks {', '.join(map(str, ranks))} ({host}) are slow. The slowest, rank {worst},"
         bad = [block for block in self._last(WINDOW) if worst in block.slow]
         share = self._stopped_share(worst)
-        stopped = (
-            f" Its process was stopped by a signal (state T) in {_percent(share)} of the observations." if share >= LOST else ""
-        )
+        observed = f" Its process was stopped by a signal (state T) in {_percent(share)} of the observations."
+        stopped = observed if share >= LOST else ""
         if not bad:
             return f"{name} is slow since step {case.since} (pid {pid}).{stopped} Find out what stops it."
         own, normal, data = (
@@ -350,12 +334,8 @@ class Slowness:
             self.usual_waiting.append(newest.waiting)
         usual = statistics.median(self.usual_waiting) if self.usual_waiting else newest.waiting
         recent = self._last(LINK_WINDOW)
-
-        def is_bad(block: _Block) -> bool:
-            has_grown = block.waiting > GROWTH * usual and block.waiting - usual > LOST * block.seconds
-            return has_grown or block.waiting > WAITING * block.seconds
-
-        bad = [block for block in recent if is_bad(block)]
+        has_grown = lambda block: block.waiting > GROWTH * usual and block.waiting - usual > LOST * block.seconds
+        bad = [block for block in recent if has_grown(block) or block.waiting > WAITING * block.seconds]
         probe = self.probe
         if len(bad) >= LINK_BAD:
             if probe.is_due(newest.last, statistics.median(block.waiting for block in bad)):
@@ -400,7 +380,8 @@ class Slowness:
 
     def _judge_data(self, is_excluded: bool) -> list[Notice]:
         recent = self._last(WINDOW)
-        bad = {node: found for node in recent[-1].data if (found := [block for block in recent if block.waits_for_data(node)])}
+        is_late = lambda block, node: block.data[node] > max(DATA_SECONDS, DATA_SHARE * block.seconds)
+        bad = {node: found for node in recent[-1].data if (found := [block for block in recent if is_late(block, node)])}
         nodes = [node for node, blocks in bad.items() if len(blocks) >= BAD]
         if len(nodes) < len(recent[-1].data) and self._has_suspect():
             nodes = []  # the others wait for this node, which is reported as a straggler if that lasts
@@ -411,10 +392,9 @@ class Slowness:
                 return [Notice(DATA_SLOW, True, f"data loading, slow since step {since}, is fast again.", (), since)]
             return []
         waits = {node: statistics.mean(block.data[node] for block in bad[node]) for node in nodes}
-        worst = max(nodes, key=waits.__getitem__)
+        worst, wait = max(waits.items(), key=lambda each: each[1])
         seconds = statistics.mean(block.seconds for block in bad[worst])
         case = self.cases.setdefault(key, _Case(bad[worst][0].first))
-        wait = waits[worst]
         if not case.is_due(recent[-1].last, wait, seconds):
             return []
         hosts = [self.hosts[self.nodes.index(node)] for node in nodes]
