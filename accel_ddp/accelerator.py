@@ -29,7 +29,6 @@ from accel_ddp.phases import LOAD
 from accel_ddp.ranks import group, reporting, signals
 from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
 from accel_ddp.ranks.process import ending, links, this_rank
-from accel_ddp.ranks.reporting import report_claimed, report_output_dir
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed
@@ -86,8 +85,7 @@ def _connect(cfg: TrainConfig, precision: str) -> bool:
         use_gpu = group.connect(cfg, precision)
     else:
         use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
-        group.connect_to_launcher()
-        group.watch_single_rank(cfg)
+        group.connect_single_rank(cfg)
     phases.enter(LOAD)
     return use_gpu
 
@@ -161,7 +159,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
     if not before:
         links.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
-    report_output_dir(cfg.output_dir)
+    links.tell_monitor({"output_dir": os.path.abspath(cfg.output_dir), "is_watched": this_rank.is_main})
     with together("open the output folder"):
         cfg.check_installed(is_sharded=links.sharding is not None)
         if cfg.resume and not (given or before):
@@ -169,7 +167,7 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
         if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             _check_trackers(trackers)
             ending.run_folder_lock = run_folder.claim(cfg)
-            report_claimed()
+            links.tell_monitor({"is_claimed": True})  # it writes incidents.jsonl; before, the folder may be another run's
             _check_hub_token(cfg)
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)

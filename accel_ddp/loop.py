@@ -224,7 +224,7 @@ class TrainingRun:
         self.notify("on_step_end", self.step)
         self.is_stopping = self.is_stopping or self.step == self.cfg.stop_after
         if self.is_stopping:
-            signals.mark_agreed()  # from here on no time limit ends the save
+            ending.stop.is_agreed = True  # from here on no time limit ends the save
             with phase(DEVICE):
                 self.read_numbers(wait_for_all=True)
 
@@ -297,7 +297,7 @@ class TrainingRun:
                     reshard(self.model)  # an `evaluate` function of a user may have left weights gathered
             except EvaluationStopped:
                 self.is_stopping = True
-                signals.mark_agreed()
+                ending.stop.is_agreed = True
                 return
             # Ranks that compared different values would disagree on when to stop. A user's `evaluate` may return them.
             self.metrics = broadcast_metrics(metrics)

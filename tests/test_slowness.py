@@ -177,7 +177,7 @@ def test_nothing_is_reported_without_a_straggler(name, ranks):
 def test_a_slow_link_is_reported_after_a_measurement_and_its_recovery_as_well():
     draw = random.Random(2)
     run = Simulated(2, lambda rank, step: steady(0.1 * draw.uniform(0.9, 1.1)))
-    run.judge.add_reference({(0, 1): FAST, (1, 0): FAST})
+    run.judge.reference |= {(0, 1): FAST, (1, 0): FAST}
     run.run(20, communication=0.02)
     assert not run.judge.wants_probe
     while not run.judge.wants_probe:
@@ -198,7 +198,7 @@ def test_a_slow_link_is_reported_after_a_measurement_and_its_recovery_as_well():
 
 def test_links_that_are_as_fast_as_before_are_not_reported_although_communication_takes_longer():
     run = Simulated(3, lambda rank, step: steady(0.1))
-    run.judge.add_reference({pair: FAST for pair in neighbours([0, 1, 2])})
+    run.judge.reference |= {pair: FAST for pair in neighbours([0, 1, 2])}
     run.run(20, 0.02).run(10, 0.5)
     assert run.judge.wants_probe
     assert not run.judge.add_rates({pair: 0.5 * FAST for pair in neighbours([0, 1, 2])})

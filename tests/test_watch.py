@@ -9,8 +9,9 @@ import time
 import pytest
 
 from accel_ddp import phases
+from accel_ddp.records.incidents import ERROR, INFO, WARNING
 from accel_ddp.watch import processes
-from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
 from accel_ddp.watch.processes import Stack
 
 IN_BARRIER = Stack(["barrier (torch/distributed/distributed_c10d.py:5)", "wrapper (c10d_logger.py:9)", "loss (mine.py:3)"])

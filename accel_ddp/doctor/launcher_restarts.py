@@ -350,7 +350,7 @@ class RestartingRendezvous:
             text = "another node has joined"
             print_progress(f"{text}. The ranks are started again from their checkpoint.")
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
-            restart_files.replace_outcome(self.pid, last, joined)
+            restart_files.write_outcome(self.pid, joined, replaced=last)
             return
         # A rank that stops or reports an error has written the outcome. If a rank was killed, the monitor may still be writing it,
         # which matters only if this step has already failed twice.

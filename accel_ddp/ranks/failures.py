@@ -15,11 +15,6 @@ LAUNCHER_DIED = "LAUNCHER_DIED"  # the beginning of the reason of a stop that no
 MAX_TEXT = 20_000  # characters of a failure
 
 
-def shorten(text: str) -> str:
-    """Return a text that other nodes can print: its beginning and its end."""
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n... (shortened)\n{text[-MAX_TEXT // 2 :]}"
-
-
 class Failure(NamedTuple):
     """Why a rank ends before its time. The first failure of a run is stored for all ranks, and every rank prints it."""
 
@@ -44,18 +39,17 @@ class Failure(NamedTuple):
         return self.code or codes.get(self.kind, 1)
 
     def as_message(self) -> dict[str, Any]:
-        """Return what the monitors need to know."""
-        short = self._replace(text=redact(shorten(self.text)))
+        """Return what the monitors need to know. Other nodes print the beginning and the end of a long text."""
+        text = self.text
+        if len(text) > MAX_TEXT:
+            text = f"{text[: MAX_TEXT // 2]}\n... (shortened)\n{text[-MAX_TEXT // 2 :]}"
+        short = self._replace(text=redact(text))
         return {**short._asdict(), "line": str(short), "exit_code": self.exit_code}
 
     def as_outcome(self) -> dict[str, Any]:
         """Return what the launcher needs to know to decide whether it starts the ranks again. See `watch.outcome`."""
         step = None if self.step < 0 else self.step
         return {**self._asdict(), "text": redact(str(self)), "step": step, "exit_code": self.exit_code, "time": time.time()}
-
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> "Failure":
-        return cls(**{name: message[name] for name in cls._fields if name in message})
 
 
 class Stopped(Exception):

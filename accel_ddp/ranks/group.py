@@ -49,8 +49,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
     links.store = dist.PrefixStore("accel_ddp", attempt)
-    _number_nodes(ranks)
-    _join_monitors(ranks)
+    _join_nodes(ranks)
     links.earlier_run = newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
     if links.sharding:
@@ -84,8 +83,11 @@ def _main_ip() -> str:
     return socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0]
 
 
-def _number_nodes(ranks: list[dict]) -> None:
-    """Set the nodes of all ranks. Launchers number the nodes; otherwise the numbers follow from the hosts and local ranks."""
+def _join_nodes(ranks: list[dict]) -> None:
+    """Set the nodes of all ranks. Connect this rank to the monitor of its node, and the monitors of all nodes to each other.
+
+    Launchers number the nodes. Otherwise the numbers follow from the hosts and the local ranks.
+    """
     if "GROUP_RANK" not in os.environ:
         for rank, node in zip(ranks, find_nodes([(rank["host"], rank["local_rank"], rank["local"]) for rank in ranks])):
             rank["node"] = node
@@ -93,10 +95,6 @@ def _number_nodes(ranks: list[dict]) -> None:
     for rank in ranks:
         nodes.setdefault(rank["node"], []).append(rank["host"])
     links.node, links.nodes = ranks[this_rank.rank]["node"], [(hosts[0], len(hosts)) for _, hosts in sorted(nodes.items())]
-
-
-def _join_monitors(ranks: list[dict]) -> None:
-    """Connect this rank to the monitor of its node, and the monitors of all nodes to each other."""
     monitors = {rank["node"]: MonitorAddress(*rank["monitor"]) for rank in ranks if rank["monitor"]}
     if links.node not in monitors:
         return
@@ -112,20 +110,16 @@ def _join_monitors(ranks: list[dict]) -> None:
         links.tell_monitor({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": links.node})
 
 
-def watch_single_rank(cfg: TrainConfig) -> None:
-    """Start a monitor for a run of one rank. Its data and its disk may hang too."""
+def connect_single_rank(cfg: TrainConfig) -> None:
+    """Set what the launcher of a single rank has stored, and start a monitor, because its data and its disk may hang too."""
+    end_if_stopped()
+    links.earlier_run = newest_run([read_earlier_run()])
     monitor = start_monitor_of_node(cfg, "127.0.0.1") if links.monitor is None else None  # `start` may be called twice
     if monitor is None:
         return
     link_to_monitor(monitor)
     place = {"rank": 0, "node": 0, "host": this_rank.host}
     links.tell_monitor({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
-
-
-def connect_to_launcher() -> None:
-    """Set what the launcher of a single rank has stored about earlier attempts."""
-    end_if_stopped()
-    links.earlier_run = newest_run([read_earlier_run()])
 
 
 def _check_options(ranks: list[dict]) -> None:
@@ -164,9 +158,7 @@ def _check_gpus(ranks: list[dict]) -> bool:
             f"These ranks have no GPU, but the others have one: {names}. Check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build "
             "there, or set ACCELERATE_USE_CPU=true on every node to train on CPUs."
         )
-    crowded = [rank for rank in ranks if 0 < rank["gpus"] < rank["local"]]
-    if crowded:
-        rank = crowded[0]
+    for rank in (rank for rank in ranks if 0 < rank["gpus"] < rank["local"]):
         raise UserError(
             f"{rank['host']} has {counted(rank['gpus'], 'GPU')} for {rank['local']} ranks. num_processes of `accelerate "
             "launch` is the total over all nodes: use the number of nodes times the GPUs of one node. --nproc_per_node of torchrun is "

@@ -146,10 +146,6 @@ class Ending:
         self.run_folder_lock: IO[str] | None = None  # a lock on the run folder lasts as long as the process
         self.callbacks: list[ExitCallback] = []
 
-    def receive_failure(self, failure: Failure) -> None:
-        self.failure = failure
-        self.has_failed.set()
-
     def add(self, moment: Moment, owner: Any, run: Callable[[float], object], limits: tuple[float, float, float]) -> None:
         """Let `run(seconds)` be called at a moment, after the callbacks that were added before it."""
         self.callbacks.append(ExitCallback(moment, owner, run, limits))

@@ -8,18 +8,19 @@ file itself.
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.phases import step_of
 from accel_ddp.ranks.failures import Failure
 from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
-from accel_ddp.records.incidents import ERROR, INFO, Incident
-from accel_ddp.watch.link import Link, MonitorAddress, remove_folder, start_monitor
+from accel_ddp.records.incidents import ERROR, Incident
+from accel_ddp.watch.link import Link, MonitorAddress, start_monitor
 
 ANSWER_SECONDS = 6.0  # the monitors have chosen the first failure of a run within this time
 LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this long after the failure arrived
@@ -47,14 +48,6 @@ def link_to_monitor(address: MonitorAddress) -> None:
     links.monitor = Link(address, this_rank.rank, phases.HERE, _receive, lambda: _lose_monitor(address))
 
 
-def close_link() -> None:
-    """Report that the program of this rank is complete. The monitor then does not take its end for a failure."""
-    ending.is_leaving.set()
-    link, links.monitor = links.monitor, None
-    if link:
-        link.close()
-
-
 def _receive(message: dict[str, Any]) -> None:
     """Handle a message of the monitor. Runs in the thread of the link."""
     if "stop" in message:
@@ -62,8 +55,9 @@ def _receive(message: dict[str, Any]) -> None:
     if "want_collective" in message:
         links.tell_monitor({"collective": _last_collective()})
     if "failure" in message and not ending.failure:
-        failure = Failure.from_message(message["failure"])
-        ending.receive_failure(failure)
+        failure = Failure(**{name: value for name, value in message["failure"].items() if name in Failure._fields})
+        ending.failure = failure
+        ending.has_failed.set()
         threading.Thread(target=_leave_late, args=(failure,), daemon=True).start()
 
 
@@ -102,7 +96,7 @@ def _lose_monitor(address: MonitorAddress) -> None:
         )
         print(text, file=sys.stderr, flush=True)
         record(text, "MONITOR_LOST")
-        remove_folder(address)
+        shutil.rmtree(address.folder, ignore_errors=True)
 
 
 def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_secondary: bool = False) -> Failure:
@@ -128,21 +122,6 @@ def wait_for_failure(seconds: float) -> Failure | None:
     return ending.failure
 
 
-def ask_all_to_stop(reason: str) -> None:
-    links.tell_monitor({"stop": reason})  # the next all-reduce carries the request too
-
-
-def report_output_dir(output_dir: str) -> None:
-    """Let messages of the monitors name the output folder, and let the monitor of the main node watch it."""
-    links.tell_monitor({"output_dir": os.path.abspath(output_dir), "is_watched": this_rank.is_main})
-
-
-def report_claimed() -> None:
-    """Let the monitor of the main node write incidents.jsonl. Before, the folder may belong to another run."""
-    if this_rank.is_main:
-        links.tell_monitor({"is_claimed": True})
-
-
 def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) -> None:
     """Store an incident, without waiting for the disk. It may be called on every rank: equal texts are stored once.
 
@@ -162,18 +141,8 @@ def warn_on_main(text: str, kind: str, step: int = -1) -> None:
         record(text, kind, step=step)
 
 
-def record_end(text: str, kind: str, step: int) -> None:
-    """Store the failure that ends this rank, if there is no monitor that stores it."""
-    if links.monitor is None and ending.failure is None and this_rank.is_main:
-        record(text, kind.upper(), INFO if kind in ("stopped", "interrupted") else ERROR, step)
-        links.incidents.close(1)
-
-
 class IncidentHandler(logging.Handler):
     """Stores the warnings of the library. Reports of long waits, which are repeated, are no incidents."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
 
     def emit(self, entry: logging.LogRecord) -> None:
         text = entry.getMessage()
@@ -182,28 +151,18 @@ class IncidentHandler(logging.Handler):
             record(text, kind, ERROR if entry.levelno >= logging.ERROR else "")
 
 
-class _RankFilter(logging.Filter):
-    """Drops messages below WARNING on all ranks but the main one, because every rank logs the same ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prefix = f"[{this_rank.host} rank {this_rank.rank}] " if this_rank.num_ranks > 1 else ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.prefix = self.prefix
-        record.severity = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        return this_rank.is_main or record.levelno >= logging.WARNING
+def _filter(record: logging.LogRecord) -> bool:
+    """Drop messages below WARNING on all ranks but the main one, because every rank logs the same ones."""
+    is_warning = record.levelno >= logging.WARNING
+    record.prefix = f"[{this_rank.host} rank {this_rank.rank}] " if this_rank.num_ranks > 1 else ""
+    record.severity = f"{record.levelname.lower()}: " if is_warning else ""
+    return this_rank.is_main or is_warning
 
 
 class _StderrHandler(logging.StreamHandler):
     """Writes to the current `sys.stderr`, which may be replaced after the handler was made."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
+    stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
 def configure() -> None:
@@ -214,11 +173,11 @@ def configure() -> None:
     logger = logging.getLogger("accel_ddp")
     has_handlers = bool(logger.handlers)
     if not any(isinstance(handler, IncidentHandler) for handler in logger.handlers):
-        logger.addHandler(IncidentHandler())
+        logger.addHandler(IncidentHandler(logging.WARNING))
     if has_handlers:
         return
     handler = _StderrHandler()
-    handler.addFilter(_RankFilter())
+    handler.addFilter(_filter)
     handler.setFormatter(logging.Formatter("%(prefix)s%(severity)s%(message)s"))
     logger.addHandler(handler)
     logger.propagate = False

@@ -16,15 +16,8 @@ from accel_ddp.ranks.agreement import REPORT_EVERY
 from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.text import ranks_text
-from accel_ddp.watch.restart_files import (
-    IS_RESTART,
-    LAUNCHER,
-    current_round,
-    launcher_pid,
-    read_outcome,
-    read_run,
-    why_not_restarted,
-)
+from accel_ddp.watch import restart_files
+from accel_ddp.watch.restart_files import current_round, launcher_pid, read_outcome
 
 log = logging.getLogger(__name__)
 
@@ -37,22 +30,22 @@ def end_if_stopped() -> None:
     `doctor.at_launch` lets the launcher end in this case. It is not loaded if the launched script does not mention this package.
     """
     outcome = read_outcome(launcher_pid(), current_round() - 1)
-    if outcome and why_not_restarted(outcome, []):
+    if outcome and restart_files.why_not_restarted(outcome, []):
         kind = {USER_ERROR: "error", UNSAVED: "unsaved", INTERRUPTED: "interrupted"}.get(outcome["exit_code"], "stopped")
         raise Stopped(Failure(kind, outcome["text"].removeprefix(f"{kind}: ")))
 
 
 def is_restart() -> bool:
     """Return whether the launcher of any node has already started ranks of this job before. A program may use a launcher twice."""
-    return current_round() > 0 or os.environ.get(IS_RESTART) == "1"
+    return current_round() > 0 or os.environ.get(restart_files.IS_RESTART) == "1"
 
 
 def read_earlier_run() -> dict[str, Any]:
     """Return what is stored on this node about the run, if this process continues an earlier attempt."""
     if not is_restart():
         return {}
-    run = read_run(launcher_pid())
-    is_lost = not run and LAUNCHER in os.environ  # `doctor.restarts` has written it when the launcher started
+    run = restart_files.read_run(launcher_pid())
+    is_lost = not run and restart_files.LAUNCHER in os.environ  # `doctor.restarts` has written it when the launcher started
     return {**run, "is_lost": is_lost, "failure": read_outcome(launcher_pid(), current_round() - 1)}
 
 

@@ -14,14 +14,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.nodes.spawn import die_with_parent
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
-from accel_ddp.ranks.process import Exit, Moment, ending, this_rank
-from accel_ddp.ranks.reporting import ask_all_to_stop, report_failure, wait_for_failure
+from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
+from accel_ddp.ranks.reporting import report_failure, wait_for_failure
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 SAME_CTRL_C_SECONDS = 0.2  # `timeout`, for example, passes on a Ctrl-C that the terminal has already sent to every process
@@ -108,27 +107,6 @@ def blocked_for_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Received(NamedTuple):
-    """A signal that asks this rank to stop."""
-
-    number: signal.Signals
-    is_interrupt: bool  # the user has pressed Ctrl-C, now or before
-    is_repeated: bool  # Ctrl-C was pressed before; torchrun answers a second Ctrl-C with SIGTERM
-    is_orphan: bool  # the launcher is gone
-
-    @property
-    def name(self) -> str:
-        if self.is_orphan and not self.is_repeated:
-            return f"{LAUNCHER_DIED}: the launcher of {this_rank.host} (pid {this_rank.launcher}) died"
-        if self.is_repeated and (self.number == signal.SIGINT or _is_under_torchrun()):
-            return "a second Ctrl-C"
-        return "Ctrl-C" if self.number == signal.SIGINT else self.number.name
-
-
-def _is_under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def _handle_signals(reader: int) -> None:
     interrupted_at = 0.0
     while True:
@@ -145,44 +123,40 @@ def _handle_signals(reader: int) -> None:
 
 
 def _handle(number: signal.Signals, was_interrupted: bool) -> None:
-    stop = ending.stop
-    is_repeated = was_interrupted and number in (signal.SIGINT, signal.SIGTERM)
+    """Let all ranks save and stop after this step. Exit at once if that is impossible, or if the user does not want to wait."""
+    stop, is_under_torchrun = ending.stop, "TORCHELASTIC_RUN_ID" in os.environ
+    is_interrupt = was_interrupted or number == signal.SIGINT
+    is_repeated = was_interrupted and number in (signal.SIGINT, signal.SIGTERM)  # torchrun answers a second Ctrl-C with SIGTERM
     # torchrun also sends SIGTERM when another rank has died. The monitor reports that within milliseconds.
-    is_from_launcher = number == signal.SIGTERM and _is_under_torchrun() and not is_repeated
+    is_from_launcher = number == signal.SIGTERM and is_under_torchrun and not is_repeated
     if is_from_launcher and wait_for_failure(0.3 if stop.can_save else 2):
         return  # `_leave_late` ends this rank
-    is_orphan = bool(this_rank.launcher) and _has_lost_launcher(number)
-    received = _Received(number, was_interrupted or number == signal.SIGINT, is_repeated, is_orphan)
+    is_orphan = bool(this_rank.launcher) and not is_repeated and _has_lost_launcher(number)
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    if is_orphan:
+        name = f"{LAUNCHER_DIED}: the launcher of {this_rank.host} (pid {this_rank.launcher}) died"
+    elif is_repeated and (number == signal.SIGINT or is_under_torchrun):
+        name = "a second Ctrl-C"
     if is_repeated or not stop.can_save:
-        _exit_because_of(received)
-    elif not stop.reason:
-        _stop_after_step(received)
-
-
-def _exit_because_of(received: _Received) -> None:
-    """Exit at once: there is nothing to save, or the user does not want to wait for it."""
-    if received.is_orphan and not received.is_repeated:
-        failure = Failure("died", f"{received.name} before the first step. Start it again.")
-    else:
         failure = Failure(
-            "interrupted" if received.is_interrupt else "stopped",
-            f"received {received.name} on {this_rank.host}. Every rank ends now. If there is a checkpoint, --resume continues from "
-            "it. Otherwise type the same command again.",
+            "interrupted" if is_interrupt else "stopped",
+            f"received {name} on {this_rank.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
+            "Otherwise type the same command again.",
         )
-    # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
-    is_request = failure.is_signal and (received.number != signal.SIGTERM or this_rank.num_ranks == 1)
-    _exit_now(failure, is_urgent=received.is_repeated, ends_job=is_request)
-
-
-def _stop_after_step(received: _Received) -> None:
-    """Ask all ranks to save and stop after this step."""
-    name = received.name
-    _request(name if received.is_orphan else f"{name} on rank {this_rank.rank} ({this_rank.host})")
-    if received.number in (signal.SIGTERM, signal.SIGINT) and _is_under_torchrun():
-        threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
-    if this_rank.is_local_main and not received.is_orphan:  # the monitor reports the death of the launcher
-        more = " Press Ctrl-C again to end at once without saving." if received.is_interrupt else ""
-        print(f"\n{this_rank.host}: received {name}; saving after this step, then stopping.{more}", file=sys.stderr, flush=True)
+        if is_orphan:
+            failure = Failure("died", f"{name} before the first step. Start it again.")
+        # torchrun also sends SIGTERM to several ranks when one of them has failed, and may start them again after that.
+        is_request = failure.is_signal and (number != signal.SIGTERM or this_rank.num_ranks == 1)
+        _exit_now(failure, is_urgent=is_repeated, ends_job=is_request)
+    elif not stop.reason:
+        _request(name if is_orphan else f"{name} on rank {this_rank.rank} ({this_rank.host})")
+        if number in (signal.SIGTERM, signal.SIGINT) and is_under_torchrun:
+            threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
+        if this_rank.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
+            more = " Press Ctrl-C again to end at once without saving." if is_interrupt else ""
+            print(
+                f"\n{this_rank.host}: received {name}; saving after this step, then stopping.{more}", file=sys.stderr, flush=True
+            )
 
 
 def _has_lost_launcher(number: signal.Signals) -> bool:
@@ -219,8 +193,8 @@ def _exit_before_the_launcher_kills(name: str) -> None:
 
 def _request(reason: str) -> None:
     ending.stop.reason = reason
-    # In a thread, because the monitor may be slow and a second Ctrl-C must be handled meanwhile.
-    threading.Thread(target=ask_all_to_stop, args=(reason,), daemon=True).start()
+    # In a thread, because the monitor may be slow and a second Ctrl-C must be handled meanwhile. The next all-reduce carries it too.
+    threading.Thread(target=links.tell_monitor, args=({"stop": reason},), daemon=True).start()
 
 
 def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False) -> None:
@@ -254,11 +228,6 @@ def is_stop_requested() -> bool:
             if stop.file.exists():
                 _request(f"the file {stop.file} on {this_rank.host}")
     return bool(stop.reason or stop.reason_of_others)
-
-
-def mark_agreed() -> None:
-    """Record that every rank has reached the stop and saves, so that no time limit ends the save."""
-    ending.stop.is_agreed = True
 
 
 def gather_reason() -> str:

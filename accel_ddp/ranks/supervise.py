@@ -21,10 +21,14 @@ from accel_ddp.phases import UNLIMITED, format_place
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
 from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
-from accel_ddp.ranks.reporting import close_link, record_end, report_failure, wait_for_failure
+from accel_ddp.ranks.reporting import record, report_failure, wait_for_failure
+from accel_ddp.records.incidents import ERROR, INFO
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
+# Texts of errors
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
+OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
@@ -89,8 +93,19 @@ def _finish(exits: bool) -> int:
     if links.store:
         # Without `run`, ranks may end long after each other, and rank 0, which may host the store, does not wait for all.
         with contextlib.nullcontext() if exits else contextlib.suppress(Exception):
-            _wait_for_last_collectives()
-    close_link()
+            # A rank that ended earlier would interrupt the last collective of the others, and a launcher waits 300 s for a node that
+            # failed at the end.
+            links.store.set(f"finished/{this_rank.rank}", "")
+            links.store.add("done", 1)
+            deadline = time.monotonic() + 60
+            while links.store.add("done", 0) < this_rank.num_ranks and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if this_rank.is_main:
+                time.sleep(0.2)  # rank 0 may host the store, which the other ranks have just read
+    ending.is_leaving.set()
+    link, links.monitor = links.monitor, None
+    if link:
+        link.close()  # the monitor then does not take the end of this rank for a failure
     if dist.is_initialized():  # torchrun opens a process group for a single rank too
         dist.destroy_process_group()
     links.slow_group = None  # this ends its threads, which would otherwise run while the interpreter ends
@@ -102,10 +117,8 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
     ending.run(Moment.MESSAGES, Exit.FAILED)
     phases.HERE.enter_phase_of(error)
-    if isinstance(error, Stopped):
-        return _leave(report_failure(error.failure))
-    if isinstance(error, Diverged):
-        return _leave(report_failure(_with_unsaved(error.failure)))
+    if isinstance(error, (Stopped, Diverged)):
+        return _leave(report_failure(error.failure if isinstance(error, Stopped) else _with_unsaved(error.failure)))
     if isinstance(error, SystemExit):  # raised by the user's own code
         code = (isinstance(error.code, int) and error.code % 256) or 1
         text = f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}."
@@ -135,7 +148,8 @@ def _with_unsaved(failure: Failure) -> Failure:
 
 def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
     """Return the first failure of the run: another rank's, or the one that `error` describes."""
-    if _is_lost_connection(error):
+    is_lost = isinstance(error, dist.DistNetworkError) or (isinstance(error, RuntimeError) and _mentions(error, LOST))
+    if is_lost:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent by the launcher because of the dead rank
         # The monitors name the rank that is at fault. A rank that hangs is reported and ended by them too.
         seconds = max(2 * cfg.hang_report_seconds, cfg.hang_abort_seconds) + 10 if this_rank.num_ranks > 1 else 0
@@ -146,7 +160,7 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
             f"Check the network with `accel-ddp doctor`. ({type(error).__name__}: {_first_line(error)})"
         )
         return report_failure(Failure("died", f"LINK_LOST: {text}"), is_secondary=True)
-    if _is_out_of_memory(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _mentions(error, OUT_OF_MEMORY):
         micro = cfg.split(this_rank.num_ranks)[0]
         advice = "--gradient_checkpointing"
         if micro > 1:
@@ -158,7 +172,9 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
         return report_failure(Failure("error", text))
     lines = "".join(traceback.format_exception(error)).rstrip()
     text = f"RANK_FAILED: {_this_rank()} failed{_where()}: {type(error).__name__}: {error}\n{lines[-MAX_TRACEBACK:]}"
-    return report_failure(Failure("failed", text), is_secondary=_mentions_collective(error))
+    # An error of a collective may be the consequence of the failure of another rank.
+    is_secondary = isinstance(error, dist.DistError) or _mentions(error, ("gloo", "NCCL", "nccl", "ProcessGroup"))
+    return report_failure(Failure("failed", text), is_secondary=is_secondary)
 
 
 def _find_finished_rank() -> Failure | None:
@@ -178,28 +194,15 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError has no text
 
 
-def _wait_for_last_collectives() -> None:
-    """Wait until every rank has finished its last collective.
-
-    A rank that ended earlier would interrupt it on the other ranks, and a launcher waits 300 s for a node that failed at the
-    end.
-    """
-    links.store.set(f"finished/{this_rank.rank}", "")
-    links.store.add("done", 1)
-    deadline = time.monotonic() + 60
-    while links.store.add("done", 0) < this_rank.num_ranks and time.monotonic() < deadline:
-        time.sleep(0.02)
-    if this_rank.is_main:
-        time.sleep(0.2)  # rank 0 may host the store, which the other ranks have just read
-
-
 def _leave(failure: Failure) -> int:
     """Print the failure if no monitor has printed it, and write it for the launcher's report. Return the exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's answer to the end of another rank; this one ends soon
     ending.is_leaving.set()
     is_first = write_outcome(launcher_pid(), failure.as_outcome())  # after most failures, the monitor has written it already
     is_printed = ending.failure is not None
-    record_end(str(failure), failure.kind, failure.step)
+    if links.monitor is None and not is_printed and this_rank.is_main:  # otherwise the monitor stores it
+        record(str(failure), failure.kind.upper(), INFO if failure.is_signal else ERROR, failure.step)
+        links.incidents.close(1)
     # Before `start`, no monitor collects the failures of a node, and the launcher may end its first rank before that prints its own.
     if not is_printed and (this_rank.is_local_main or (is_first and links.monitor is None and launcher_pid())):
         print(failure, file=sys.stderr, flush=True)
@@ -209,18 +212,5 @@ def _leave(failure: Failure) -> int:
     return failure.exit_code
 
 
-def _is_lost_connection(error: BaseException) -> bool:
-    parts = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
-    return isinstance(error, dist.DistNetworkError) or (
-        isinstance(error, RuntimeError) and any(part in str(error) for part in parts)
-    )
-
-
-def _mentions_collective(error: BaseException) -> bool:
-    """Return whether an error may be the consequence of the failure of another rank."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "nccl", "ProcessGroup"))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    parts = ("can't allocate memory", "CUDA out of memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(part in str(error) for part in parts)
+def _mentions(error: BaseException, parts: tuple[str, ...]) -> bool:
+    return any(part in str(error) for part in parts)

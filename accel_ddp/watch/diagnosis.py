@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from accel_ddp import phases
-from accel_ddp.records.incidents import ERROR as ERROR
-from accel_ddp.records.incidents import INFO as INFO
-from accel_ddp.records.incidents import WARNING as WARNING
+from accel_ddp.records.incidents import ERROR, INFO, WARNING
 from accel_ddp.text import ranks_text, rough_seconds
 from accel_ddp.watch.processes import Stack
 
@@ -103,6 +101,10 @@ class Cause:
     host: str = ""
     step: int = 0
 
+    @property
+    def culprit(self) -> int:
+        return self.culprits[0] if self.culprits else -1
+
 
 @dataclass
 class _Open:
@@ -136,13 +138,9 @@ class _Scene:
     @functools.cached_property
     def overdue(self) -> list[RankView]:
         """The active ranks that have been in their phase for longer than usual."""
-        return [r for r in self.active if r.age > self._limit_of_report(r)]
-
-    def _limit_of_report(self, r: RankView) -> float:
-        """Return the age of the phase of this rank from which on it is reported."""
-        if (self.judge.disk_hung or r.state == "D") and r.phase in phases.LEAST:
-            return (r.normal or 0.0) + self.judge.report_after  # it waits for the disk
-        return self.usual(r) + self.judge.report_after
+        waits_for_disk = lambda r: (self.judge.disk_hung or r.state == "D") and r.phase in phases.LEAST
+        usual = lambda r: (r.normal or 0.0) if waits_for_disk(r) else self.usual(r)
+        return [r for r in self.active if r.age > usual(r) + self.judge.report_after]
 
     @functools.cached_property
     def behind(self) -> tuple[float, int]:
@@ -193,7 +191,7 @@ class Judge:
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
         """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
         scene = _Scene(self, ranks, nodes, stacks)
-        causes = self._find_causes(scene)
+        causes = next((causes for rule in self.RULES if (causes := rule(self, scene))), {})
         self.wants_stacks = {rank for cause in causes.values() for rank in cause.wants_stacks_of if rank not in stacks}
         events = []
         for key, cause in causes.items():
@@ -227,10 +225,13 @@ class Judge:
         return before if is_outlier else r.normal
 
     def _end(self, over: list[_Open], ranks: list[RankView]) -> list[Event]:
-        reported = [found for found in over if found.is_reported]
-        for found in reported:
-            self.outliers |= found.ages
-        return [self._recovered(found.cause, ranks) for found in reported]
+        events = []
+        for cause, ages in ((found.cause, found.ages) for found in over if found.is_reported):
+            self.outliers |= ages
+            step = max((r.current_step for r in ranks), default=cause.step)
+            text = f"this fault ended after {cause.seconds:.0f} s, at step {step}: {cause.text}"
+            events.append(Event(INFO, cause.kind, text, cause.culprit, cause.host, step))
+        return events
 
     def _is_over_limit(self, cause: Cause, scene: _Scene) -> bool:
         if not self.abort_after or cause.seconds < cause.aborts_after:
@@ -250,12 +251,7 @@ class Judge:
         for rank in cause.wants_stacks_of:
             if stack := scene.stacks.get(rank):
                 text += f"\n  The innermost calls of rank {rank}:\n{stack.text()}"
-        return Event(severity, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, cause.step)
-
-    def _recovered(self, cause: Cause, ranks: list[RankView]) -> Event:
-        step = max((r.current_step for r in ranks), default=cause.step)
-        text = f"this fault ended after {cause.seconds:.0f} s, at step {step}: {cause.text}"
-        return Event(INFO, cause.kind, text, cause.culprits[0] if cause.culprits else -1, cause.host, step)
+        return Event(severity, cause.kind, text, cause.culprit, cause.host, cause.step)
 
     def _short_silences(self, nodes: list[NodeView]) -> list[Event]:
         """Report interruptions of a link that were over before they were reported."""
@@ -273,9 +269,6 @@ class Judge:
 
     # ---- rules
 
-    def _find_causes(self, scene: _Scene) -> dict[str, Cause]:
-        return next((causes for rule in self.RULES if (causes := rule(self, scene))), {})
-
     def _gone(self, scene: _Scene) -> dict[str, Cause]:
         """Find nodes that do not answer and processes that are stopped. Both are seen from outside, without any limit of a phase."""
         lost = scene.lost
@@ -285,19 +278,23 @@ class Judge:
                 self.open.pop(f"node {node}", None)
         else:
             causes = {f"node {node.node}": self._lost_node(node, scene.ranks) for node in lost.values()}
-        stopped = [r for r in scene.active if r.stopped > self.report_after]
-        return causes | {f"rank {r.rank}": self._stopped_rank(r) for r in stopped}
+        for r in (r for r in scene.active if r.stopped > self.report_after):
+            text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
+            advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
+            limit = self.abort_after
+            if r.is_suspended:
+                advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
+            place = ([r.rank], [r.rank], r.host, r.current_step)
+            causes[f"rank {r.rank}"] = Cause("RANK_STOPPED", r.stopped, text, advice, limit, *place)
+        return causes
 
     def _late(self, scene: _Scene) -> dict[str, Cause]:
         """Find ranks that are behind all others, for longer than usual, and not because they wait for another rank."""
         late = [r for r in scene.overdue if r.position == scene.behind and not scene.may_wait(r)]
-        return self._hung([r for r in late if not self._is_harmless(r, scene)], scene)
-
-    def _is_harmless(self, r: RankView, scene: _Scene) -> bool:
-        if r.phase == phases.SAVE:
-            return not self.disk_hung and r.state != "D"  # a slow disk
-        is_awaited = any(other.phase in phases.WAITING and other.age > self.report_after for other in scene.active)
-        return r.phase == phases.OTHER and not is_awaited  # the user's own code, for which no rank waits
+        if not any(r.phase in phases.WAITING and r.age > self.report_after for r in scene.active):
+            late = [r for r in late if r.phase != phases.OTHER]  # the user's own code, for which no rank waits
+        is_slow_disk = lambda r: r.phase == phases.SAVE and not self.disk_hung and r.state != "D"
+        return self._hung([r for r in late if not is_slow_disk(r)], scene)
 
     def _alone(self, scene: _Scene) -> dict[str, Cause]:
         """Find the only rank, which waits for no other one, whatever its phase."""
@@ -311,7 +308,26 @@ class Judge:
 
     def _standstill(self, scene: _Scene) -> dict[str, Cause]:
         """Find that all ranks wait for each other."""
-        return {"all": self._deadlock(scene)} if scene.is_standstill else {}
+        if not scene.is_standstill:
+            return {}
+        active, places = scene.active, []
+        for r in active[:16]:
+            stack = scene.stacks.get(r.rank)
+            inside = stack.name_of_collective() if stack and stack.is_in_collective() else phases.NAMES[r.phase]
+            last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
+            places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
+        seconds = min(r.age for r in active)
+        finished = [r.rank for r in scene.ranks if r.is_finished]
+        ended = f" The program of {ranks_text(finished)} has already ended." if finished else ""
+        text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
+        advice = (
+            "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "
+            "at the same place, the network between them may drop packets of the process group: run `accel-ddp doctor`."
+        )
+        limit = self._limit(max(usual for r in active if (usual := scene.usual(r)) < float("inf")))
+        every = [r.rank for r in active[:16]]
+        step = max(r.current_step for r in active)
+        return {"all": Cause("DEADLOCK", seconds, text, advice, limit, every, every, "", step)}
 
     RULES = (_gone, _late, _alone, _computing, _standstill)  # from the most certain to the least certain kind
 
@@ -364,14 +380,6 @@ class Judge:
         kind = "NODE_LOST" if is_closed else "LINK_LOST"
         return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=lost[0].host, step=step)
 
-    def _stopped_rank(self, r: RankView) -> Cause:
-        text = f"{r.name} has been stopped (SIGSTOP) for {r.stopped:.0f} s {r.place}."
-        advice = f"A debugger, a scheduler or a user has suspended it. `kill -CONT {r.pid}` on {r.host} continues it."
-        limit = self.abort_after
-        if r.is_suspended:
-            advice, limit = f"Its launcher is stopped too. `fg` or `kill -CONT` on {r.host} continues both.", float("inf")
-        return Cause("RANK_STOPPED", r.stopped, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
-
     def _hung_rank(self, r: RankView, scene: _Scene) -> Cause:
         usual, seconds = scene.usual(r), r.age
         limit = float("inf") if r.phase == phases.OTHER else self._limit(usual)
@@ -395,22 +403,3 @@ class Judge:
         if any(debugger in frame for frame in scene.stacks.get(r.rank, ()) for debugger in DEBUGGERS):
             advice, limit = "The rank is in a debugger.", float("inf")
         return Cause(kind, seconds, text, advice, limit, [r.rank], [r.rank], r.host, r.current_step)
-
-    def _deadlock(self, scene: _Scene) -> Cause:
-        active, places = scene.active, []
-        for r in active[:16]:
-            stack = scene.stacks.get(r.rank)
-            inside = stack.name_of_collective() if stack and stack.is_in_collective() else phases.NAMES[r.phase]
-            last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
-            places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
-        seconds = min(r.age for r in active)
-        finished = [r.rank for r in scene.ranks if r.is_finished]
-        ended = f" The program of {ranks_text(finished)} has already ended." if finished else ""
-        text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
-        advice = (
-            "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "
-            "at the same place, the network between them may drop packets of the process group: run `accel-ddp doctor`."
-        )
-        limit = self._limit(max(usual for r in active if (usual := scene.usual(r)) < float("inf")))
-        every = [r.rank for r in active[:16]]
-        return Cause("DEADLOCK", seconds, text, advice, limit, every, every, "", max(r.current_step for r in active))

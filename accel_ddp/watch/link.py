@@ -60,18 +60,16 @@ def start_monitor(*, node: int, has_other_nodes: bool, host: str, ip: str, launc
         ranks = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         ranks.bind(f"{folder}/socket")
         ranks.listen(1024)
-        sockets, port = [ranks], 0
+        sockets = [ranks]
         if has_other_nodes:
-            nodes = opened.enter_context(messages.open_listening_socket(ip, 0, small_segments=True))
-            sockets.append(nodes)
-            port = nodes.getsockname()[1]
+            sockets.append(opened.enter_context(messages.open_listening_socket(ip, 0, small_segments=True)))
+        port = sockets[1].getsockname()[1] if has_other_nodes else 0
         options = {
             "node": node, "host": host, "launcher": launcher, "parent": os.getpid(), "folder": folder,
             "report_after": report_after, "abort_after": abort_after, "rank_socket": ranks.fileno(),
             "node_socket": sockets[1].fileno() if has_other_nodes else None,
         }  # fmt: skip
-        package = str(Path(__file__).parents[2])
-        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        paths = [str(Path(__file__).parents[2]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))}
         process = subprocess.Popen(
             [sys.executable, "-m", "accel_ddp.watch.monitor", json.dumps(options)], env=environment, stdin=subprocess.DEVNULL,
@@ -88,12 +86,9 @@ def _remove_stale_folders(parent: Path) -> None:
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or time.time() - found.st_mtime < _STALE_SECONDS:
                 continue
-            descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with open(os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
 
 
 class Link:
@@ -138,11 +133,6 @@ class Link:
         self._socket.close()
 
 
-def remove_folder(address: MonitorAddress) -> None:
-    """Remove what a monitor that was killed has left."""
-    shutil.rmtree(address.folder, ignore_errors=True)
-
-
 @dataclass
 class Peer:
     """Another node."""
@@ -179,9 +169,6 @@ class _Pings(asyncio.DatagramProtocol):
             if hmac.compare_digest(data, self.peers.make_ping(peer.node)):
                 peer.pinged_at = time.monotonic()
 
-    def error_received(self, error: Exception) -> None:
-        pass  # the other node has no monitor any more
-
 
 class Peers:
     """Connects this node to the nodes that coordinate, and them to it."""
@@ -196,7 +183,7 @@ class Peers:
             for node in roster
             if node["node"] != own_node and (mine or node["node"] < COORDINATORS)
         }
-        self.tasks: set[asyncio.Task] = set()
+        self.tasks: list[asyncio.Task] = []
         self.is_closing = False
         self.reported: set[str] = set()  # errors about messages
         self.started_at = time.monotonic()
@@ -224,12 +211,7 @@ class Peers:
         """Open the connections to the coordinators with a lower number. The others connect to this node."""
         for peer in self.peers.values():
             if peer.node < min(COORDINATORS, self.own_node):
-                self._keep(self._stay_connected(peer))
-
-    def _keep(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+                self.tasks.append(asyncio.ensure_future(self._stay_connected(peer)))
 
     async def _stay_connected(self, peer: Peer) -> None:
         while not self.is_closing and not peer.is_done:
@@ -262,9 +244,15 @@ class Peers:
             while True:
                 message = await messages.receive(reader, 1e9)
                 peer.heard_at = time.monotonic()
-                if message.get("bye"):
-                    peer.is_done = True
-                self._pass_on(peer, message)
+                peer.is_done |= bool(message.get("bye"))
+                try:
+                    self.on_message(peer.node, message)
+                except Exception as error:  # a malformed message must not end the connection, which would look like a lost node
+                    text = f"{type(error).__name__}: {error}"
+                    if text not in self.reported and len(self.reported) < MOST_REPORTS:  # heartbeats arrive twice a second
+                        self.reported.add(text)
+                        warning = f"warning: a message of the monitor of {peer.host} cannot be handled: {text}"
+                        print(warning, file=sys.stderr, flush=True)
         except OSError:
             pass
         finally:
@@ -273,21 +261,9 @@ class Peers:
             if not peer.writers:
                 peer.closed_at = time.monotonic()
 
-    def _pass_on(self, peer: Peer, message: dict[str, Any]) -> None:
-        """Handle a message. One that is malformed must not end the connection, which would look like a lost node."""
-        try:
-            self.on_message(peer.node, message)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            if text not in self.reported and len(self.reported) < MOST_REPORTS:  # heartbeats arrive twice a second
-                self.reported.add(text)
-                print(f"warning: a message of the monitor of {peer.host} cannot be handled: {text}", file=sys.stderr, flush=True)
-
     def send(self, node: int, message: dict[str, Any]) -> None:
         """Send to one node, if it is connected. A message that cannot be sent is lost."""
-        peer = self.peers.get(node)
-        if peer and peer.writers:
-            writer = peer.writers[-1]
+        for writer in self.peers[node].writers[-1:] if node in self.peers else []:
             if writer.transport.get_write_buffer_size() < _FULL_BUFFER:
                 with contextlib.suppress(OSError, RuntimeError):  # the connection is lost, or the message is too large
                     writer.write(messages.encode(message))

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp import phases
+from accel_ddp.records.incidents import INFO, WARNING
 from accel_ddp.watch import processes
-from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
+from accel_ddp.watch.diagnosis import Event, RankView
 from accel_ddp.watch.processes import Stack, read_stack, read_stack_of_worker
 
 EXIT_SECONDS = 10.0  # a rank that can end by itself has ended this long after the failure was sent to it (8 s at a stop)
@@ -46,9 +47,6 @@ class LocalRank:
     reading: phases.Reading | None = None
     collective: asyncio.Future | None = None  # the last collective of the rank, once it has answered
 
-    def read(self) -> phases.Reading:
-        return phases.read(self.memory)
-
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError, RuntimeError):
             self.writer.write(json.dumps(message).encode() + b"\n")
@@ -68,12 +66,11 @@ class LocalRanks(dict[int, LocalRank]):
 
     def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
         """Add a rank that has connected."""
+        rank, pid = hello["rank"], hello["pid"]
         with open(hello["page"], "rb") as file:
             memory = mmap.mmap(file.fileno(), phases.SIZE, access=mmap.ACCESS_READ)
-        pid = hello["pid"]
-        local = LocalRank(hello["rank"], pid, memory, Path(hello["stack"]), writer, processes.OutOfMemoryKills(pid))
-        self[local.rank] = local
-        return local
+        self[rank] = LocalRank(rank, pid, memory, Path(hello["stack"]), writer, processes.OutOfMemoryKills(pid))
+        return self[rank]
 
     def send(self, message: dict[str, Any]) -> None:
         for local in self.values():
@@ -82,47 +79,32 @@ class LocalRanks(dict[int, LocalRank]):
     def read_pages(self, now: float) -> None:
         for local in self.values():
             if not local.is_dead:
-                local.reading = local.read()
+                local.reading = phases.read(local.memory)
                 is_stopped = processes.state_of(local.pid) in ("T", "t")
                 local.stopped_at = (local.stopped_at or now) if is_stopped else 0.0
 
     def views(self) -> list[RankView]:
-        now = time.monotonic()
-        return [self._view(local, now) for local in self.values()]
-
-    def _view(self, local: LocalRank, now: float) -> RankView:
-        reading = local.reading or local.read()
-        return RankView(
-            local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
-            processes.state_of(local.pid), now - local.stopped_at if local.stopped_at else 0.0, self._is_suspended(local),
-            reading.writing, local.has_ended,
-        )  # fmt: skip
-
-    def _is_suspended(self, local: LocalRank) -> bool:
-        return bool(local.stopped_at and self.launcher) and processes.state_of(self.launcher) in ("T", "t")
+        now, found = time.monotonic(), []
+        for local in self.values():
+            reading = local.reading or phases.read(local.memory)
+            stopped = now - local.stopped_at if local.stopped_at else 0.0
+            is_suspended = bool(local.stopped_at and self.launcher) and processes.state_of(self.launcher) in ("T", "t")
+            found.append(RankView(
+                local.rank, self.node, self.host, local.pid, reading.step, reading.phase, reading.age, reading.normal,
+                processes.state_of(local.pid), stopped, is_suspended, reading.writing, local.has_ended,
+            ))  # fmt: skip
+        return found
 
     def timings(self) -> dict[int, phases.Timing]:
         """Return the times that each rank has published, rounded to keep messages short."""
-        found = {}
-        for rank, local in self.items():
-            timing = (local.reading or local.read()).timing
-            found[rank] = phases.Timing(timing.step, *(round(seconds, 4) for seconds in timing[1:]))
-        return found
-
-    @property
-    def all_ended(self) -> bool:
-        return all(local.has_ended for local in self.values())
-
-    @property
-    def step(self) -> int:
-        return max((local.reading.step for local in self.values() if local.reading), default=0)
+        timings = {rank: (local.reading or phases.read(local.memory)).timing for rank, local in self.items()}
+        return {rank: phases.Timing(times.step, *(round(each, 4) for each in times[1:])) for rank, times in timings.items()}
 
     # ---- the end of a rank
 
     def describe_death(self, local: LocalRank) -> dict[str, Any]:
         """Return the failure of a rank that has ended without a message."""
-        seen = local.read()
-        place = phases.format_place(seen.step, seen.phase)
+        seen = phases.read(local.memory)
         what = processes.describe_exit(local.status)
         how = f"Continue from the last checkpoint with --resume --output_dir {shlex.quote(self.output_dir)}"
         if local.kills.happened():
@@ -137,30 +119,21 @@ class LocalRanks(dict[int, LocalRank]):
         elif local.status is not None and local.status >= 0:
             what += " without an error message"
             how = "Look for os._exit or a library that ends the process. " + how
-        text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {place}. {how}"
-        return {
-            "kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, "rank": local.rank, "host": self.host,
-            "step": phases.step_of(seen.step, seen.phase),
-        }  # fmt: skip
+        text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {phases.format_place(seen.step, seen.phase)}. {how}"
+        place = {"rank": local.rank, "host": self.host, "step": phases.step_of(seen.step, seen.phase)}
+        return {"kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, **place}
 
-    def end(self, seconds: float) -> bool:
-        """Kill the ranks that have not ended `seconds` after the failure was sent. Return whether one cannot be killed."""
-        alive = [local for local in self.values() if not local.is_dead]
-        for local in alive:
-            limit = SAVE_SECONDS if local.read().writing else EXIT_SECONDS
+    def end(self, seconds: float) -> list[str]:
+        """Kill the ranks that have not ended `seconds` after the failure was sent. Return a line for each that cannot be killed."""
+        lines = []
+        for local in (local for local in self.values() if not local.is_dead):
+            limit = SAVE_SECONDS if phases.read(local.memory).writing else EXIT_SECONDS
             is_stopped = processes.state_of(local.pid) in ("T", "t")  # it cannot end by itself
             if seconds > (0 if is_stopped else limit):
                 with contextlib.suppress(OSError):
                     os.kill(local.pid, signal.SIGKILL)
-        return bool(alive) and seconds > BLOCKED_SECONDS
-
-    def describe_blocked(self) -> list[str]:
-        """Return a line for each rank that could not be killed."""
-        lines = []
-        for local in self.values():
-            if not local.is_dead:
-                blocked = processes.blocked_thread(local.pid)
-                where = f" in {name}" if (name := processes.kernel_stack(blocked or local.pid)) else ""
+            if seconds > BLOCKED_SECONDS:
+                where = f" in {name}" if (name := processes.kernel_function(local.pid)) else ""
                 lines.append(
                     f"error: RANK_BLOCKED: rank {local.rank} ({self.host}, pid {local.pid}) cannot be killed, because the kernel "
                     f"blocks it{where} (state D). It ends when its disk or file system answers. No other rank waits for it, but the "
@@ -194,27 +167,18 @@ async def wait_for_end(pid: int) -> None:
     except ProcessLookupError:
         return
     except (OSError, AttributeError):  # kernels before 5.3, old seccomp filters, macOS
-        while _exists(pid) and processes.state_of(pid) != "Z":
+        import psutil
+
+        while psutil.pid_exists(pid) and processes.state_of(pid) != "Z":
             await asyncio.sleep(0.1)
         return
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
     loop.add_reader(descriptor, ended.set)
     try:
         await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return True
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
 
 
 class OutputFolder:
@@ -224,8 +188,7 @@ class OutputFolder:
         self.path = Path(path)
         self.is_missing = False
         self.removals = 0  # also counts a folder that was created again before this process could see that it was missing
-        self.is_reported = False
-        self.reported_removals = 0
+        self.reported = (False, 0)  # the last two in the last report
         self.probe = 0  # pid of the child that writes
         self.probed_at = 0.0
         threading.Thread(target=self._look, daemon=True).start()
@@ -233,7 +196,10 @@ class OutputFolder:
     def _look(self) -> None:
         held = -1  # an open folder, whose inode number is not used for another one
         while True:
-            if held >= 0 and not self._is_same(held):
+            is_same = False
+            with contextlib.suppress(OSError):
+                is_same = held >= 0 and os.path.samestat(os.fstat(held), os.stat(self.path))
+            if held >= 0 and not is_same:
                 os.close(held)
                 held = -1
                 self.removals += 1
@@ -243,19 +209,13 @@ class OutputFolder:
             self.is_missing = held < 0 and self.removals > 0
             time.sleep(LOOK_SECONDS)
 
-    def _is_same(self, held: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(held), os.stat(self.path))
-        except OSError:
-            return False
-
     def events(self) -> list[Event]:
         """Return what changed since the last call."""
-        is_missing, removals = self.is_missing, self.removals
-        if (is_missing, removals) == (self.is_reported, self.reported_removals):
+        before, self.reported = self.reported, (self.is_missing, self.removals)
+        is_missing, removals = self.reported
+        if self.reported == before:
             return []
-        is_new, self.is_reported, self.reported_removals = removals != self.reported_removals, is_missing, removals
-        if is_new:
+        if removals != before[1]:
             created = "creates" if is_missing else "has created"
             text = (
                 f"the output folder {self.path} was removed or is no longer mounted. Its checkpoints are gone. Training continues, "
@@ -274,10 +234,13 @@ class OutputFolder:
                     return seconds if seconds > ANSWER_SECONDS else 0.0
             self.probe = 0
         if is_suspected and now - self.probed_at > ANSWER_SECONDS:
-            self.probed_at = now
-            self.probe = os.fork()
-            if self.probe == 0:
-                self._write()
+            self.probed_at, self.probe = now, os.fork()
+            if self.probe == 0:  # in the child: write and remove a small file
+                with contextlib.suppress(OSError), open(self.path / f".disk_check_{os.getpid()}", "w") as file:
+                    os.write(file.fileno(), b"x")
+                    os.fsync(file.fileno())
+                    os.unlink(file.name)
+                os._exit(0)
         return 0.0
 
     def close(self) -> None:
@@ -285,14 +248,3 @@ class OutputFolder:
         if self.probe:
             with contextlib.suppress(OSError):
                 os.kill(self.probe, signal.SIGKILL)
-
-    def _write(self) -> None:
-        """Write and remove a small file. Runs in the child process."""
-        with contextlib.suppress(OSError):
-            path = self.path / f".disk_check_{os.getpid()}"
-            descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
-            os.write(descriptor, b"x")
-            os.fsync(descriptor)
-            os.close(descriptor)
-            os.unlink(path)
-        os._exit(0)

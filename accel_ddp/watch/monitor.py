@@ -21,9 +21,9 @@ from typing import Any
 from accel_ddp import phases
 from accel_ddp.nodes.terminal import erase_before_line
 from accel_ddp.records.files import BackgroundWriter
-from accel_ddp.records.incidents import Incident, IncidentWriter
+from accel_ddp.records.incidents import ERROR, INFO, WARNING, Incident, IncidentWriter
 from accel_ddp.watch import processes
-from accel_ddp.watch.diagnosis import ERROR, INFO, WARNING, Event, Judge, NodeView, RankView
+from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
 from accel_ddp.watch.link import Peer, Peers
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
 from accel_ddp.watch.processes import Stack
@@ -56,7 +56,6 @@ class Monitor:
     stacks: dict[int, Stack] = field(default_factory=dict)
     asked_stacks: set[int] = field(default_factory=set)  # ranks whose stacks are being read
     failure: dict[str, Any] | None = None
-    peers: Peers | None = None
     output: OutputFolder | None = None
     node_socket: socket.socket | None = None  # listens for the monitors of other nodes
 
@@ -69,6 +68,7 @@ class Monitor:
         self.incidents = IncidentWriter()
         self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
+        self.peers = Peers(self.node, [], b"", self.receive)  # until `_connect`
         self.failed_at = 0.0
         self.quiet_until = 0.0
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
@@ -86,7 +86,12 @@ class Monitor:
             while line := await reader.readline():
                 message = json.loads(line)
                 if "hello" in message:
-                    local = self._register(message["hello"], writer)
+                    local = self.ranks.register(message["hello"], writer)
+                    self._keep(self._watch_death(local))
+                    if self.failure:
+                        local.send({"failure": self.failure})
+                    if self.stop_reason:
+                        local.send({"stop": self.stop_reason})
                 elif "roster" in message:
                     self._connect(message)
                 elif "output_dir" in message:
@@ -109,15 +114,6 @@ class Monitor:
         writer.close()
         self.changed.set()
 
-    def _register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
-        local = self.ranks.register(hello, writer)
-        self._keep(self._watch_death(local))
-        if self.failure:
-            local.send({"failure": self.failure})
-        if self.stop_reason:
-            local.send({"stop": self.stop_reason})
-        return local
-
     async def _watch_death(self, local: LocalRank) -> None:
         await wait_for_end(local.pid)
         local.status = processes.exit_status(local.pid)
@@ -132,10 +128,10 @@ class Monitor:
         await wait_for_end(self.launcher)
         status = processes.exit_status(self.launcher)
         await asyncio.sleep(0.3)
-        if self.failure or self.ranks.all_ended:
+        if self.failure or all(local.has_ended for local in self.ranks.values()):
             return
         what = processes.describe_exit(status) if status != 0 else "died"
-        step = self.ranks.step
+        step = max((local.reading.step for local in self.ranks.values() if local.reading), default=0)
         text = f"the launcher of {self.host} (pid {self.launcher}) {what} at step {step}. Its ranks save a checkpoint and end."
         self._announce(Event(WARNING, "LAUNCHER_DIED", text, host=self.host, step=step))
 
@@ -146,18 +142,15 @@ class Monitor:
         if self.failure or (self.pending and not self.pending.get("is_secondary")):
             return
         self.pending = failure
-        if self._decides():
-            self._keep(self._decide(failure, SECONDARY_SECONDS if failure.get("is_secondary") else 0))
-            return
-        for node in (0, 1):
-            if self.peers:
+        decides = self._decides()
+        if not decides:
+            for node in (0, 1):
                 self.peers.send(node, {"failed": failure})
-        seconds = DECIDE_SECONDS + (SECONDARY_SECONDS if failure.get("is_secondary") else 0)
-        self._keep(self._decide(failure, seconds))
+        self._keep(self._decide(failure, 0 if decides else DECIDE_SECONDS))
 
     async def _decide(self, failure: dict[str, Any], seconds: float) -> None:
         """End the run with this failure after some seconds, if no other failure has ended it meanwhile."""
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(seconds + (SECONDARY_SECONDS if failure.get("is_secondary") else 0))
         self._fail(failure)
 
     def _fail(self, failure: dict[str, Any]) -> None:
@@ -166,27 +159,24 @@ class Monitor:
             return
         self.failure, self.failed_at = failure, time.monotonic()
         self.printer.put(failure["line"])
-        if self.node == 0:
-            self.incidents.write(_incident_of(failure))
+        if self.node == 0:  # a stop that was asked for is no error
+            level = INFO if failure["kind"] in ("stopped", "interrupted") else ERROR
+            place = {name: failure[name] for name in ("rank", "host", "step") if name in failure}
+            self.incidents.write(Incident.parse(failure["line"], failure["kind"].upper(), level, **place))
         if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that may start the ranks again
             step = failure.get("step", -1)
             outcome = {**failure, "text": failure["line"], "step": None if step < 0 else step, "time": time.time()}
             write_outcome(launcher_pid(self.launcher), outcome)
         self.ranks.send({"failure": failure})
-        if self.peers:
-            self.peers.broadcast({"failure": failure})
+        self.peers.broadcast({"failure": failure})
         self.changed.set()
 
     def _announce(self, event: Event) -> None:
         if event.severity == ERROR:
-            failure = {
-                "kind": "died", "text": f"{event.kind}: {event.text}", "line": str(event), "exit_code": 1, "rank": event.rank,
-                "host": event.host, "step": event.step,
-            }  # fmt: skip
-            self._fail(failure)
-            return
-        self._print(event)
-        if self.peers:
+            text, place = f"{event.kind}: {event.text}", {"rank": event.rank, "host": event.host, "step": event.step}
+            self._fail({"kind": "died", "text": text, "line": str(event), "exit_code": 1, **place})
+        else:
+            self._print(event)
             self.peers.broadcast({"event": event._asdict()})
 
     def _print(self, event: Event) -> None:
@@ -199,8 +189,7 @@ class Monitor:
     def _record(self, incident: Incident) -> None:
         """Store what a rank has printed. Nodes send it to the main node."""
         if self.node:
-            if self.peers:
-                self.peers.send(0, {"incident": incident._asdict()})
+            self.peers.send(0, {"incident": incident._asdict()})
         elif (incident.kind, incident.text) not in self.recorded:
             self.recorded.add((incident.kind, incident.text))
             self.incidents.write(incident)
@@ -233,7 +222,7 @@ class Monitor:
         if "failure" in message and not self.failure:
             self._fail(message["failure"])
         if "failed" in message and not self.failure and self._decides():
-            self._keep(self._decide(message["failed"], SECONDARY_SECONDS if message["failed"].get("is_secondary") else 0))
+            self._keep(self._decide(message["failed"], 0))
         if "event" in message:
             self._print(Event(**message["event"]))
         if "incident" in message:
@@ -254,25 +243,23 @@ class Monitor:
             return
         self.stop_reason = reason
         self.ranks.send({"stop": reason})
-        if self.peers:
-            for node in self.peers.peers:
-                if node != source:
-                    self.peers.send(node, {"stop": reason})
+        for node in self.peers.peers:
+            if node != source:
+                self.peers.send(node, {"stop": reason})
 
     def _decides(self) -> bool:
         """Return whether this node chooses the diagnosis: node 0, node 1 if node 0 is lost, and others if they are cut off."""
-        if self.node == 0 or not self.peers:
-            return True
         now = time.monotonic()
-        return all(self._is_lost(self.peers.peers[node], now) for node in range(min(self.node, 2)) if node in self.peers.peers)
 
-    def _is_lost(self, peer: Peer, now: float) -> bool:
-        is_unreachable = not peer.heard_at and now - self.peers.started_at > UNREACHABLE_SECONDS
-        return peer.is_done or is_unreachable or peer.silent(now) > self.report_after or peer.closed(now) > 1.0
+        def is_lost(peer: Peer) -> bool:
+            is_unreachable = not peer.heard_at and now - self.peers.started_at > UNREACHABLE_SECONDS
+            return peer.is_done or is_unreachable or peer.silent(now) > self.report_after or peer.closed(now) > 1.0
+
+        return all(is_lost(peer) for node, peer in self.peers.peers.items() if node < min(self.node, 2))
 
     def _report_unreachable(self, now: float) -> None:
         """Print once which coordinators have never answered."""
-        if self.peers and not self.has_reported_unreachable and now - self.peers.started_at > UNREACHABLE_SECONDS:
+        if self.peers.peers and not self.has_reported_unreachable and now - self.peers.started_at > UNREACHABLE_SECONDS:
             self.has_reported_unreachable = True
             for peer in self.peers.peers.values():
                 if not peer.heard_at and not peer.is_done:
@@ -285,8 +272,7 @@ class Monitor:
 
     async def _send_stack(self, node: int, rank: int) -> None:
         stack = await self.ranks.read_stack(rank)
-        if self.peers:
-            self.peers.send(node, {"stack": [rank, list(stack), stack.collective]})
+        self.peers.send(node, {"stack": [rank, list(stack), stack.collective]})
 
     async def _collect_stack(self, rank: int) -> None:
         self.stacks[rank] = await self.ranks.read_stack(rank)
@@ -294,14 +280,14 @@ class Monitor:
     # ---- the loop
 
     def _keep(self, coroutine: Any) -> None:
+        def end(task: asyncio.Task) -> None:
+            self.tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                self.printer.put("".join(traceback.format_exception(error)))
+
         task = asyncio.ensure_future(coroutine)
         self.tasks.add(task)
-        task.add_done_callback(self._end_task)
-
-    def _end_task(self, task: asyncio.Task) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            self.printer.put("".join(traceback.format_exception(error)))
+        task.add_done_callback(end)
 
     async def run(self) -> None:
         """Watch until the last rank of this node has ended."""
@@ -309,7 +295,8 @@ class Monitor:
             self._keep(self.watch_launcher())
         parent = asyncio.ensure_future(wait_for_end(self.parent))
         last, count = time.monotonic(), 0
-        while not (parent.done() and all(local.is_dead for local in self.ranks.values()) and not self._waits_for_decision()):
+        is_decided = lambda: self.pending is None or self.failure is not None
+        while not (parent.done() and all(local.is_dead for local in self.ranks.values()) and is_decided()):
             self.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), READ_SECONDS)
@@ -317,99 +304,67 @@ class Monitor:
             if now - last > GAP_SECONDS:
                 self.quiet_until = now + self.report_after + 5
             self.ranks.read_pages(now)
-            if self.failure and self.ranks.end(now - self.failed_at):
-                for line in self.ranks.describe_blocked():
+            if self.failure and (blocked := self.ranks.end(now - self.failed_at)):
+                for line in blocked:
                     self.printer.put(line)
                     self._record(Incident.parse(line, "RANK_BLOCKED", host=self.host))
                 break
             count += 1
             if count % BEAT_EVERY == 0:
-                self._send_beat()
+                if self.peers.peers:
+                    self._send_beat()
                 self._report_unreachable(now)
                 if not self.failure and now > self.quiet_until:
                     if self._decides():
                         self._judge(now, now - last)
-                    else:
-                        self._hand_over()
+                    else:  # the coordinator decides again, so what this node has reported while it was cut off is over
+                        for event in self.judge.close([self.remote[rank] for rank in self.heard_ranks_at]):
+                            self.printer.put(str(event))
             last = now
-        if self.peers:
-            await self.peers.close()
-
-    def _hand_over(self) -> None:
-        """Close what this node has reported while it was cut off. From now on the coordinator decides again."""
-        for event in self.judge.close([view for view in self.remote.values() if view.rank in self.heard_ranks_at]):
-            self.printer.put(str(event))
-
-    def _waits_for_decision(self) -> bool:
-        return self.pending is not None and self.failure is None
+        await self.peers.close()
 
     def _send_beat(self) -> None:
-        if self.peers:
-            timings = self.ranks.timings()
-            rows = [
-                [v.rank, v.step, v.phase, round(v.age, 2), v.normal, v.state, round(v.stopped, 2), v.is_suspended,
-                 round(v.writing, 1), v.is_finished, *timings[v.rank]]
-                for v in self.ranks.views()
-            ]  # fmt: skip
-            self.peers.broadcast({"ranks": rows})
-            self.peers.ping_silent()
+        timings = self.ranks.timings()
+        rows = [
+            [v.rank, v.step, v.phase, round(v.age, 2), v.normal, v.state, round(v.stopped, 2), v.is_suspended,
+             round(v.writing, 1), v.is_finished, *timings[v.rank]]
+            for v in self.ranks.views()
+        ]  # fmt: skip
+        self.peers.broadcast({"ranks": rows})
+        self.peers.ping_silent()
 
-    def _nodes(self, views: list[RankView], now: float) -> list[NodeView]:
-        """Return the other nodes whose ranks are known and run."""
-        known = {v.node for v in views}
-        peers = [peer for peer in self.peers.peers.values() if peer.node in known] if self.peers else []
-        return [
-            NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
-            for peer in peers
-            if not peer.is_done
-        ]
-
-    def _views(self, now: float) -> list[RankView]:
-        """Return all ranks that are known here, in the order of their numbers."""
-        views = self.ranks.views()
-        for rank, view in self.remote.items():
-            if rank in self.heard_ranks_at:
-                late = now - self.heard_ranks_at[rank]
-                views.append(dataclasses.replace(view, age=view.age + late))
-        return sorted(views, key=lambda v: v.rank)
-
-    def _watch_output(self, views: list[RankView]) -> None:
-        """Find out whether the disk of the output folder answers, if a rank of this node may wait for it."""
-        if self.output:
+    def _judge(self, now: float, seconds: float) -> None:
+        """Report what keeps all the ranks and nodes that are known here from progress."""
+        remote = ((self.remote[rank], now - heard_at) for rank, heard_at in self.heard_ranks_at.items())
+        views = [*self.ranks.views(), *(dataclasses.replace(v, age=v.age + late) for v, late in remote)]
+        views.sort(key=lambda v: v.rank)
+        for v in views:  # a stack is valid as long as its rank does not progress
+            if v.age < 1 and v.rank in self.stacks:
+                del self.stacks[v.rank]
+                self.asked_stacks.discard(v.rank)
+        if self.output:  # does its disk answer? A rank of this node may wait for it
             own = [v for v in views if v.node == self.node]
             late = [v for v in own if v.age > self.report_after / 2]
             slow = [v for v in late if v.phase == phases.SAVE or v.state == "D"] or [v for v in own if v.writing > 30]
             self.judge.disk_hung = self.output.seconds_without_answer(bool(slow))
             for event in self.output.events():
                 self._announce(event)
-
-    def _judge(self, now: float, seconds: float) -> None:
-        views = self._views(now)
-        for v in views:  # a stack is valid as long as its rank does not progress
-            if v.age < 1 and v.rank in self.stacks:
-                del self.stacks[v.rank]
-                self.asked_stacks.discard(v.rank)
-        self._watch_output(views)
-        for event in self.judge.examine(seconds * BEAT_EVERY, views, self._nodes(views, now), self.stacks):
+        known = {v.node for v in views}
+        nodes = [
+            NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
+            for peer in self.peers.peers.values()
+            if peer.node in known and not peer.is_done
+        ]
+        for event in self.judge.examine(seconds * BEAT_EVERY, views, nodes, self.stacks):
             self._announce(event)
         if self.slow_run and self.node == 0:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
-        self._ask_for_stacks()
-
-    def _ask_for_stacks(self) -> None:
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:
                 self._keep(self._collect_stack(rank))
-            elif self.peers and rank in self.remote:
+            elif rank in self.remote:
                 self.peers.send(self.remote[rank].node, {"want_stack": rank})
-
-
-def _incident_of(failure: dict[str, Any]) -> Incident:
-    """Return the incident of a failure that ends the run. A stop that was asked for is no error."""
-    level = INFO if failure["kind"] in ("stopped", "interrupted") else ERROR
-    place = {name: failure[name] for name in ("rank", "host", "step") if name in failure}
-    return Incident.parse(failure["line"], failure["kind"].upper(), level, **place)
 
 
 async def watch(options: dict[str, Any]) -> None:
@@ -419,7 +374,7 @@ async def watch(options: dict[str, Any]) -> None:
 
     async def accept_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.CancelledError):  # asyncio would print it when this process ends
-            if monitor.peers:
+            if monitor.peers.peers:
                 await monitor.peers.accept(reader, writer)
         writer.close()
 
@@ -444,12 +399,8 @@ async def watch(options: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def main() -> None:
+if __name__ == "__main__":
     # Schedulers send signals to every process of a job. The monitor ends with its ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     asyncio.run(watch(json.loads(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()

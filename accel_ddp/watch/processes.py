@@ -6,6 +6,7 @@ in a collective or holds the GIL prints it too. A stopped process cannot. py-spy
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import os
 import re
@@ -18,17 +19,7 @@ from typing import IO
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process: R and S run, T is stopped, D is blocked in the kernel, Z has ended. "": there is none."""
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+    return next(iter(_stat(pid)), "")
 
 
 def exit_status(pid: int) -> int | None:
@@ -49,9 +40,8 @@ def describe_exit(status: int | None) -> str:
         return "died"
     if status >= 0:
         return f"ended with exit code {status}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"was killed by signal {-status}"
+    names = {int(each): each.name for each in signal.Signals}
+    return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def _stat(pid: int) -> list[str]:
@@ -62,21 +52,13 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def kernel_stack(pid: int) -> str:
-    """Return the kernel function in which a process is blocked, or ""."""
+def kernel_function(pid: int) -> str:
+    """Return the kernel function in which a process, or one of its threads, is blocked (state D), or ""."""
+    threads = [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
+    blocked = next((thread for thread in threads if state_of(thread) == "D"), pid)
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/wchan").read_text().strip("0 \n")
+        return Path(f"/proc/{blocked}/wchan").read_text().strip("0 \n")
     return ""
-
-
-def blocked_thread(pid: int) -> int:
-    """Return a thread of the process that is blocked in the kernel (state D), or 0."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "D":
-                    return int(thread)
-    return 0
 
 
 class OutOfMemoryKills:
@@ -107,11 +89,9 @@ def _cgroup_files(pid: int) -> list[Path]:
 
 
 def _count_kills(file: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)", file.read_text(), re.MULTILINE):
+            return int(found[1])
     return 0
 
 
@@ -120,26 +100,21 @@ _PY_SPY_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py")
 _BACKWARD = os.path.join("torch", "autograd", "graph.py")
 _MAX_FRAMES = 12
-
-
-def signal_number() -> int:
-    """Return the signal at which a rank prints its stack. Real-time signals are not used by launchers and schedulers."""
-    return signal.SIGRTMIN + 7
+# The signal at which a rank prints its stack. Real-time signals are not used by launchers and schedulers. macOS has none.
+_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
 
 
 def print_on_signal(path: Path) -> IO[str]:
     """Let this process write the stacks of its threads to a file at each signal. The file must stay open."""
     file = open(path, "w")
     if hasattr(signal, "SIGRTMIN"):  # not on macOS
-        faulthandler.register(signal_number(), file=file, all_threads=True)
+        faulthandler.register(_SIGNAL, file=file, all_threads=True)
     return file
 
 
 def allow_tracing(pid: int) -> None:
     """Let another process of the same user read the memory of this one, where Linux restricts that to parents."""
     if sys.platform == "linux":
-        import ctypes
-
         PR_SET_PTRACER = 0x59616D61
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, pid)
 
@@ -157,8 +132,7 @@ class Stack(list[str]):
         """Return the function that the program called, for example "barrier" or "backward"."""
         if self and _BACKWARD in self[0]:
             return "backward"
-        inside = [frame for frame in self if any(part in frame for part in _COLLECTIVES)]
-        names = [frame.split(" ")[0] for frame in inside]
+        names = [frame.split(" ")[0] for frame in self if any(part in frame for part in _COLLECTIVES)]
         return next((name for name in reversed(names) if name != "wrapper"), "a collective")
 
     def text(self) -> str:
@@ -167,10 +141,9 @@ class Stack(list[str]):
 
 def _prints_on_signal(pid: int) -> bool:
     """Return whether a process handles the signal. It would end another one."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signal_number() - 1) & 1)
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return bool(caught) and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
     return False
 
 
@@ -179,26 +152,12 @@ async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
     if state not in ("T", "t") and file and _prints_on_signal(pid):
         with contextlib.suppress(OSError):
             size = file.stat().st_size
-            os.kill(pid, signal_number())
+            os.kill(pid, _SIGNAL)
             for _ in range(20):
                 await asyncio.sleep(0.05)
                 if file.stat().st_size > size:
                     await asyncio.sleep(0.05)
                     return parse(file.read_bytes()[size:].decode(errors="replace"))
-    return await _read_from_outside(pid)
-
-
-async def read_stack_of_worker(rank: int, file: Path) -> Stack:
-    """Return the stack of a data worker of a rank that is not idle, or an empty one. Forked workers write to the file of the rank."""
-    for pid in children_of(rank):
-        stack = await read_stack(pid, file, state_of(pid))
-        loop = next((at for at, frame in enumerate(stack) if frame.startswith("_worker_loop (")), 0)
-        if loop and not stack[loop - 1].startswith("get ("):  # an idle worker waits for the indices of its next batch
-            return stack
-    return Stack()
-
-
-async def _read_from_outside(pid: int) -> Stack:
     program = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if program is None:
         return Stack()
@@ -212,16 +171,25 @@ async def _read_from_outside(pid: int) -> Stack:
     return parse(output.decode(errors="replace"))
 
 
+async def read_stack_of_worker(rank: int, file: Path) -> Stack:
+    """Return the stack of a data worker of a rank that is not idle, or an empty one. Forked workers write to the file of the rank."""
+    children: list[str] = []
+    for path in Path(f"/proc/{rank}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children += path.read_text().split()
+    for pid in map(int, children):
+        stack = await read_stack(pid, file, state_of(pid))
+        loop = next((at for at, frame in enumerate(stack) if frame.startswith("_worker_loop (")), 0)
+        if loop and not stack[loop - 1].startswith("get ("):  # an idle worker waits for the indices of its next batch
+            return stack
+    return Stack()
+
+
 def parse(text: str) -> Stack:
     """Return the frames of the main thread from the output of faulthandler or py-spy."""
     sections = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     # faulthandler prints the main thread last. py-spy prints it first, with its name.
-    chosen = next((part for part in sections if '"MainThread"' in part), None)
-    if chosen is None:
-        chosen = next((part for part in reversed(sections) if _FRAME.search(part) or "  File " in part), "")
-    frames = Stack()
-    for line in chosen.splitlines():
-        found = _FRAME.match(line) or _PY_SPY_FRAME.match(line)
-        if found:
-            frames.append(f"{found['function']} ({found['file']}:{found['line']})")
-    return frames
+    named = [part for part in sections if '"MainThread"' in part]
+    chosen = next(iter(named or [part for part in reversed(sections) if "  File " in part]), "")
+    found = [_FRAME.match(line) or _PY_SPY_FRAME.match(line) for line in chosen.splitlines()]
+    return Stack(f"{frame['function']} ({frame['file']}:{frame['line']})" for frame in found if frame)

@@ -37,19 +37,14 @@ def current_round() -> int:
     return int(os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
-def write_outcome(launcher_pid: int, outcome: dict[str, Any]) -> bool:
+def write_outcome(launcher_pid: int, outcome: dict[str, Any], replaced: int | None = None) -> bool:
     """Store how the current attempt ended on this node: kind, text, exit_code, step (or None), rank, host and time.
 
     The first outcome of an attempt stays: the launcher ends the other ranks after a failure, and their outcomes follow from it.
     Return False if there is one. The launcher may start the next attempt before the monitor of the last one has found out why a
-    rank has died. Therefore each attempt has its own file.
+    rank has died. Therefore each attempt has its own file. `replaced` is an attempt whose outcome is replaced.
     """
-    return _write(launcher_pid, f"outcome{current_round()}", outcome, replaces=False)
-
-
-def replace_outcome(launcher_pid: int, number: int, outcome: dict[str, Any]) -> None:
-    """Store another outcome of an attempt."""
-    _write(launcher_pid, f"outcome{number}", outcome)
+    return _write(launcher_pid, f"outcome{current_round() if replaced is None else replaced}", outcome, replaced is not None)
 
 
 def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from accel_ddp.nodes.probe import measure_rate
 from accel_ddp.phases import Timing
-from accel_ddp.watch.diagnosis import INFO, WARNING, Event, RankView
+from accel_ddp.records.incidents import INFO, WARNING
+from accel_ddp.watch.diagnosis import Event, RankView
 from accel_ddp.watch.link import Peers
-from accel_ddp.watch.slowness import Slowness, pairs_to_measure
+from accel_ddp.watch.slowness import Notice, Slowness, neighbours
 
 SLOW_RATE = 5e6  # bytes per second
 MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result
@@ -18,7 +19,7 @@ MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no 
 class SlowRun:
     """The coordinator has one, which judges. On other nodes it only measures links when the coordinator asks for it."""
 
-    def __init__(self, node: int, message: dict[str, Any], peers: Peers | None, announce: Callable[[Event], None]):
+    def __init__(self, node: int, message: dict[str, Any], peers: Peers, announce: Callable[[Event], None]):
         """`message` has all nodes and all ranks of the run."""
         self.node, self.peers, self.announce = node, peers, announce
         self.roster = {entry["node"]: entry for entry in message["roster"]}
@@ -33,42 +34,39 @@ class SlowRun:
         for view in views:
             if view.rank in timings and not view.is_finished:
                 self._report(self.slowness.observe(view.rank, timings[view.rank], view.state in ("T", "t")))
-        if self.peers is None or (self.task and not self.task.done()):
+        if not self.peers.peers or (self.task and not self.task.done()):
             return
-        if not self.has_reference and all(peer.heard_at for peer in self.peers.peers.values()):
-            self.has_reference = True
-            self.task = asyncio.ensure_future(self._measure_reference())
-        elif self.slowness.wants_probe:
-            self.task = asyncio.ensure_future(self._measure_now())
+        is_reference = not self.has_reference and all(peer.heard_at for peer in self.peers.peers.values())
+        if is_reference or self.slowness.wants_probe:
+            self.has_reference |= is_reference
+            self.task = asyncio.ensure_future(self._measure_all(is_reference))
 
-    def _report(self, notices: list[Any]) -> None:
+    def _report(self, notices: list[Notice]) -> None:
         for notice in notices:
             rank = notice.ranks[0] if notice.ranks else -1
             self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, notice.host, notice.since))
 
-    async def _measure_reference(self) -> None:
-        self.slowness.add_reference(await self._measure_all(min))
+    async def _measure_all(self, is_reference: bool) -> None:
+        """Measure the bytes per second between neighbouring nodes, in both directions, and of each node with itself.
 
-    async def _measure_now(self) -> None:
-        self._report(self.slowness.add_rates(await self._measure_all(max)))
-
-    async def _measure_all(self, choose: Callable[[list[float]], float]) -> dict[tuple[int, int], float]:
-        """Return the bytes per second between neighbouring nodes. Pairs that have no node in common are measured together.
-
-        `choose` is `min` for the reference and `max` for a link that may be slow, so neither is an outlier of a busy processor.
+        Pairs that have no node in common are measured together. The lowest rate is the reference, and the highest one that of a link
+        that may be slow, so neither is an outlier of a busy processor.
         """
         rounds: list[list[tuple[int, int]]] = []
-        for pair in pairs_to_measure(list(self.roster)):
+        for pair in [*neighbours(list(self.roster)), *((node, node) for node in sorted(self.roster))]:
             free = next((each for each in rounds if not any(set(pair) & set(other) for other in each)), None)
             if free is None:
                 rounds.append([pair])
             else:
                 free.append(pair)
-        rates = {}
+        rates, choose = {}, min if is_reference else max
         for pairs in rounds:
             results = await asyncio.gather(*(self._measure(*pair) for pair in pairs))
             rates.update({pair: choose(measured) for pair, measured in zip(pairs, results) if measured})
-        return rates
+        if is_reference:
+            self.slowness.reference.update(rates)
+        else:
+            self._report(self.slowness.add_rates(rates))
 
     async def _measure(self, source: int, target: int) -> list[float]:
         if source == self.node:

@@ -6,7 +6,7 @@ measurement of the links has confirmed it, because a busy machine delays communi
 """
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -15,26 +15,6 @@ from accel_ddp.text import rough_seconds
 
 SLOWER_LINK = 4.0  # times slower than before, or than the other links
 REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause doubles each time
-
-
-class LinkRates:
-    """The measurements of links between nodes, and when the next one is due."""
-
-    def __init__(self) -> None:
-        self.reference: dict[tuple[int, int], float] = {}
-        self.wants_probe = False
-        self.slow: tuple[int, int] | None = None  # reported, and not over
-        self.since = 0  # the first step in which all ranks wait longer than usual; 0: they do not
-        self.asked_at, self.asked_waiting, self.pause = 0, 0.0, REPEAT_STEPS
-
-    def is_probe_due(self, step: int, waiting: float) -> bool:
-        """Return whether to measure now: the first time, if waiting has doubled, and after 100, 200, 400, ... steps."""
-        if self.asked_waiting and waiting < 2 * self.asked_waiting:
-            if step - self.asked_at < self.pause:
-                return False
-            self.pause *= 2
-        self.asked_at, self.asked_waiting, self.wants_probe = step, waiting, True
-        return True
 
 
 def find_slow_link(
@@ -54,11 +34,6 @@ def find_slow_link(
         if rate < max(usual if others else 0.0, before) / SLOWER_LINK:
             found.append((pair, rate, usual or reference[pair]))
     return min(found, key=lambda each: each[1], default=None)
-
-
-def pairs_to_measure(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions, and each node with itself."""
-    return [*neighbours(nodes), *((node, node) for node in sorted(set(nodes)))]
 
 
 def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
@@ -129,18 +104,18 @@ class _Block(NamedTuple):
         """Return the seconds per step that others lose by this rank."""
         return self.slow[rank][0] - self.normal if rank in self.slow else 0.0
 
-    def waits_for_data(self, node: int) -> bool:
-        return self.data[node] > max(DATA_SECONDS, DATA_SHARE * self.seconds)
-
 
 class _Case:
-    """Something that has been reported and is not over."""
+    """Something that has been reported, or a measurement that was made, and is not over."""
 
     def __init__(self, since: int) -> None:
         self.since, self.reported_at, self.pause, self.severity, self.lost = since, 0, REPEAT_STEPS, 0.0, 0.0
 
-    def is_due(self, step: int, severity: float, step_seconds: float) -> bool:
-        """Return whether to report the case now. The caller must do so."""
+    def is_due(self, step: int, severity: float, step_seconds: float = float("inf")) -> bool:
+        """Return whether to report it now: the first time, if it is twice as severe, and after 100, 200, 400, ... steps.
+
+        The caller must do so. Reports of short steps are rarer.
+        """
         if self.severity and severity < 2 * self.severity:
             if step - self.reported_at < self.pause * max(1.0, REPEAT_SECONDS / REPEAT_STEPS / max(step_seconds, 1e-6)):
                 return False
@@ -155,12 +130,12 @@ class Slowness:
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
         """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
-        self.links = LinkRates()
+        self.reference: dict[tuple[int, int], float] = {}  # bytes per second of (source node, target node) at the start
         self._reset()
 
     def _reset(self) -> None:
         """Remove all observations of steps. The rates of links at the start stay valid."""
-        hosts, reference = self.hosts, self.links.reference
+        hosts = self.hosts
         self.samples: list[list[Timing]] = [[] for _ in hosts]  # since the end of the last block
         self.states: list[deque[tuple[int, bool]]] = [deque(maxlen=OBSERVATIONS) for _ in hosts]  # step, is stopped
         self.stopped: set[int] = set()  # ranks whose process was in state T
@@ -170,18 +145,15 @@ class Slowness:
         self.blocks: deque[_Block] = deque(maxlen=LONG_WINDOW)
         self.cases: dict[tuple[str, int], _Case] = {}  # kind, node
         self.usual_waiting: list[float] = []  # communication of the first blocks
-        self.links = LinkRates()
-        self.links.reference = reference
+        self.wants_probe = False  # the coordinator should measure all neighbouring pairs of nodes now, for `add_rates`
+        self.probe = _Case(0)  # `since` is the first step in which all ranks wait longer than usual; 0: they do not
+        self.slow_link: tuple[int, int] | None = None  # reported, and not over
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
         """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
         self.states[rank].append((times.step, is_stopped))
         if is_stopped:
             self.stopped.add(rank)
-        self._add(rank, times)
-        return self._judge() if self._complete_block() else []
-
-    def _add(self, rank: int, times: Timing) -> None:
         samples = self.samples[rank]
         if samples and times.step < samples[-1].step:  # the program has called `fit` again
             self._reset()
@@ -194,6 +166,7 @@ class Slowness:
                 self._begin(max(each[0].step for each in self.samples) + WARM_UP)
             elif self.first is not None and times.step >= self.target:
                 self.behind.discard(rank)
+        return self._judge() if self._complete_block() else []
 
     def _complete_block(self) -> bool:
         """Make a block of the steps that all ranks have done since the last one. Return False if they do not make one yet."""
@@ -232,10 +205,7 @@ class Slowness:
         slow = {rank for rank, value in enumerate(own) if value > SLOWER * usual and value - usual > LOST / 2 * seconds}
         normal = max(value for rank, value in enumerate(own) if rank not in slow)
         typical = [statistics.median_low(column) for column in zip(*spent)]
-
-        def part(rank: int) -> str:
-            return max(zip(PARTS, spent[rank], typical), key=lambda each: each[1] - each[2])[0]
-
+        part = lambda rank: max(zip(PARTS, spent[rank], typical), key=lambda each: each[1] - each[2])[0]
         data: dict[int, float] = {}
         for node, parts in zip(self.nodes, spent):
             data[node] = min(parts[0], data.get(node, parts[0]))
@@ -247,15 +217,19 @@ class Slowness:
 
     def _judge(self) -> list[Notice]:
         """Return the notices after a new block."""
-        newest = self.blocks[-1]
+        newest, recent = self.blocks[-1], self._last(WINDOW)
         found: list[Notice] = []
         stragglers: dict[int, list[int]] = {}
-        totals = self._total_losses()
-        for rank in sorted(self._slow_ranks(WINDOW) | self.stopped):
+        totals = dict.fromkeys(range(len(self.nodes)), 0.0)  # the seconds that the others have lost by each rank
+        for block in self.blocks:
+            for rank in block.slow:
+                totals[rank] += block.lost(rank) * block.steps
+        for rank in sorted({rank for block in recent for rank in block.slow} | self.stopped):
             if self._is_straggler(rank, totals):
                 stragglers.setdefault(self.nodes[rank], []).append(rank)
         for node, ranks in stragglers.items():
-            case = self.cases.setdefault((STRAGGLER, node), _Case(self._since(ranks)))
+            slow = [block.first for block in recent if any(rank in block.slow for rank in ranks)]
+            case = self.cases.setdefault((STRAGGLER, node), _Case((slow or [recent[0].first])[0]))
             worst = max(ranks, key=self._lost)
             case.lost += max(newest.lost(rank) for rank in ranks) * newest.steps
             if case.is_due(newest.last, self._lost(worst) or self._stopped_share(worst), newest.seconds):
@@ -265,7 +239,6 @@ class Slowness:
         found += self._judge_data(is_excluded=bool(stragglers))
         for kind, node in [key for key in self.cases if key[0] == STRAGGLER and key[1] not in stragglers]:
             of_node = [rank for rank, its in enumerate(self.nodes) if its == node]
-            recent = self._last(WINDOW)
             if all(sum(rank in block.slow for block in recent) <= WINDOW - BAD for rank in of_node):
                 case = self.cases.pop((kind, node))
                 text = (
@@ -292,18 +265,10 @@ class Slowness:
             return True
         if len(self.blocks) < LONG_WINDOW // 2 or not any(recent):
             return False
-        if totals.get(rank, 0.0) < 1.5 * LOST * sum(block.seconds * block.steps for block in self.blocks):
+        if totals[rank] < 1.5 * LOST * sum(block.seconds * block.steps for block in self.blocks):
             return False
         elsewhere = max((value for each, value in totals.items() if self.nodes[each] != self.nodes[rank]), default=0.0)
         return elsewhere <= totals[rank] / 4 and sum(rank in block.slow for block in self.blocks) >= BAD
-
-    def _total_losses(self) -> dict[int, float]:
-        """Return the seconds that the others have lost by each rank in all blocks that are kept."""
-        totals: dict[int, float] = {}
-        for block in self.blocks:
-            for rank in block.slow:
-                totals[rank] = totals.get(rank, 0.0) + block.lost(rank) * block.steps
-        return totals
 
     @property
     def is_uneven(self) -> bool:
@@ -314,31 +279,22 @@ class Slowness:
     def _last(self, number: int) -> list[_Block]:
         return list(self.blocks)[-number:]
 
-    def _slow_ranks(self, number: int) -> set[int]:
-        """Return the ranks that were slow in any of the last blocks."""
-        return {rank for block in self._last(number) for rank in block.slow}
-
     def _stopped_share(self, rank: int) -> float:
         """Return the fraction of observations in which the process was stopped, if it was stopped repeatedly; otherwise 0."""
         states = self.states[rank]
         stops = {step for step, is_stopped in states if is_stopped}
-        if len(stops) < 4:
+        if len(stops) < 4 or len(states) < WINDOW:
             return 0.0
-        share = sum(is_stopped for _, is_stopped in states) / len(states)
-        return share if len(states) >= WINDOW else 0.0
+        return sum(is_stopped for _, is_stopped in states) / len(states)
 
     def _has_suspect(self) -> bool:
-        counts = [sum(rank in block.slow for block in self._last(LINK_WINDOW)) for rank in self._slow_ranks(LINK_WINDOW)]
-        return max(counts, default=0) > LINK_WINDOW - LINK_BAD
+        counts = Counter(rank for block in self._last(LINK_WINDOW) for rank in block.slow)
+        return max(counts.values(), default=0) > LINK_WINDOW - LINK_BAD
 
     def _lost(self, rank: int) -> float:
         """Return the seconds per step that others have lost by this rank in the last blocks in which it was slow."""
         bad = [block.lost(rank) for block in self._last(WINDOW) if rank in block.slow]
         return statistics.mean(bad) if bad else 0.0
-
-    def _since(self, ranks: list[int]) -> int:
-        recent = self._last(WINDOW)
-        return next((block.first for block in recent if any(rank in block.slow for rank in ranks)), recent[0].first)
 
     def _straggler_text(self, ranks: list[int], worst: int, case: _Case) -> str:
         host, pid = self.hosts[worst], self.pids[worst]
@@ -347,9 +303,8 @@ class Slowness:
             name = f"ranks {', '.join(map(str, ranks))} ({host}) are slow. The slowest, rank {worst},"
         bad = [block for block in self._last(WINDOW) if worst in block.slow]
         share = self._stopped_share(worst)
-        stopped = (
-            f" Its process was stopped by a signal (state T) in {_percent(share)} of the observations." if share >= LOST else ""
-        )
+        observed = f" Its process was stopped by a signal (state T) in {_percent(share)} of the observations."
+        stopped = observed if share >= LOST else ""
         if not bad:
             return f"{name} is slow since step {case.since} (pid {pid}).{stopped} Find out what stops it."
         own, normal, data = (
@@ -372,64 +327,50 @@ class Slowness:
         newest = self.blocks[-1]
         if len(set(self.nodes)) < 2:
             return []
-        if len(self.usual_waiting) < WINDOW and not is_excluded and not self.links.slow:
-            self.usual_waiting.append(newest.waiting)
         if is_excluded:
-            self.links.wants_probe = False
+            self.wants_probe = False
             return []
+        if len(self.usual_waiting) < WINDOW and not self.slow_link:
+            self.usual_waiting.append(newest.waiting)
         usual = statistics.median(self.usual_waiting) if self.usual_waiting else newest.waiting
         recent = self._last(LINK_WINDOW)
-
-        def is_bad(block: _Block) -> bool:
-            has_grown = block.waiting > GROWTH * usual and block.waiting - usual > LOST * block.seconds
-            return has_grown or block.waiting > WAITING * block.seconds
-
-        bad = [block for block in recent if is_bad(block)]
-        links = self.links
+        has_grown = lambda block: block.waiting > GROWTH * usual and block.waiting - usual > LOST * block.seconds
+        bad = [block for block in recent if has_grown(block) or block.waiting > WAITING * block.seconds]
+        probe = self.probe
         if len(bad) >= LINK_BAD:
-            waiting = statistics.median(block.waiting for block in bad)
-            if links.is_probe_due(newest.last, waiting):
-                links.since = links.since or bad[0].first
-        elif links.since and len(recent) - len(bad) >= LINK_BAD:
-            links.wants_probe, since, links.since, links.asked_waiting = False, links.since, 0, 0.0
-            if links.slow:
-                pair, links.slow = links.slow, None
+            if probe.is_due(newest.last, statistics.median(block.waiting for block in bad)):
+                self.wants_probe, probe.since = True, probe.since or bad[0].first
+        elif probe.since and len(recent) - len(bad) >= LINK_BAD:
+            self.wants_probe, since, probe.since, probe.severity = False, probe.since, 0, 0.0
+            if self.slow_link:
+                pair, self.slow_link = self.slow_link, None
                 text = f"communication {self._pair(pair)} takes as long as before again. It was slow from step {since} on."
                 return [Notice(SLOW_LINK, True, text, (), since)]
         return []
 
-    @property
-    def wants_probe(self) -> bool:
-        """Whether the coordinator should measure all neighbouring pairs of nodes now, and pass the results to `add_rates`."""
-        return self.links.wants_probe
-
-    def add_reference(self, rates: Mapping[tuple[int, int], float]) -> None:
-        """Add the bytes per second of each (source node, target node), as measured at the start or by the doctor."""
-        self.links.reference.update(rates)
-
     def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
         """Return a notice if a link is slow. `rates` are bytes per second, 0 if the measurement failed."""
-        links, newest = self.links, self.blocks[-1]
-        links.wants_probe = False
-        slowest = find_slow_link(rates, links.reference)
+        self.wants_probe = False
+        slowest = find_slow_link(rates, self.reference)
         if not slowest:
             return []
         pair, rate, reference = slowest
         recent = self._last(LINK_BAD)
         waiting = statistics.median(block.waiting for block in recent)
-        before = [block.waiting for block in self.blocks if block.last < (links.since or newest.first)]
+        since = self.probe.since or self.blocks[-1].first
+        before = [block.waiting for block in self.blocks if block.last < since]
         usual = min(statistics.median(before or self.usual_waiting or [waiting]), waiting)
-        links.slow = pair
-        at_start = f"at the start it was {_rate(links.reference[pair])}" if pair in links.reference else ""
+        self.slow_link = pair
+        at_start = f"at the start it was {_rate(self.reference[pair])}" if pair in self.reference else ""
         others = f"the median of the other pairs is {_rate(reference)}" if len(set(self.nodes)) > 2 else ""
         compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
         text = (
-            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {links.since or newest.first} all ranks "
+            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {since} all ranks "
             f"wait {rough_seconds(waiting)} per step for communication, instead of {rough_seconds(usual)}. They lose "
             f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. "
             "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
         )
-        return [Notice(SLOW_LINK, False, text, (), links.since or newest.first)]
+        return [Notice(SLOW_LINK, False, text, (), since)]
 
     def _pair(self, pair: tuple[int, int]) -> str:
         source, target = (self.hosts[self.nodes.index(node)] for node in pair)
@@ -439,7 +380,8 @@ class Slowness:
 
     def _judge_data(self, is_excluded: bool) -> list[Notice]:
         recent = self._last(WINDOW)
-        bad = {node: found for node in recent[-1].data if (found := [block for block in recent if block.waits_for_data(node)])}
+        is_late = lambda block, node: block.data[node] > max(DATA_SECONDS, DATA_SHARE * block.seconds)
+        bad = {node: found for node in recent[-1].data if (found := [block for block in recent if is_late(block, node)])}
         nodes = [node for node, blocks in bad.items() if len(blocks) >= BAD]
         if len(nodes) < len(recent[-1].data) and self._has_suspect():
             nodes = []  # the others wait for this node, which is reported as a straggler if that lasts
@@ -450,23 +392,19 @@ class Slowness:
                 return [Notice(DATA_SLOW, True, f"data loading, slow since step {since}, is fast again.", (), since)]
             return []
         waits = {node: statistics.mean(block.data[node] for block in bad[node]) for node in nodes}
-        worst = max(nodes, key=waits.__getitem__)
+        worst, wait = max(waits.items(), key=lambda each: each[1])
         seconds = statistics.mean(block.seconds for block in bad[worst])
         case = self.cases.setdefault(key, _Case(bad[worst][0].first))
-        if not case.is_due(recent[-1].last, waits[worst], seconds):
+        if not case.is_due(recent[-1].last, wait, seconds):
             return []
-        return [self._data_notice(nodes, waits[worst], seconds, case)]
-
-    def _data_notice(self, nodes: list[int], wait: float, seconds: float, case: _Case) -> Notice:
-        """Return the report about nodes that wait for data, `wait` of the `seconds` of each step on the worst of them."""
         hosts = [self.hosts[self.nodes.index(node)] for node in nodes]
-        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(self.blocks[-1].data)} nodes"
+        where = " and ".join(hosts) if len(hosts) < 4 else f"{len(hosts)} of {len(recent[-1].data)} nodes"
         text = (
             f"loading data takes {_percent(wait / seconds)} of each step on {where}; increase --num_workers. "
             f"{'The rank' if len(self.nodes) == 1 else 'Each rank there'} waits {rough_seconds(wait)} per step for its data loader "
             f"since step {case.since}. If more workers do not help, make the dataset faster: store decoded data, or use a faster disk."
         )
-        return Notice(DATA_SLOW, False, text, (), case.since, hosts[0])
+        return [Notice(DATA_SLOW, False, text, (), case.since, hosts[0])]
 
 
 def _at(samples: list[Timing], step: int) -> list[float]:
