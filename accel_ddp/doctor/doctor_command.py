@@ -58,6 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all options of `accel-ddp doctor`, and return the parser."""
     add_shared_options(parser)
     checks = parser.add_argument_group("what is checked")
+    checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
     checks.add_argument("--no_deep", action="store_true", help="skip the collectives, which need torch")
     checks.add_argument("--deep_seconds", type=float, default=120, help="time limit of the collectives and the import of torch")
     checks.add_argument("--megabytes", type=int, default=0, help="size of the measured all-reduce (64, on CPUs 8)")
