@@ -245,9 +245,10 @@ class TrainingRun:
         found = []
         with place:
             for hook in self.hooks:
-                if getattr(type(hook), event, default) is not default:
+                method = getattr(hook, event, default)
+                if getattr(method, "__func__", method) is not default:
                     with guard():
-                        found.append(getattr(hook, event)(*values))
+                        found.append(method(*values))
         return found
 
     def _any_rank(self, ends: list[bool | None]) -> bool:

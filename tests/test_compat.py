@@ -59,7 +59,6 @@ def test_private_interfaces_of_torch_and_accelerate_are_used_in_one_module_only(
     assert {"_sync_buffers", "_pcontext", "_dataloaders"} <= private
     allowed = {
         "step_trace": ["from torch.utils._python_dispatch import TorchDispatchMode"],  # documented under this name
-        "trial_worker": ["import torch._dynamo"],
     }
     for path in PACKAGE.rglob("*.py"):
         if path.name != "compat.py":
