@@ -46,7 +46,7 @@ from accel_ddp.training.system_sample import SystemSample
 from accel_ddp.training.update import Carry, Count, UpdateStats, update
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended."""
 
     metrics: dict[str, float]  # of the last evaluation
@@ -68,7 +68,7 @@ def fit(
     hooks: Sequence[Hook] = (),
     files: dict[str, bytes] | None = None,
     speedups: Callable[..., Speed] | None = attach,
-) -> Outcome:
+) -> RunOutcome:
     """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
 
     The update of step `s` depends on `s`, the seed and the weights, so neither a restart nor the number of ranks changes it.
@@ -312,7 +312,7 @@ class TrainingRun:
 
     # ---- the end
 
-    def finish(self) -> Outcome:
+    def finish(self) -> RunOutcome:
         """Complete the last save, call the hooks for the last time, and return the outcome or raise `Stopped`."""
         phases.enter(END)
         if 0 < self.step == self.saved.skipped_in_a_row and not self.is_stopping:  # a run that is shorter than the limit
@@ -337,7 +337,7 @@ class TrainingRun:
             self._print_best()
         ending.unsaved = unsaved
         self.ema.apply()
-        return Outcome(self.metrics, self.step, unsaved)
+        return RunOutcome(self.metrics, self.step, unsaved)
 
     def _report_end(self, reason: str) -> None:
         """Pass the summary of the run to the hooks. `reason` is why it was stopped."""

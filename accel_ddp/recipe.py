@@ -7,13 +7,13 @@ from accel_ddp.accelerator import start
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export
-from accel_ddp.loop import Outcome, fit
+from accel_ddp.loop import RunOutcome, fit
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
 from accel_ddp.training import optim
 
 
-def train(cfg: TrainConfig, task_class: Any) -> Outcome:
+def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     """Train `task_class(cfg, accelerator)`, print its report, and export the model to OUTPUT_DIR/model.
 
     A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a TrainBatches), and the methods
