@@ -1,8 +1,9 @@
 """The loop of a run: update, log, evaluate, save, stop.
 
-It is the only one, and it is meant to be read: `fit` is the loop, and `TrainingRun` is what surrounds an update. `training/update.py`
-does one step and `training/stream.py` chooses its items. Where a rank is and how long each part of a step takes is measured by
-the phases that these modules enter (`phases.py`). `recipes/own_loop.py` is a short copy to start from if you need another loop.
+The package has one loop, and it is meant to be read: `fit` is the loop, and `TrainingRun` is what surrounds an update.
+`training/update.py` does one step and `training/stream.py` chooses its items. The phases that these modules enter (`phases.py`) show
+which phase a rank is in, and their listeners measure how long each part of a step takes: host seconds on a CPU, CUDA events on a GPU
+(`training/step_times.py`). `recipes/own_loop.py` is a simplified example to start from if you need another loop.
 """
 
 import contextlib
@@ -71,7 +72,8 @@ def fit(
 ) -> RunOutcome:
     """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
 
-    The update of step `s` depends on `s`, the seed and the weights, so neither a restart nor the number of ranks changes it.
+    The update of step `s` depends on `s`, the seed and the weights, so neither a restart nor, up to rounding, the number
+    of ranks changes it.
     `tables` returns the tables of the last evaluation. It is called on the main rank only, and an error in it does not end the run.
     With `cfg.ema_decay` the average of the weights is evaluated, and it is what the model contains at the end.
     `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is asked
@@ -85,7 +87,7 @@ def fit(
         for step in run.remaining_steps():  # until the last step, an agreed stop, or a hook that ends the run
             lr = set_lr(run.optimizer, lr_at(step, cfg, run.total_steps))
             with phase(DATA):
-                batches = next(run.updates)
+                batches = next(run.step_batches)
             stats = update(
                 accelerator, cfg, run.model, run.optimizer, batches, loss_sum, count,
                 seed=mixed(cfg.seed, "step", step), carry=run.carry(batches),
@@ -137,7 +139,7 @@ class TrainingRun:
         print_on_main(f"{self.total_steps} steps = {epochs:.2f} epochs of {len(train):,} items")
         if self.step < self.total_steps:
             _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
-        self.updates = train.starting_at(self.step, accelerator, cfg)
+        self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
         self.pace = Throughput(cfg.global_batch_size, self.speed.peak_flops if self.speed else None)
@@ -176,9 +178,9 @@ class TrainingRun:
             yield
 
     def evaluate_before_training(self) -> None:
-        """Evaluate before the first step, or if the run was killed in an evaluation after a save."""
+        """Evaluate before the first step, or repeat an evaluation in which the run was killed after its save."""
         if self.evaluates_now() and self.step not in self.saved.evaluations:
-            self._measure()
+            self._run_evaluation()
 
     def warm_up(self) -> None:
         """Compile the layers, and report an automatic restart."""
@@ -229,7 +231,10 @@ class TrainingRun:
                 self.read_numbers(wait_for_all=True)
 
     def read_numbers(self, wait_for_all: bool = False) -> None:
-        """Pass the numbers of completed updates to the hooks. On a GPU they arrive one step late, so the host does not wait."""
+        """Pass the numbers of completed updates to the hooks.
+
+        On a GPU they arrive one step late, so the host does not wait, and a vote to stop takes effect one step later.
+        """
         for numbers in self.reader.pop(wait_for_all):
             # The sum of votes is the same on every rank, so all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
@@ -286,11 +291,11 @@ class TrainingRun:
 
     def evaluate(self) -> None:
         """Evaluate, and save again if that ends the run."""
-        self._measure()
+        self._run_evaluation()
         if self.is_done or self.is_stopping:
             self.save()
 
-    def _measure(self) -> None:
+    def _run_evaluation(self) -> None:
         with phase(METRICS):
             try:
                 with self.ema.applied():
@@ -318,7 +323,7 @@ class TrainingRun:
         if 0 < self.step == self.saved.skipped_in_a_row and not self.is_stopping:  # a run that is shorter than the limit
             self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
-            self._measure()
+            self._run_evaluation()
         if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
             self.saved.save(self.step, is_last=True)
         unsaved = self.saved.close()

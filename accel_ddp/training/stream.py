@@ -194,7 +194,7 @@ def _list_lengths(chunks: list[Any]) -> np.ndarray:
 
 
 class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
-    """Yields (position in the stream, index in the dataset) of the items of all ranks' micro-batches, without end.
+    """Yields lists of (position in the stream, index in the dataset): one micro-batch of each rank, one after the other, without end.
 
     If lengths are known, the items of a step are spread so that all of its micro-batches have about the same number of tokens,
     because a step takes as long as its longest micro-batch. This does not change which items a step has, nor how many items

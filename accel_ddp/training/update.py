@@ -1,6 +1,7 @@
 """One optimizer update. In a run, only this module writes the `.grad` of parameters, clips and steps.
 
-On a GPU nothing here reads a device value on the host. The phases show the monitor where a rank is, and divide the time of a step.
+On a GPU, with a fused optimizer, nothing here reads a device value on the host. The phases show the monitor where a rank is, and
+divide the time of a step.
 """
 
 import contextlib
