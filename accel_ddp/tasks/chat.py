@@ -264,7 +264,7 @@ def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["d
         some, none = int((cut == 1).sum()), int((cut == 2).sum())
         if none == len(rows):
             raise UserError(
-                f"--max_length {max_length}: no answer of the {name} data begins within this length. Give a higher one."
+                f"--max_length {max_length}: no answer of the {name} data begins within this length. Give a higher value."
             )
         effects = [f"{some:,} lose the end of their answer"] if some else []
         effects += [f"{none:,} have no answer left and are dropped"] if none else []
