@@ -46,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
         if isinstance(function, str):
             module, _, name = function.partition(":")
             function = getattr(import_module(f"accel_ddp.{module}"), name)
-        code = int(function(words[1:]))
+        code = function(words[1:]) or 0
         sys.stdout.flush()
         return code
     except UserError as error:
