@@ -13,7 +13,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -71,15 +70,18 @@ class RowLoader:
             return self._read(read, model, files, load_config)
 
         generator = torch.get_rng_state()
+        PreTrainedModel._load_pretrained_model = staticmethod(read_rows)
         try:
-            with mock.patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(read_rows)):
-                return from_pretrained(auto_class, name, place, **options)
+            return from_pretrained(auto_class, name, place, **options)
         except UserError as error:
-            self.rows.clear()
-            torch.set_rng_state(generator)
-            whole = from_pretrained(auto_class, name, place, **options)  # raises the error of damaged files again
-            warn(f"{error} Each rank therefore loads the whole model into host memory before the model is sharded.")
-            return whole
+            reason = str(error)
+        finally:
+            PreTrainedModel._load_pretrained_model = staticmethod(read)
+        self.rows.clear()
+        torch.set_rng_state(generator)
+        whole = from_pretrained(auto_class, name, place, **options)  # raises the error of damaged files again
+        warn(f"{reason} Each rank therefore loads the whole model into host memory before the model is sharded.")
+        return whole
 
     def _read(self, read: Callable[..., Any], model: Any, files: list[str], load_config: Any) -> tuple[Any, Any]:
         """Load the files into the model, and put stand-ins into it. Return what the function of transformers returns."""
