@@ -149,7 +149,9 @@ def _read_npz(option: str, path: str) -> "datasets.Dataset":
     with _open_npz(option, path) as arrays:
         pair = next((pair for pair in pairs if set(pair) <= set(arrays)), None)
         if pair is None:
-            raise UserError(f"{option} {path}: has {', '.join(arrays)}. It needs x_train and y_train, or images and labels.")
+            raise UserError(
+                f"{option} {path}: has the arrays {', '.join(arrays)}. It needs x_train and y_train, or images and labels."
+            )
         try:
             pixels, labels = arrays[pair[0]], arrays[pair[1]]
         except Exception as error:  # types of numpy, zipfile and zlib
