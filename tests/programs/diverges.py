@@ -76,7 +76,7 @@ class Fault(Hook):
             bits = self.model.body.weight.data.view(-1).view(torch.int32)
             bits[7] ^= 1  # the lowest one of a number
         if self.cfg.how == "lr":
-            self.optimizer.register_step_pre_hook(lambda optimizer, *_: accel_ddp.optim.set_lr(optimizer, 0.02))
+            self.optimizer.register_step_pre_hook(lambda optimizer, *_: accel_ddp.optim.set_lr(optimizer, 0.02) and None)
         if self.cfg.how == "update":
             real = self.optimizer.step
 
