@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 
 from accel_ddp.records.eval_tables import Table
@@ -35,7 +35,9 @@ class PairCollate(tokenization.PadCollate):
         return batch
 
 
-pad_collate = partial(tokenization.pad_collate, kind=PairCollate)
+def pad_collate(tokenizer: Any, accelerator: Accelerator) -> PairCollate:
+    """Return the collate function of a recipe with pairs."""
+    return tokenization.pad_collate(tokenizer, accelerator, kind=PairCollate)
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:

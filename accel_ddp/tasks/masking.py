@@ -1,10 +1,10 @@
 """Masked words in blocks of tokens: the masks, the logits of masked tokens only, and predictions as text."""
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -63,7 +63,9 @@ class MaskedCollate(tokenization.PadCollate):
         return batch
 
 
-pad_collate = partial(tokenization.pad_collate, per_token=("labels",), kind=MaskedCollate)
+def pad_collate(tokenizer: Any, accelerator: Accelerator) -> MaskedCollate:
+    """Return the collate function of a recipe with masked words."""
+    return tokenization.pad_collate(tokenizer, accelerator, per_token=("labels",), kind=MaskedCollate)
 
 
 def compute_masked_logits_only(model: nn.Module) -> nn.Module:
