@@ -36,7 +36,11 @@ class CurrentBatch:
 
 
 _current: ContextVar[CurrentBatch | None] = ContextVar("accel_ddp_current_batch", default=None)
-current_batch = _current.get  # returns the announcement, or None
+
+
+def current_batch() -> CurrentBatch | None:
+    """Return the announced micro-batch, or None outside of `with CurrentBatch(...)`."""
+    return _current.get()
 
 
 def _wide(logits: Tensor) -> Tensor:
