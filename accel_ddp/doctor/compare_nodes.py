@@ -113,23 +113,14 @@ def compare_facts(members: list[Hello]) -> tuple[list[Finding], list[str]]:
             continue  # the command line of a node is invalid, which that node reports; its options are not known
         for name in sorted({name for one in facts for name in one}):
             values = [str(one.get(name, "-")) for one in facts]
-            is_hub_commit = name.startswith("hub commit")  # a node without it has not downloaded it yet
-            may_lack = group in _MAY_LACK or is_hub_commit
-            if len({value for value in values if not (may_lack and value == "-")}) <= 1:
+            if not _differ(group, name, values):
                 continue
-            if group == "files" and any(value.startswith(("!", "~")) for value in values):
-                continue  # the node that cannot read the file reports it
-            as_code = "W_PYTHON" if name == "python" else "W_HUB" if is_hub_commit else code
+            as_code = "W_PYTHON" if name == "python" else "W_HUB" if name.startswith(_HUB_COMMIT) else code
             label = f"--{name}" if group == "recipe" else f"accelerate {name}" if group == "accelerate" else name
             found.append(Finding(as_code, f"{label} differs: {describe_values(values, members)}"))
             rows.append((label, values, found[-1].severity))
     _compare_gpus(members, found, rows)
-    clocks = [m["clock"] for m in members]
-    if clocks and max(clocks) - min(clocks) > _CLOCK_SECONDS:
-        off = max(members, key=lambda m: abs(m["clock"] - clocks[0]))
-        saw = f"the clock differs by {off['clock'] - clocks[0]:+.0f} s from the clock of {members[0]['host']}: times in logs "
-        found.append(Finding("W_CLOCK", f"{saw}cannot be compared", host=off["host"], node=off["node"]))
-        rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
+    _compare_clocks(members, found, rows)
     if not rows:
         return found, []
     # With many nodes, the table has the first one and those that differ from it.
@@ -137,6 +128,26 @@ def compare_facts(members: list[Hello]) -> tuple[list[Finding], list[str]]:
     columns = columns[:8] if len(members) > 8 else list(range(len(members)))
     header = ["differs", *[f"{members[i]['node']} {members[i]['host']}" for i in columns], ""]
     return found, table([header, *([label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows)])
+
+
+_HUB_COMMIT = "hub commit"
+
+
+def _differ(group: str, name: str, values: list[str]) -> bool:
+    """Return whether the values of a fact differ. A node may lack a commit of the hub that it has not downloaded yet."""
+    may_lack = group in _MAY_LACK or name.startswith(_HUB_COMMIT)
+    if group == "files" and any(value.startswith(("!", "~")) for value in values):
+        return False  # the node that cannot read the file reports it
+    return len({value for value in values if not (may_lack and value == "-")}) > 1
+
+
+def _compare_clocks(members: list[Hello], found: list[Finding], rows: list[tuple[str, list[str], str]]) -> None:
+    clocks = [m["clock"] for m in members]
+    if clocks and max(clocks) - min(clocks) > _CLOCK_SECONDS:
+        off = max(members, key=lambda m: abs(m["clock"] - clocks[0]))
+        saw = f"the clock differs by {off['clock'] - clocks[0]:+.0f} s from the clock of {members[0]['host']}: times in logs "
+        found.append(Finding("W_CLOCK", f"{saw}cannot be compared", host=off["host"], node=off["node"]))
+        rows.append(("clock (s)", [f"{clock - clocks[0]:+.0f}" for clock in clocks], "warning"))
 
 
 def _compare_gpus(members: list[Hello], found: list[Finding], rows: list[tuple[str, list[str], str]]) -> None:

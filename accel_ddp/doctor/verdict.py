@@ -151,15 +151,10 @@ class Examiner(Coordinator):
         grace = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
         errors_since = complete_since = None  # errors make it pointless to wait for more nodes
         while True:
-            for member in [m for m in self.members if m.lost]:
-                self.members.remove(member)
-                self._number_nodes()
-                await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
-            now, missing, errors = time.monotonic(), find_missing(self.hellos), compare_nodes.check_duplicates(self.hellos)
-            errors += compare_nodes.check_counts([member.hello for member in self.mains])
-            errors += [finding for finding in self._own_findings() if finding.severity == ERROR]
+            await self._remove_lost()
+            now, missing, errors = time.monotonic(), find_missing(self.hellos), self._find_errors()
             without_facts = [member for member in self.members if "facts" not in member.hello]
-            num_connected, num_expected, kind = self._count_expected()
+            num_connected, num_expected, _ = self._count_expected()
             has_enough = errors and num_connected >= num_expected and not any(one.startswith("local") for one in missing)
             complete_since = (complete_since or now) if self.members and (not missing or has_enough) else None
             if errors and not errors_since and missing:
@@ -176,16 +171,34 @@ class Examiner(Coordinator):
                 return [self._report_missing(one) for one in missing]
             if self.members and now - printed_at >= host.NOTICE_INTERVAL:
                 printed_at = now
-                what = ", ".join(missing) or f"the facts of {', '.join(name_of(one.hello) for one in without_facts[:8])}"
-                hint = f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}"
-                num_all = max(hello[kind] for hello in self.hellos)
-                await self._print_everywhere(
-                    f"waiting for {what} ({num_connected} of {num_all} {kind} are connected: {self._connected()}), "
-                    f"{now - began:.0f} of {self.wait_seconds:.0f} s.{hint if missing else ''}"
-                )
+                await self._print_progress(missing, without_facts, now - began)
             self.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
+
+    async def _remove_lost(self) -> None:
+        """Forget the nodes that have closed their connection, and print which."""
+        for member in [m for m in self.members if m.lost]:
+            self.members.remove(member)
+            self._number_nodes()
+            await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
+
+    def _find_errors(self) -> list[Finding]:
+        """Return the errors that are known before all nodes are connected."""
+        errors = compare_nodes.check_duplicates(self.hellos)
+        errors += compare_nodes.check_counts([member.hello for member in self.mains])
+        return errors + [finding for finding in self._own_findings() if finding.severity == ERROR]
+
+    async def _print_progress(self, missing: list[str], without_facts: list[Member], seconds: float) -> None:
+        """Print on every node what the main node waits for."""
+        num_connected, _, kind = self._count_expected()
+        what = ", ".join(missing) or f"the facts of {', '.join(name_of(one.hello) for one in without_facts[:8])}"
+        hint = f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}"
+        num_all = max(hello[kind] for hello in self.hellos)
+        await self._print_everywhere(
+            f"waiting for {what} ({num_connected} of {num_all} {kind} are connected: {self._connected()}), "
+            f"{seconds:.0f} of {self.wait_seconds:.0f} s.{hint if missing else ''}"
+        )
 
     def _count_expected(self) -> tuple[int, int, str]:
         """Return how many nodes are connected, how many are expected at least, and the word for them.
