@@ -72,7 +72,7 @@ class CoordinatorSearch:
         self.other_program = ""  # the answer of another program on the main port
         self.other_main = ""  # address of a coordinator for the same script that answered a broadcast
         self.printed_at = time.monotonic() - host.NOTICE_INTERVAL + host.FIRST_NOTICE
-        self.rescue_at = began
+        self.rescue_at = began - RESCUE_INTERVAL / 2  # the first attempt comes earlier
 
     @property
     def waited(self) -> float:
