@@ -260,3 +260,13 @@ def tiny_model(tmp_path_factory) -> str:
     BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def environment_restored() -> Iterator[None]:
+    """Restore the variables of this process after each test. Otherwise one that sets WORLD_SIZE changes later tests of the worker."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
