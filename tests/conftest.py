@@ -263,7 +263,7 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def environment_restored() -> Iterator[None]:
+def environment_restored():
     """Restore the variables of this process after each test. Otherwise one that sets WORLD_SIZE changes later tests of the worker."""
     before = dict(os.environ)
     yield
