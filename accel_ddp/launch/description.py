@@ -142,7 +142,7 @@ KEYS = {
     "accelerate_config": Key(_text, "one of our configs by name, or the path of a config on the nodes, for example of the "
                              "wizard (2node.yaml)"),
     "restarts": Key(_number(0), "how many times a failed attempt is followed by another one, `--max_restarts` (0)"),
-    "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is queued again)"),
+    "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is requeued)"),
     "doctor": Key(_choice("quick", "full", "off"), "`quick` checks the cluster inside the launchers, `full` measures bandwidth and "
                   "collectives first, `off` skips the preflight"),
     "ssh": Key(_ANY, "see below"),
