@@ -1,5 +1,6 @@
 """Tests of the doctor's collective checks on CPUs, with a rank that is healthy and one that dies or does not continue."""
 
+import contextlib
 import json
 import re
 import signal
@@ -24,9 +25,10 @@ def connected_workers(parent: int) -> list[psutil.Process]:
     """Return the ranks of a doctor that are connected with each other, once there are two of them."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        workers = [one for one in psutil.Process(parent).children() if CHECKS in one.cmdline()]
-        if len(workers) == 2 and all(any(link.raddr for link in one.net_connections("tcp")) for one in workers):
-            return workers
+        with contextlib.suppress(psutil.NoSuchProcess):  # a child has ended since it was listed
+            workers = [one for one in psutil.Process(parent).children() if CHECKS in one.cmdline()]
+            if len(workers) == 2 and all(any(link.raddr for link in one.net_connections("tcp")) for one in workers):
+                return workers
         time.sleep(0.02)
     raise AssertionError("the doctor has started no ranks")
 

@@ -336,12 +336,12 @@ def test_communication_agrees_with_the_sums_of_torch(two_nodes):
 
 
 def test_the_breakdown_of_the_log_agrees_with_the_profile(two_nodes):
-    """Within 5 % of a step, on every rank, in each part."""
+    """Within 5 % of a step and a time slice of a busy core, on every rank, in each part. tests/test_gpu.py allows 5 %."""
     log = [json.loads(line) for line in (two_nodes["run"] / "log.jsonl").read_text().splitlines()]
     lines = [e for e in log if e["event"] == "ranks" and e["first_step"] >= 4 and e["last_step"] <= 6]
     assert [e["last_step"] for e in lines] == [4, 5, 6]
     for number, rank in enumerate(two_nodes["summary"]["ranks"]):
-        within = 0.05 * rank["step_seconds"]
+        within = 0.05 * rank["step_seconds"] + 0.004
         profile = rank["parts"] | {"communication": rank["exposed"]}
         for part, seconds in profile.items():
             assert seconds == pytest.approx(rank["breakdown"][part], abs=within), (number, part)
