@@ -63,7 +63,6 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "running": next((record.read() for record in records if record.is_running()), None),
         "disk_error": check_folder(Path(request["run_folder"]).expanduser()),
         "version": __version__,
-        "time": time.time(),
         "folder": str(Path.cwd()),
     }
 
@@ -137,30 +136,29 @@ def _reason(error: OSError) -> str:
 # ---- on the launching machine
 
 
-def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return (errors, warnings) about the nodes, whose facts are in the order of the description."""
+def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> list[str]:
+    """Return the errors of the nodes, whose facts are in the order of the description. The preflight of the ranks warns."""
     errors = [text for node, found in zip(cluster.nodes, facts) for text in _errors_of_node(cluster, job, node, found)]
     errors += _same_machines(cluster, facts)
     if errors:
-        return errors, []
+        return errors
     # rsync has just made the files equal. In a folder that is also a repository of the node, the commit is not that of the files.
     keys = ("package",) if cluster.copy == "rsync" else ("package", "commit", "total", "files")
     text = compare_code({node.host: _only(keys, found["code"]) for node, found in zip(cluster.nodes, facts)})
     errors += [text] if text else []
     members = [
-        {"host": node.host, "node": node.rank, "local_rank": 0, "ip": "", "pid": 0, "clock": found["clock"],
+        {"host": node.host, "node": node.rank, "local_rank": 0, "ip": "", "pid": 0, "clock": 0.0,
          "facts": {"versions": found["versions"], "driver": found["driver"]}}
         for node, found in zip(cluster.nodes, facts)
     ]  # fmt: skip
     findings, table = compare_nodes.compare_facts(members)
     wrong = [finding for finding in findings if finding.severity == ERROR]
-    mild = [finding for finding in findings if finding.severity != ERROR]
     errors += [f"the nodes differ:\n{format_findings(wrong)}\n" + "\n".join(table)] if wrong else []
     pythons = {node.host: found["versions"]["python"] for node, found in zip(cluster.nodes, facts)}
     if len({tuple(python.split(".")[:2]) for python in pythons.values()}) > 1:  # each minor version has its own packages
         shown = ", ".join(f"{python} on {host}" for host, python in pythons.items())
         errors.append(f"python differs: {shown}. Make the virtual environment of every node with the same version of Python.")
-    return errors, [format_findings(mild)] if mild and not errors else []
+    return errors
 
 
 def compare_with_this_machine(job: Job, facts: list[dict[str, Any]]) -> list[str]:

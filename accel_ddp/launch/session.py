@@ -127,12 +127,10 @@ class Session:
             await copy_code(cluster, find_source(job.script), lambda node: ssh_words(cluster, node), self.console.note)
         self.connections = await open_all(cluster)
         facts = await self._collect_facts()
-        errors, warnings = node_checks.find_errors(cluster, job, facts)
-        if not errors and cluster.copy == "none" and cluster.backend == "ssh" and Path(job.script).is_file():
-            warnings += await asyncio.to_thread(node_checks.compare_with_this_machine, job, facts)
-        for text in warnings:
-            self.console.note(text)
-        _refuse(errors)
+        _refuse(node_checks.find_errors(cluster, job, facts))
+        if cluster.copy == "none" and cluster.backend == "ssh" and Path(job.script).is_file():
+            for text in await asyncio.to_thread(node_checks.compare_with_this_machine, job, facts):
+                self.console.note(text)
         found = ["127.0.0.1"] if cluster.backend == "local" or len(cluster.nodes) == 1 else facts[0]["address"]
         address = cluster.main_address or next(iter(found), "")
         if not address:
@@ -157,12 +155,10 @@ class Session:
 
         async def ask(connection: Connection) -> dict[str, Any]:
             node = connection.node
-            sent = time.time()
-            found = await connection.ask(
+            return await connection.ask(
                 "facts", "facts", script=self.job.script, config=config, run_folder=self.job.run_folder, host=node.host,
                 job=self.job.name, output=self.cluster.output, gpus=node.gpus,
             )  # fmt: skip
-            return {**found, "clock": found["time"] - (sent + time.time()) / 2}
 
         return await asyncio.gather(*map(ask, self.connections))
 
