@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from accel_ddp.records.eval_tables import file_of, read_tables
-from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all, run_ranks, two_node_commands
+from tests.conftest import BIN, ROOT, clean_environment, run_all, run_ranks, two_node_commands
 from tests.log_schema import require_documented
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
@@ -113,12 +113,6 @@ def test_the_exported_folder_is_an_ordinary_pipeline_with_label_names(one):
     assert json.loads((one / "model" / "config.json").read_text())["id2label"] == {"0": "bad", "1": "good"}
 
 
-def test_two_ranks_learn_the_same_weights(one, arguments, tmp_path):
-    folder = tmp_path / "run"
-    run_ranks(2, CLASSIFY, *arguments, "--output_dir", folder).well()
-    assert_same_run(one, folder)
-
-
 def test_two_nodes_with_our_config_learn_the_same_weights(one, arguments, tmp_path):
     """Start the two `accelerate launch` commands of two machines on 127.0.0.1."""
     commands, environments = two_node_commands("--mixed_precision", "no", CLASSIFY, *arguments, "--output_dir", tmp_path / "run")
@@ -128,10 +122,9 @@ def test_two_nodes_with_our_config_learn_the_same_weights(one, arguments, tmp_pa
     assert_same_run(one, tmp_path / "run")
 
 
-def test_torchrun_and_the_written_out_loop_learn_bit_identical_weights(one, arguments, tmp_path):
-    """Compare `fit` started by torchrun with recipes/own_loop.py. Each has two ranks."""
-    command = [BIN / "torchrun", "--nproc_per_node", "2", "--master_port", str(free_port()), CLASSIFY]
-    run_all([[*command, *arguments, "--output_dir", tmp_path / "classify"]], [clean_environment()]).well()
+def test_two_ranks_learn_the_same_weights_and_the_written_out_loop_learns_bit_identical_ones(one, arguments, tmp_path):
+    """Compare one rank with two, and `fit` with recipes/own_loop.py on two ranks."""
+    run_ranks(2, CLASSIFY, *arguments, "--output_dir", tmp_path / "classify").well()
     run_ranks(2, ROOT / "recipes" / "own_loop.py", *arguments, "--output_dir", tmp_path / "own_loop").well()
     a, b = weights(tmp_path / "classify"), weights(tmp_path / "own_loop")
     assert all(np.array_equal(a[name], b[name]) for name in a)

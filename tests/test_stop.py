@@ -86,12 +86,13 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
 
 def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp_path, uninterrupted):
     folder = tmp_path / "run"
-    running = start_nodes("--output_dir", folder, "--step_seconds", 0.5)
+    command = [sys.executable, TRAINS, *OPTIONS, "--output_dir", folder]
+    running = Running([[*command, "--step_seconds", 0.5]] * 2, node_environments(2))
     at = random.randrange(5, 10)
     running.until(f"step {at:2}/12")
     wait_for(folder, 4)
     victim = random.choice(running.processes)
-    for process in psutil.Process(victim.pid).children(recursive=True):
+    for process in psutil.Process(victim.pid).children(recursive=True):  # its monitor and data workers
         process.send_signal(signal.SIGKILL)
     victim.kill()
     ended = running.ended()
@@ -100,7 +101,7 @@ def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp
     found = re.search("error: MAIN_NODE_LOST: the main node " if is_main else "error: NODE_LOST: |" + DIED, ended.texts[is_main])
     assert found, "the remaining rank does not report the other one as lost"
     assert 4 in steps_saved(folder)
-    run_all([[sys.executable, TRAINS, *OPTIONS, "--output_dir", folder, "--resume"]] * 2, node_environments(2)).well()
+    run_all([[*command, "--resume"]] * 2, node_environments(2)).well()
     assert last_checkpoint(folder) == uninterrupted, f"killed at step {at}"
 
 
