@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -211,9 +212,18 @@ def gradient_times(model: "nn.Module") -> list[int]:
     return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
 
 
-def check_all_gradients(model: "nn.Module") -> None:
-    """Raise RuntimeError, with their numbers, if parameters have no gradient. DDP does it a step later. Tested with torch 2.13."""
-    model._check_reducer_finalized()
+def without_gradient(model: "nn.Module") -> list[int]:
+    """Return the places of the parameters that the last backward pass has not reached. DDP waits for these, and has them summed
+    when another pass reaches them. It names them only in an error of the next step. Tested with torch 2.13.
+    """
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if not found:
+            raise
+        return [int(place) for place in found[1].split()]
+    return []
 
 
 def around_buffer_sync(model: "nn.Module", before: Callable[[], None], after: Callable[[], None]) -> None:
