@@ -36,34 +36,7 @@ if TYPE_CHECKING:
 BEGIN, END, BACKWARD, LAST = "begins the forward pass", "ends the forward pass", "begins the backward pass", "ends a micro-batch"
 
 
-class UsedParameters:
-    """Which trained parameters have a gradient on this rank in a step. A parameter that no rank has used gets none, as on one rank."""
-
-    def __init__(self) -> None:
-        self._trained: list[Any] = []
-        self._used: set[Any] = set()  # those with a gradient in this step
-        self._all_used: Tensor | None = None  # the numbers that are sent if every parameter has a gradient
-
-    def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return for each trained parameter 1 if it has a gradient on this rank in this step, otherwise 0."""
-        number = len(self._trained)
-        if self._all_used is None or len(self._all_used) != number:
-            self._all_used = torch.ones(number, device=device, dtype=dtype)
-        if len(self._used) == number:
-            return self._all_used
-        return torch.tensor([param in self._used for param in self._trained], dtype=dtype).to(device)
-
-    def find_unused(self, counts: Tensor) -> list[nn.Parameter]:
-        """Return the parameters that no rank has used in this step, whose gradients are 0. `counts` are the sums over ranks.
-
-        The host waits for a GPU only if this rank has not used a parameter.
-        """
-        if len(self._used) == len(self._trained):
-            return []
-        return [getattr(param, "sharded_param", param) for param, count in zip(self._trained, counts.tolist()) if not count]
-
-
-class Lockstep(UsedParameters):
+class Lockstep:
     """Keeps the ranks of a sharded model in step: each gather and each sum of gradients needs all of them at the same place.
 
     torch matches the collectives of ranks by their order only. If one rank computes another layer than the others, weights of
@@ -77,12 +50,14 @@ class Lockstep(UsedParameters):
     """
 
     def __init__(self, model: nn.Module):
-        super().__init__()
         self._names = [BEGIN, END, BACKWARD, LAST]
         self._order: list[int] = []  # of the first micro-batch
         self._is_compared = False  # whether all ranks have the same order
         self._place: int | None = None  # in the order; None outside of the micro-batches of a step
         self._params: list[Any] = []
+        self._trained: list[Any] = []  # in this step
+        self._used: set[Any] = set()  # those with a gradient in this step
+        self._all_used: Tensor | None = None  # the numbers that are sent if every parameter has a gradient
         for name, part in model.named_modules():
             if isinstance(part, FSDPModule):
                 self._attach(part, name or type(model).__name__.removeprefix("FSDP"), is_root=part is model)
@@ -163,6 +138,24 @@ class Lockstep(UsedParameters):
 
     def begin_backward(self) -> None:
         self._enter(self._names.index(BACKWARD))
+
+    def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return for each trained parameter 1 if it has a gradient on this rank in this step, otherwise 0."""
+        number = len(self._trained)
+        if self._all_used is None or len(self._all_used) != number:
+            self._all_used = torch.ones(number, device=device, dtype=dtype)
+        if len(self._used) == number:
+            return self._all_used
+        return torch.tensor([param in self._used for param in self._trained], dtype=dtype).to(device)
+
+    def find_unused(self, counts: Tensor) -> list[nn.Parameter]:
+        """Return the parameters that no rank has used in this step, whose gradients are 0. `counts` are the sums over ranks.
+
+        The host waits for a GPU only if this rank has not used a parameter.
+        """
+        if len(self._used) == len(self._trained):
+            return []
+        return [param.sharded_param for param, count in zip(self._trained, counts.tolist()) if not count]
 
 
 def shard(

@@ -31,7 +31,7 @@ from accel_ddp.seeds import dropout_seed, seed_torch
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
-from accel_ddp.training.sharding import UsedParameters
+from accel_ddp.training.sharding import Lockstep
 from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[MicroBatch], Tensor | int]
@@ -164,7 +164,7 @@ class _Sums:
         return self.items.clamp(min=1).to(self.dtype) if isinstance(self.items, Tensor) else max(self.items, 1)
 
 
-def _sum_of_ranks(loss: Tensor, used: UsedParameters | None, num_ranks: int) -> Tensor:
+def _sum_of_ranks(loss: Tensor, used: "Lockstep | _DdpParameters | None", num_ranks: int) -> Tensor:
     """Return the sum of the losses of all ranks. A parameter that no rank has used in this step gets no gradient."""
     if num_ranks == 1:
         return loss
@@ -298,23 +298,24 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
         )
 
 
-class _DdpParameters(UsedParameters):
+class _DdpParameters:
     """Lets DDP complete a step in which this rank has not used every parameter: an expert without a token, or a layer without a use.
 
-    DDP waits until each parameter of a bucket has a gradient. An unused one contributes zeros. It costs nothing while all are used,
-    whereas `--find_unused_parameters` searches the graph of every step.
+    DDP waits until each parameter of a bucket has a gradient. An unused one contributes zeros. This costs one number in an all-reduce
+    while all are used, whereas `--find_unused_parameters` searches the graph of every step.
     """
 
     def __init__(self, model: DistributedDataParallel):
-        super().__init__()
         ignored = compat.ignored_by_ddp(model.module)
         named = {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
         self._names, self._trained = [*named], [*named.values()]  # in the order of DDP
-        self._everything, self._is_reported = set(self._trained), False
+        self._unused: set[nn.Parameter] = set()  # without a gradient on this rank in this step
+        self._is_reported = False
 
     def complete(self, model: DistributedDataParallel) -> None:
         """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums."""
-        self._used, places = self._everything, compat.without_gradient(model)
+        places = compat.without_gradient(model)
+        self._unused = {self._trained[place] for place in places if self._trained[place].grad is None}
         if not places:
             return
         missing, names = [self._trained[place] for place in places], [self._names[place] for place in places]
@@ -323,10 +324,24 @@ class _DdpParameters(UsedParameters):
                 f"requires_grad of {shorten(', '.join(frozen), 200)} was turned off during training, but DDP expects its gradient. "
                 "Freeze parameters before `fit`, with --freeze or requires_grad_(False)."
             )
-        self._used = self._everything - {p for p in missing if p.grad is None}
         with phases.phase(SYNC):
             torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
         self._report(names)
+
+    def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return 1 if this rank has not used a parameter, otherwise 0."""
+        return (torch.ones if self._unused else torch.zeros)(1, device=device, dtype=dtype)
+
+    def find_unused(self, counts: Tensor) -> list[nn.Parameter]:
+        """Return the parameters that no rank has used in this step. `counts` is the number of ranks that have not used some.
+
+        If a rank has used all, there are none. Otherwise every rank gets here, and they compare which.
+        """
+        if not self._unused or counts.item() < this_rank.num_ranks:
+            return []
+        unused = torch.tensor([p in self._unused for p in self._trained], dtype=torch.int32).to(counts.device)
+        dist.all_reduce(unused, dist.ReduceOp.MIN)
+        return [p for p, is_unused in zip(self._trained, unused.tolist()) if is_unused]
 
     def _report(self, names: list[str]) -> None:
         """Print once which parameters have no gradient, because a user may have expected them to be trained."""
