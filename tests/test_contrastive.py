@@ -168,3 +168,16 @@ def test_parameters_that_are_used_in_some_steps_learn_the_same_on_any_number_of_
     for one, others in (("160", ("260", "360", "261")), ("120", ("220",))):
         for other in others:
             assert_same(weights(tmp_path / one, 12), weights(tmp_path / other, 12), 1e-12)
+
+
+def test_random_numbers_of_a_forward_pass_are_the_same_on_two_ranks_and_buffers_that_differ_are_named(tmp_path):
+    texts = [
+        run_ranks(ranks, PROGRAMS / "dynamic.py", "--how", "random", "--output_dir", tmp_path / str(ranks)).well().text
+        for ranks in (1, 2)
+    ]
+    saved = [weights(tmp_path / name, 6) for name in "12"]
+    for one in saved:
+        assert one.pop("mean").any()
+    assert_same(*saved, 1e-12)
+    warning = "at step 6 the ranks have different values in 1 buffer: mean. "
+    assert [text.count(warning) for text in texts] == [0, 1]

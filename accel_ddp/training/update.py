@@ -27,7 +27,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import this_rank
-from accel_ddp.seeds import dropout_seed, seed_torch
+from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
@@ -95,7 +95,7 @@ def update(
     times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
-        seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
+        seed_forward(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
         with _synchronizing(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
             enter(FORWARD)
