@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -37,11 +38,15 @@ def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) ->
     model._apply(function)
 
 
-def has_batch_norm(model: "nn.Module") -> bool:
-    """Return whether a model has batch norm. Its public classes have no public base class. Tested with torch 2.13."""
+def batch_norms(model: "nn.Module") -> dict[str, "nn.Module"]:
+    """Return the batch norm layers of a model by name. Its public classes have no public base class. Tested with torch 2.13."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def has_batch_norm(model: "nn.Module") -> bool:
+    return bool(batch_norms(model))
 
 
 def storage_key(tensor: "Tensor") -> int:
@@ -211,9 +216,18 @@ def gradient_times(model: "nn.Module") -> list[int]:
     return model.reducer.get_backward_stats() if isinstance(model, DistributedDataParallel) else []
 
 
-def check_all_gradients(model: "nn.Module") -> None:
-    """Raise RuntimeError, with their numbers, if parameters have no gradient. DDP does it a step later. Tested with torch 2.13."""
-    model._check_reducer_finalized()
+def without_gradient(model: "nn.Module") -> list[int]:
+    """Return the places of the parameters that the last backward pass has not reached. DDP waits for these, and has them summed
+    when another pass reaches them. It names them only in an error of the next step. Tested with torch 2.13.
+    """
+    try:
+        model._check_reducer_finalized()
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if not found:
+            raise
+        return [int(place) for place in found[1].split()]
+    return []
 
 
 def around_buffer_sync(model: "nn.Module", before: Callable[[], None], after: Callable[[], None]) -> None:

@@ -31,7 +31,7 @@ from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
-from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck
+from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
 from accel_ddp.training.hook import Breakdown, Hook
@@ -125,8 +125,9 @@ class TrainingRun:
         self.accelerator, self.cfg, self.num_items, self.evaluate_model = accelerator, cfg, len(train), evaluate
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
-        require_independence(accelerator, cfg, model, train, loss_sum)
-        self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
+        with weights_kept(model, "a forward pass before training"):
+            require_independence(accelerator, cfg, model, train, loss_sum)
+            self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
@@ -145,6 +146,7 @@ class TrainingRun:
         self.pace = Throughput(cfg.global_batch_size, self.speed.peak_flops if self.speed else None)
         self.nonfinite = NonfiniteSteps(accelerator, cfg, self.saved)
         self.hooks: list[Hook] = [self.nonfinite, *hooks, Breakdown(accelerator.device)]
+        self.first, self.keeps_weights = self.step, False  # whether an evaluation after a step has left the weights as they are
         self.is_done = False  # a hook has ended the run
         self.is_stopping = 0 < cfg.stop_after <= self.step  # the run was asked to stop
         self.metrics: dict[str, float] = {}  # of the last evaluation
@@ -298,13 +300,15 @@ class TrainingRun:
     def _run_evaluation(self) -> None:
         with phase(METRICS):
             try:
-                with self.ema.applied():
+                module, what = self.accelerator.unwrap_model(self.model), f"the evaluation at step {self.step}"
+                with self.ema.applied(), contextlib.nullcontext() if self.keeps_weights else weights_kept(module, what):
                     metrics = self.evaluate_model(self.model)
                     reshard(self.model)  # an `evaluate` function of a user may have left weights gathered
             except EvaluationStopped:
                 self.is_stopping = True
                 ending.stop.is_agreed = True
                 return
+            self.keeps_weights = self.step > self.first
             # Ranks that compared different values would disagree on when to stop. A user's `evaluate` may return them.
             self.metrics = broadcast_metrics(metrics)
             self.saved.evaluated(self.step, self.metrics)

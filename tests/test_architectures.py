@@ -7,6 +7,7 @@ what changed.
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,9 @@ def test_a_model_that_depends_on_padding_is_refused_on_every_rank(facts):
     found = facts["fit"]
     first, second = found["FNet"]
     assert first == second
-    assert "--micro_batch_size 8: the model computes a different result for a text of 4 tokens if it is padded to the 24" in first
+    assert re.search(
+        r"--micro_batch_size 8: the model computes a different result for a text of \d+ tokens if it is padded to the 24", first
+    )
     assert "Use --micro_batch_size 1, which needs no padding" in first
     assert "--allow_inexact" in first
     others = {name: errors for name, errors in found.items() if name != "FNet"}

@@ -100,6 +100,14 @@ def test_a_skipped_backward_pass_is_reported_before_the_weights_differ(tmp_path,
     assert "RuntimeError" in ended.text
 
 
+def test_an_evaluation_that_changes_weights_is_refused_before_they_are_saved(tmp_path):
+    folder = tmp_path / "run"
+    ended = run_two(folder, "--how", "evaluation", "--eval_every", 2, "--save_every", 2, codes=(2, 2))
+    assert ended.text.count("the evaluation at step 2 changed 1 tensor of Model: body.weight.") == 1
+    assert "Traceback" not in ended.text
+    assert saved_steps(folder) == [2]
+
+
 def test_a_message_names_the_ranks_that_differ_from_the_majority():
     places = [f"node{rank // 2}, pid {rank}" for rank in range(6)]
     name = lambda *checksums: divergence._name_ranks(places[: len(checksums)], [[n] for n in checksums], range(len(checksums)))

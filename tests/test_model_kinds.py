@@ -1,12 +1,16 @@
 """Tests that a model which can be loaded but is wrong for a task is refused, and that other models are not."""
 
+import json
+
 import pytest
 import torch
 import transformers
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.exporting import export
 from accel_ddp.sources import model_kinds, models
+from accel_ddp.training import divergence
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -155,6 +159,23 @@ def test_experts_are_chosen_for_each_token_alone(kind, task):
         for i, length in enumerate(mask.sum(1).tolist()):
             alone = model(input_ids=ids[i : i + 1, :length], attention_mask=mask[i : i + 1, :length]).logits[0]
             torch.testing.assert_close(together[i, :length] if alone.ndim == 2 else together[i], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_rwkv_keeps_its_weights_in_eval_mode_and_is_exported_with_its_config(tmp_path, tokenizer):
+    """transformers halves the weights of RWKV in place for a forward pass in eval mode, and doubles them in the next training pass."""
+    shape = {"vocab_size": len(tokenizer), "num_hidden_layers": 3, "rescale_every": 1}
+    transformers.RwkvForCausalLM(config_of("rwkv", **{**shape, "hidden_size": 16})).save_pretrained(tmp_path)
+    original = transformers.RwkvForCausalLM.from_pretrained(tmp_path).eval()
+    model = models.load(transformers.AutoModelForCausalLM, RecipeConfig(model=str(tmp_path)), tokenizer).eval()
+    ids = torch.arange(5)[None]
+    with divergence.weights_kept(model, "a pass"), torch.no_grad():
+        computed = model(ids).logits
+    words = r"a pass changed 4 tensors of RwkvForCausalLM: rwkv.blocks.1.attention.output.weight"
+    with pytest.raises(UserError, match=words), divergence.weights_kept(original, "a pass"), torch.no_grad():
+        torch.testing.assert_close(
+            original(ids).logits, computed, atol=2e-3, rtol=0
+        )  # layer norms add an epsilon to halved values
+    assert json.loads(export.files_of(model, tokenizer)["config.json"])["rescale_every"] == 1
 
 
 def test_a_language_model_without_its_head_is_reported(tmp_path, tokenizer, caplog):

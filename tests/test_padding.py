@@ -51,6 +51,32 @@ def test_a_dependence_on_padding_is_found_and_rounding_is_not():
     assert padding_difference(transformers.BertForSequenceClassification(wide).half(), lengths=[5, 30]) == ""
 
 
+class DependsAt(MixesPadding):
+    """Depends on padding in texts of one length only. Real models do so in all texts that are longer than a window."""
+
+    def __init__(self, model: nn.Module, length: int, **config: object):
+        super().__init__(model, 0.1)
+        self.config, self.length = transformers.PretrainedConfig(**config), length
+
+    def forward(self, **inputs):
+        plain, mixed = self.model(**inputs), super().forward(**inputs)
+        is_mixed = inputs["attention_mask"].sum(1) == self.length
+        return type(plain)(logits=torch.where(is_mixed[:, None, None], mixed.logits, plain.logits))
+
+
+def test_a_dependence_on_padding_of_texts_of_some_lengths_is_found():
+    model, lengths = KINDS["distilbert"](), [3] * 6 + [7] * 12 + [8, 9, 15, 20, 30]
+    found = lambda length, **config: (
+        f"a text of {length} tokens" in padding_difference(DependsAt(model, length, **config), lengths=lengths)
+    )
+    assert [length for length in (3, 7, 8, 9, 15, 20, 30) if found(length)] == [3, 7, 20]
+    assert [length for length in (8, 9, 15) if found(length, parts={"keep_window_size": 8})] == [8, 9], (
+        "around a limit of the config"
+    )
+    doge = transformers.DogeForCausalLM(transformers.DogeConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, keep_window_size=8))
+    assert "a different result" in padding_difference(doge, lengths=[4, 9, 12, 14, 30])
+
+
 def test_the_padding_check_restores_weights_to_the_bit():
     model = MixesPadding(KINDS["distilbert"](), 3e-5)
     before = {name: value.clone() for name, value in model.state_dict().items()}

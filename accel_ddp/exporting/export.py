@@ -51,6 +51,7 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     base = model.get_base_model() if has_adapters(model) else model
     config = copy.deepcopy(getattr(base, "_original_config", base.config))
     config.architectures = [class_name(base)]
+    config.update(getattr(base, "_exported_values", {}))
     with tempfile.TemporaryDirectory() as folder:
         # Next to adapters, transformers would take the config of the whole model for the model itself.
         config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)

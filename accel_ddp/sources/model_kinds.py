@@ -162,6 +162,16 @@ def report_router_loss(model: nn.Module) -> None:
     )
 
 
+def keep_weights_in_eval(model: nn.Module) -> None:
+    """Turn off `rescale_every` of RWKV, with which a forward pass in eval mode halves weights in place. Exported configs keep it.
+
+    It prevents an overflow in float16. Otherwise results differ only by the epsilon that layer norms add to smaller values.
+    """
+    if getattr(model.config, "rescale_every", 0):
+        model._exported_values = {"rescale_every": model.config.rescale_every}
+        model.config.rescale_every = 0
+
+
 def report_new_weights(task: str, model: nn.Module, missing: set[str], name: str) -> None:
     """Warn if a language model lacks weights, or any model most of them, because they begin at random values.
 

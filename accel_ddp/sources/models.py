@@ -108,6 +108,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     # Some tokenizers do not define `model_max_length`.
     _check_length(getattr(cfg, "max_length", 0), cfg.model, getattr(model.config, "max_position_embeddings", None))
     model_kinds.report_router_loss(model)
+    model_kinds.keep_weights_in_eval(model)
     model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
     rows = model_kinds.num_embeddings(model) if tokenizer is not None else 0
     if rows and len(tokenizer) > rows:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.phases import SYNC
-from accel_ddp.seeds import dropout_seed, seed_torch
+from accel_ddp.seeds import dropout_seed, seed_forward
 
 
 class CurrentBatch:
@@ -105,7 +105,7 @@ class WholeBatch:
             for i, batch in enumerate(batches):
                 # `update` seeds the same way, so dropout draws the same values again.
                 own_seed = dropout_seed(seed, i, accelerator.process_index, accelerator.num_processes)
-                seed_torch(own_seed, accelerator.device)
+                seed_forward(own_seed, accelerator.device)
                 with CurrentBatch(batch):
                     rows.append(self.embed(model, batch))
         sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()

@@ -2,11 +2,13 @@
 
 If it does, weights and metrics depend on the micro-batch size and on the number of ranks. Examples are models that mix all positions
 without a mask (FNet, Nystromformer, ConvBERT), that read the last position (XLNet), or that choose their rotary embeddings by the
-longest text of a micro-batch (longrope, dynamic scaling).
+longest text of a micro-batch (longrope, dynamic scaling). Some depend on it only for texts that are longer than a window (Doge), so
+texts of several lengths are compared.
 """
 
 import contextlib
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -36,6 +38,15 @@ ALLOWED = 3e-6
 NEVER_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # 16 bits have no such limit: 7e-2 in a BERT of 24 layers
 ALLOWED_IN_FLOAT64 = 1e-6  # some models compute parts in float32
 TRIED = 32  # items of a dataset whose lengths are not known
+MOST_TEXTS = 8  # that are compared
+LIMITS = (
+    "window",
+    "chunk",
+    "block",
+    "stride",
+    "segment",
+    "original_max_position",
+)  # in names of a config, at which a model changes
 
 
 def require_independence(
@@ -43,8 +54,8 @@ def require_independence(
 ) -> None:
     """Raise UserError on every rank if the result of a text depends on its padding, unless `--allow_inexact` is given.
 
-    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items, and two more in
-    float64 if the results differ slightly.
+    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items for each of 3 to 8 texts,
+    and as many in float64 if the results differ slightly.
     """
     is_single = cfg.split(accelerator.num_processes)[0] == 1 and cfg.micro_batch_size != "auto"
     if is_single and getattr(cfg, "eval_batch_size", 1) == 1:
@@ -72,17 +83,17 @@ def require_independence(
 def difference(
     accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
 ) -> str:
-    """Return "" if the shortest text has the same result alone and next to the longest one, or else a sentence with the difference.
+    """Return "" if texts have the same result alone and next to the longest one, or else a sentence with the largest difference.
 
     Texts of equal length are never padded, and other items than texts are not compared. For a sharded model, this is a collective:
     all ranks compute the same items, and agree on whether they compute in float64 too.
     """
     sharded, compute = is_sharded(model), _Compute(accelerator, cfg, model, train, loss_sum)
     with together("read texts to compare them with and without padding") if sharded else contextlib.nullcontext():
-        places = _shortest_and_longest(train, accelerator, cfg)
-        if places is not None and sharded:
-            compute.read(places), compute.read(places[:1])
-    if places is None:
+        groups = _choose_texts(train, accelerator, cfg, _limits_of(model))
+        for group in groups if sharded else ():
+            compute.read(group), compute.read(group[:1])
+    if not groups:
         return ""
     if not getattr(model, "is_quantized", False) and not sharded:
         model.to(accelerator.device)
@@ -90,26 +101,30 @@ def difference(
     model.eval()
     try:
         # Layers of a sharded model may be gathered in 16 bits, whose rounding would look like a difference.
-        apart = _distance_in(kept, compute, places)
+        apart, worst = _distance_in(kept, compute, groups)
         if ALLOWED < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max):
-            apart = 0.0 if _distance_in(torch.float64, compute, places) <= ALLOWED_IN_FLOAT64 else apart
+            apart = 0.0 if _distance_in(torch.float64, compute, groups)[0] <= ALLOWED_IN_FLOAT64 else apart
     finally:
         model.train(was_training)
         if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(accelerator.device)
-    return "" if apart <= ALLOWED else compute.describe(places, apart)
+    return "" if apart <= ALLOWED else compute.describe(worst, apart)
 
 
-def _distance_in(dtype: torch.dtype, compute: "_Compute", places: list[int]) -> float:
-    """Return the largest distance on any rank, or 0 if the model cannot be computed in this type: a user's model may fail in any way.
+def _distance_in(dtype: torch.dtype, compute: "_Compute", groups: list[list[int]]) -> tuple[float, list[int]]:
+    """Return the largest distance on any rank and the items with it, or 0 if the model cannot be computed in this type: a user's
+    model may fail in any way.
 
     The first step then reports it. All ranks of a sharded model have the same error. If one is out of memory, the others wait for it.
     """
-    model, sharded, found, error = compute.model, is_sharded(compute.model), 0.0, ""
+    model, sharded, found, error = compute.model, is_sharded(compute.model), (0.0, groups[0]), ""
     try:
         with without_tf32(), computed_in(model, dtype) if sharded else _computed_alone_in(model, dtype):
-            found = compute.distance(places)
+            # The padded texts come first, because some models (BigBird) change for good when they get a short text.
+            padded = [compute(group) for group in groups]
+            apart = [_distance(compute(group[:1]), before) for group, before in zip(groups, padded)]
+            found = max(zip(apart, groups), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
     except Exception as problem:
         if sharded and isinstance(problem, torch.OutOfMemoryError):
             raise
@@ -119,8 +134,8 @@ def _distance_in(dtype: torch.dtype, compute: "_Compute", places: list[int]) -> 
     everyone = gather_everywhere((found, error)) if sharded else [(found, error)]
     if any(error for _, error in everyone):
         log.info("texts with and without padding were not compared in %s: %s", dtype, error)
-        return 0.0
-    return max(found for found, _ in everyone)
+        return 0.0, groups[0]
+    return max((found for found, _ in everyone), key=lambda pair: pair[0])
 
 
 @contextlib.contextmanager
@@ -184,12 +199,6 @@ class _Compute:
             self._batches[tuple(places)] = self.train.batch_of(places, self.accelerator, self.cfg)
         return self._batches[tuple(places)]
 
-    def distance(self, places: list[int]) -> float:
-        """Return how much the result of the first item depends on the others, as a fraction of the largest value."""
-        # The padded text comes first, because some models (BigBird) change for good when they get a short text.
-        padded = self(places)
-        return _distance(self(places[:1]), padded)
-
     def describe(self, places: list[int], apart: float) -> str:
         before, after = (self.read(some).sizes.width for some in (places[:1], places))
         return (
@@ -219,20 +228,40 @@ def _require_memory(size: int, device: torch.device) -> None:
         raise MemoryError(f"{size:,} bytes are not available")
 
 
-def _shortest_and_longest(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig) -> list[int] | None:
-    """Return the indices of a short item and of one or two long ones, or None if no item is a text or all have the same length."""
+def _limits_of(model: nn.Module) -> list[int]:
+    """Return the lengths at which the config of a model, or a config inside of it, suggests that the model changes."""
+    config, found = getattr(model, "config", None), set()
+    parts = [config.to_dict()] if hasattr(config, "to_dict") else []
+    for part in parts:  # the list grows
+        parts += [value for value in part.values() if isinstance(value, dict)]
+        found |= {value for name, value in part.items() if type(value) is int and any(word in str(name) for word in LIMITS)}
+    return sorted(found)
+
+
+def _choose_texts(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfig, limits: list[int]) -> list[list[int]]:
+    """Return the indices of texts of different lengths, each with one or two of the longest, or [] if no text is ever padded.
+
+    The lengths are the shortest, the middle one, the longest but one, and those around `limits`.
+    """
     if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
-        return None
+        return []
     places, lengths = np.arange(len(train)), train.part_lengths
     if lengths is None:  # the last block of a text is shorter than the others
         places = np.unique([*range(min(TRIED, len(train))), len(train) - 1])
         lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).sizes.tokens] for place in places])
     if (lengths.min(0) == lengths.max(0)).all():
-        return None
-    short, longest = int(lengths.sum(1).argmin()), lengths.argmax(0)
+        return []
+    totals = lengths.sum(1)
+    counts = np.bincount(totals)
+    there = np.flatnonzero(counts)
+    there = there[:-1] if len(there) > 1 else there  # the longest is not padded
+    below = lambda limit: there[there <= limit][-1:]
+    wanted = [there[:1], below(np.searchsorted(counts.cumsum(), len(totals) / 2)), there[-1:]]
+    wanted += [some for limit in limits for some in (below(limit), there[there > limit][:1])]
+    compared = [int((totals == length).argmax()) for length in dict.fromkeys(np.concatenate(wanted).tolist())]
     # Sources and targets are padded to the longest of each. Of several texts, those of the longest two are enough.
-    longest = sorted(set(longest.tolist()), key=lambda place: (-lengths[place].max(), place))[:2]
-    return [int(places[place]) for place in (short, *longest)]
+    longest = sorted(set(lengths.argmax(0).tolist()), key=lambda place: (-lengths[place].max(), place))[:2]
+    return [[int(places[place]) for place in (one, *longest)] for one in compared[:MOST_TEXTS]]
 
 
 def _main_tensor(output: Any) -> Tensor:

@@ -106,7 +106,7 @@ class Lockstep:
         raise UserError(
             f"The model is sharded (FSDP), so all ranks must compute the same layers in every micro-batch, but {found}. Do not "
             "skip layers (layerdrop). Or set fsdp_transformer_layer_cls_to_wrap in the accelerate config to the classes of the layers "
-            "that every batch uses. Or train with DDP: accelerate_configs/1node.yaml and --find_unused_parameters."
+            "that every batch uses. Or train with DDP: accelerate_configs/1node.yaml."
         )
 
     # ---- what `update` calls

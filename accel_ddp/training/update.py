@@ -8,10 +8,9 @@ import contextlib
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +27,11 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import this_rank
-from accel_ddp.seeds import dropout_seed, seed_torch
+from accel_ddp.seeds import dropout_seed, seed_forward
+from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch
 from accel_ddp.training.optim import words_to_freeze
+from accel_ddp.training.sharding import Lockstep
 from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[MicroBatch], Tensor | int]
@@ -94,7 +95,7 @@ def update(
     times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
-        seed_torch(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
+        seed_forward(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
         is_last = i == len(batches) - 1
         with _synchronizing(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
             enter(FORWARD)
@@ -115,13 +116,14 @@ def update(
 
     _check_backward(model, times_before)
     enter(OPTIMIZER)
-    _check_unused_parameters(model)
+    if used := _of_ddp(model):
+        used.complete(model)
     if accelerator.scaler:
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
     grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm or float("inf"))).to(device)
-    mean_loss = _sum_of_ranks(total, lockstep, num_ranks) * (weight / num_ranks)
+    mean_loss = _sum_of_ranks(total, lockstep or used, num_ranks) * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
@@ -162,14 +164,14 @@ class _Sums:
         return self.items.clamp(min=1).to(self.dtype) if isinstance(self.items, Tensor) else max(self.items, 1)
 
 
-def _sum_of_ranks(loss: Tensor, lockstep: Any, num_ranks: int) -> Tensor:
-    """Return the sum of the losses of all ranks. In a sharded model, a parameter without a gradient on all ranks gets none."""
+def _sum_of_ranks(loss: Tensor, used: "Lockstep | _DdpParameters | None", num_ranks: int) -> Tensor:
+    """Return the sum of the losses of all ranks. A parameter that no rank has used in this step gets no gradient."""
     if num_ranks == 1:
         return loss
-    summed = torch.cat([loss.reshape(1), lockstep.counts(loss.device, loss.dtype)]) if lockstep else loss.clone().reshape(1)
+    summed = torch.cat([loss.reshape(1), used.counts(loss.device, loss.dtype)]) if used else loss.clone().reshape(1)
     with phases.phase(SYNC):
         dist.all_reduce(summed)
-    for parameter in lockstep.find_unused(summed[1:]) if lockstep else ():
+    for parameter in used.find_unused(summed[1:]) if used else ():
         parameter.grad = None  # as on one rank: the optimizer leaves it as it is
     return summed[0]
 
@@ -296,28 +298,72 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
         )
 
 
-def _check_unused_parameters(model: nn.Module) -> None:
-    """Raise UserError if a parameter got no gradient, because DDP then synchronises nothing for it and its bucket.
+class _DdpParameters:
+    """Lets DDP complete a step in which this rank has not used every parameter: an expert without a token, or a layer without a use.
 
-    DDP itself reports this one step too late and without names. By then the next collective of this rank was
-    matched with a different collective of another rank.
+    DDP waits until each parameter of a bucket has a gradient. An unused one contributes zeros. This costs one number in an all-reduce
+    while all are used, whereas `--find_unused_parameters` searches the graph of every step.
     """
+
+    def __init__(self, model: DistributedDataParallel):
+        ignored = compat.ignored_by_ddp(model.module)
+        named = {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+        self._names, self._trained = [*named], [*named.values()]  # in the order of DDP
+        self._unused: set[nn.Parameter] = set()  # without a gradient on this rank in this step
+        self._is_reported = False
+
+    def complete(self, model: DistributedDataParallel) -> None:
+        """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums."""
+        places = compat.without_gradient(model)
+        self._unused = {self._trained[place] for place in places if self._trained[place].grad is None}
+        if not places:
+            return
+        missing, names = [self._trained[place] for place in places], [self._names[place] for place in places]
+        if frozen := [name for name, p in zip(names, missing) if not p.requires_grad]:
+            raise UserError(
+                f"requires_grad of {shorten(', '.join(frozen), 200)} was turned off during training, but DDP expects its gradient. "
+                "Freeze parameters before `fit`, with --freeze or requires_grad_(False)."
+            )
+        with phases.phase(SYNC):
+            torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
+        self._report(names)
+
+    def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return 1 if this rank has not used a parameter, otherwise 0."""
+        return (torch.ones if self._unused else torch.zeros)(1, device=device, dtype=dtype)
+
+    def find_unused(self, counts: Tensor) -> list[nn.Parameter]:
+        """Return the parameters that no rank has used in this step. `counts` is the number of ranks that have not used some.
+
+        If a rank has used all, there are none. Otherwise every rank gets here, and they compare which.
+        """
+        if not self._unused or counts.item() < this_rank.num_ranks:
+            return []
+        unused = torch.tensor([p in self._unused for p in self._trained], dtype=torch.int32).to(counts.device)
+        dist.all_reduce(unused, dist.ReduceOp.MIN)
+        return [p for p, is_unused in zip(self._trained, unused.tolist()) if is_unused]
+
+    def _report(self, names: list[str]) -> None:
+        """Print once which parameters have no gradient, because a user may have expected them to be trained."""
+        if self._is_reported or not this_rank.is_main:
+            return
+        self._is_reported = True
+        words = words_to_freeze(names, [name for name in self._names if name not in names])
+        how = f"--freeze {shorten(' '.join(words), 100)}" if words else "requires_grad_(False)"
+        print(
+            f"{counted(len(names), 'parameter')} got no gradient in this step: {shorten(', '.join(names), 150)}. A step that does not "
+            f"use a parameter leaves it as it is, on any number of ranks. If no step uses it, {how} saves memory and communication.",
+            flush=True,
+        )
+
+
+def _of_ddp(model: nn.Module) -> _DdpParameters | None:
+    """Return the parameters that DDP sums, or None if there is no DDP, or if it finds unused parameters itself."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
-        return
-    try:
-        compat.check_all_gradients(model)
-    except RuntimeError as error:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        trained = [name for name, p in model.module.named_parameters() if p.requires_grad]
-        if not found:
-            raise
-        names = [trained[int(i)] for i in found[1].split()]
-        words = words_to_freeze(names, [name for name in trained if name not in names])
-        how = f"freeze them: --freeze {' '.join(words)}." if words else "call requires_grad_(False) on them in your recipe."
-        raise UserError(
-            f"{len(names)} parameters got no gradient in this step: {', '.join(names[:5])}{', ...' if names[5:] else ''}. The "
-            f"forward pass does not use them. If other steps use them, add --find_unused_parameters. If no step does, {how}"
-        ) from error
+        return None
+    if not hasattr(model, "_ddp_parameters"):
+        model._ddp_parameters = _DdpParameters(model)
+    return model._ddp_parameters
 
 
 def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: MicroBatch, loss_sum: LossSum) -> None:
@@ -336,6 +382,8 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: MicroBatc
         return  # its error feedback includes every gradient
     with _buffers_restored(model):
         _loss(model, batch, loss_sum, in_plain_order=True).backward()
+        if used := _of_ddp(model):
+            used.complete(model)
     for parameter in model.parameters():
         parameter.grad = None
 

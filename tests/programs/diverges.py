@@ -1,7 +1,8 @@
 """Train on several ranks, and let the last rank go its own way after --at steps.
 
 With --how lr its optimizer has another learning rate, with update it skips one step of the optimizer, with backward it skips one
-backward pass, and with bit one bit of a weight changes. Buffers and frozen parameters differ between ranks in every run.
+backward pass, and with bit one bit of a weight changes. With evaluation, each evaluation changes weights on all ranks. Buffers and
+frozen parameters differ between ranks in every run.
 """
 
 import os
@@ -21,7 +22,7 @@ from accel_ddp.training.hook import Hook
 
 @dataclass(kw_only=True)
 class Config(TrainConfig):
-    how: str = option("", "lr, update, backward or bit", affects_result=False)
+    how: str = option("", "lr, update, backward, bit or evaluation", affects_result=False)
     at: int = option(5, "step after which the last rank differs", affects_result=False)
     sigterm_at: int = option(0, "step after which this process sends SIGTERM to itself", affects_result=False)
     steps: int = 12
@@ -103,6 +104,8 @@ def main(cfg: Config) -> None:
 
     def evaluate(model):
         evaluated.append(0)
+        if cfg.how == "evaluation":
+            accelerator.unwrap_model(model).body.weight.data /= 2
         return {"progress": float(len(evaluated))}  # each evaluation is the best one
 
     loss_sum.calls = 0

@@ -1,11 +1,14 @@
 """Train a model whose forward pass skips parameters.
 
-With --how never, one head is never used. With --how sometimes, each head is used in some steps and on some ranks.
+With --how never, one head is never used. With --how sometimes, each head is used in some steps and on some ranks. With --how random,
+the forward pass draws numbers from numpy and Python, and stores the mean of its inputs in a buffer.
 """
 
+import random
 from dataclasses import dataclass
 
 import base
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,10 +28,14 @@ class Heads(nn.Module):
     def __init__(self, how: str):
         super().__init__()
         self.how, self.body, self.small, self.large = how, nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x):
         """With `sometimes`, rows with a positive sum go to the large head, so that a micro-batch may have no row for one head."""
         hidden, is_large = self.body(x).tanh(), x.sum(-1) > 0
+        if self.how == "random":
+            self.mean.copy_(x.detach().mean(0))
+            return self.small(hidden) * random.random() + self.large(hidden) * np.random.rand()
         if self.how == "never":
             return self.small(hidden)
         parts = [head(hidden[rows]) for head, rows in ((self.small, ~is_large), (self.large, is_large)) if rows.any()]
