@@ -416,6 +416,49 @@ def test_a_rank_that_calls_sys_exit_is_not_reported_as_killed(tmp_path):
     assert "Traceback" not in ended.text
 
 
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory) -> list[dict]:
+    """Return what tests/programs/mistakes.py finds on each of two ranks."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    run_ranks(2, PROGRAMS / "mistakes.py", "--out", folder / "found", "--output_dir", folder / "runs").well()
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    {
+        "scheduler": ["The learning rate was changed during an update", "Remove the scheduler"],
+        "backward": ["the loss function calls backward() itself", "create_graph=True"],
+        "frozen": ["requires_grad of 1.weight was set to False after training began", "--freeze"],
+        "vector": ["The loss function returned a tensor of shape [4, 1]", "add .sum()"],
+        "float": ["The loss function returned a float", "without .item()"],
+        "no_grad": ["The loss function returned a tensor without a gradient", "no_grad()"],
+        "no items": ["step 1: `count` returned 0 items for the global batch", "how many items `loss_sum` adds up"],
+        "no items on the device": ["step 1: `count` returned 0 items for the global batch"],
+        "LBFGS": ["LBFGS: ", "needs a closure", "accel_ddp.optim.build(model, cfg)"],
+        "iterable": ["The dataset (Endless) needs __len__ and __getitem__"],
+    }.items(),
+)
+def test_a_mistake_in_a_recipe_is_one_line_on_every_rank(mistakes, mistake, words):
+    assert mistakes[0][mistake] == mistakes[1][mistake]
+    for word in words:
+        assert word in mistakes[0][mistake]
+    assert len(mistakes[0][mistake].splitlines()) == 1
+
+
+def test_items_may_have_weights_below_one(mistakes):
+    assert mistakes[0]["weights"] == "no error"
+
+
+def test_the_schedule_scales_the_learning_rates_of_an_optimizer_also_after_a_resume(mistakes):
+    """The optimizer has groups at 0.1 and 0.001, and --lr is 0.05. The first number is the one that is logged."""
+    for found in mistakes:
+        rates = {step: [(7 - step) / 6 * rate for rate in (0.1, 0.1, 0.001)] for step in range(1, 7)}
+        assert [found["rates"][str(step)] for step in rates] == [pytest.approx(row) for row in rates.values()]
+        assert found["resumed rates"] == {step: row for step, row in found["rates"].items() if step > "3"}
+        assert found["sum after resumed rates"] == found["sum after rates"]
+
+
 def test_a_second_ctrl_c_ends_all_ranks_with_one_line(tmp_path):
     """This includes a rank that cannot finish its step, because it waits in a collective for a rank that hangs."""
     command = [sys.executable, PROGRAMS / "goes_wrong.py", "--how", "endless", "--output_dir", tmp_path / "run"]
