@@ -66,6 +66,11 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     decoder = folder / "decoder"  # its tokenizer has no chat template
     shutil.copytree(no_weights, decoder)
     (decoder / "config.json").write_text('{"model_type": "gpt2"}')
+    longer = folder / "longer"  # its tokenizer allows more tokens than its 512 positions
+    shutil.copytree(no_weights, longer)
+    settings = json.loads((longer / "tokenizer_config.json").read_text())
+    (longer / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 4096}))
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).save_to_disk(folder / "saved")
     function = {"name": "add", "arguments": '{"a": 1}'}
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     cases = {
@@ -159,6 +164,10 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "split": {"dataset": "builtin:rotten_tomatoes_small", "eval_split": "testing"},
         "file as dataset": {"dataset": good},
         "too long": {"train_file": good, "max_length": 1000},
+        "too long for the tokenizer and the model": {"train_file": good, "model": str(longer), "max_length": 5000},
+        "dataset of save_to_disk": {"dataset": str(folder / "saved")},
+        "scale of no adapters": {"train_file": good, "lora_alpha": 32},
+        "dropout of no adapters": {"train_file": good, "lora_dropout": 0.1},
         "freeze": {"train_file": good, "freeze": ["encodr"]},
         "freeze all": {"train_file": good, "freeze": ["."]},
         "adapters": {"train_file": good, "lora_r": 4, "lora_targets": ["qery"]},
@@ -238,7 +247,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     ("case", "words"),
     {
         "missing file": ["nowhere.csv", "no such file"],
-        "unknown ending": [".csv", ".parquet"],
+        "unknown ending": ["data.xlsx: files ending with '.xlsx' cannot be read. Use .csv, .tsv, .json, .jsonl, .parquet."],
         "empty file": ["empty.csv", "is empty"],
         "header only": ["header.csv", "has no rows"],
         "not json": ["broken.json", "cannot be read as json: line 1 is not JSON", "at 'oh no', column 2"],
@@ -301,6 +310,10 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "split": ["testing", "train, validation"],
         "file as dataset": ["--train_file"],
         "too long": ["--max_length 1000", "at most 512"],
+        "too long for the tokenizer and the model": ["--max_length 5000", "at most 512"],
+        "dataset of save_to_disk": ["--dataset ", "/saved: It was written with `save_to_disk`", "`to_parquet`", "--train_file"],
+        "scale of no adapters": ["--lora_alpha 32: needs --lora_r"],
+        "dropout of no adapters": ["--lora_dropout 0.1: needs --lora_r"],
         "freeze": ["encodr", "bert.encoder"],
         "freeze all": ["nothing to train"],
         "adapters": ["--lora_targets qery", "query"],

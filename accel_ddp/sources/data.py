@@ -12,7 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
 from accel_ddp.sources.places import prepare_hub, warn
-from accel_ddp.sources.table_files import SENTENCE_FILES, SEPARATORS, find_lines, load_file
+from accel_ddp.sources.table_files import SENTENCE_FILES, SEPARATORS, describe_folder, find_lines, load_file
 
 if TYPE_CHECKING:
     import datasets
@@ -78,7 +78,9 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
     if Path(name).is_file():
         raise UserError(f"--dataset {name}: is a file. Use --train_file {name}.")
-    offline = prepare_hub()
+    if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        raise UserError(f"--dataset {name}: {describe_folder(Path(name))} Give the file as --train_file.")
+    offline = "" if Path(name).is_dir() else prepare_hub()
     try:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
     except Exception as error:
