@@ -78,7 +78,10 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     Raise UserError before the weights are loaded if the config shows that the model is wrong for the task. The dtype is not that
     of the file, because training bf16 weights loses small updates.
     """
-    model_kinds.check_config(auto_class.__name__, cfg.model, load_config(cfg))
+    config = load_config(cfg)
+    model_kinds.check_config(auto_class.__name__, cfg.model, config)
+    if not hasattr(config, "pad_token_id"):  # transformers would pass it to the model instead
+        options.pop("pad_token_id", None)
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
     if cfg.dtype != "float32" and not cfg.lora_r and not adapters:
