@@ -20,6 +20,7 @@ from accel_ddp.speed import attach, autobatch, padding_free
 from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread, count_tokens
 from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
+from tests.test_files import expand
 from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
 
 # ------------------------------------------------------------------------------------------- the data stream
@@ -171,6 +172,9 @@ def test_a_run_logs_its_speed_and_chooses_its_micro_batch_size(tmp_path):
         assert a["tokens"] == b["tokens"] > a["items"] == b["items"]
         assert a["tflops"] > 0
     assert "tokens/s" in auto.text
+    recorded = [log[0]["eval_rows"] for log in logs]
+    assert recorded[0] == recorded[1]
+    assert recorded[0]["number"] == len(expand(recorded[0]["rows"])) == 8
 
 
 def test_a_rehearsal_does_not_disturb_ddp():
