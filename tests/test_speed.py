@@ -130,6 +130,14 @@ def test_flops_of_two_models_equal_a_calculation_by_hand():
     )
 
 
+def test_a_counter_of_flops_that_fails_is_reported_once(caplog):
+    model = KINDS["bert"]()
+    model.config.num_attention_heads = 0
+    assert a_speed(model).work_of([a_batch()]) == (sum(LENGTHS), 0.0)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == attach.__name__]
+    assert message.startswith("TFLOP/s and MFU are not measured, because FLOPs cannot be counted: ZeroDivisionError: ")
+
+
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_flops_equal_those_that_torch_counts(kind):
     from torch.utils.flop_counter import FlopCounterMode
