@@ -87,7 +87,7 @@ def update(
     rates = _learning_rates(optimizer)
     if isinstance(loss_sum, WholeBatch):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
-    _settle_buckets(accelerator, model, batches[0], loss_sum)
+    _settle_buckets(accelerator, model, optimizer, batches[0], loss_sum)
     buffers = _copy_buffers(model) if cfg.on_nonfinite == "skip" else {}
     sums = _Sums(sum(count(batch) for batch in batches), carry, num_ranks, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
@@ -355,7 +355,9 @@ def _check_unused_parameters(model: nn.Module) -> None:
         ) from error
 
 
-def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: MicroBatch, loss_sum: LossSum) -> None:
+def _settle_buckets(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch, loss_sum: LossSum
+) -> None:
     """Do one extra backward pass in the first update of a process, so that a resumed run is bit-identical.
 
     DDP rebuilds its buckets after its first backward pass, and with three or more ranks the last bit of a sum depends on the
@@ -370,7 +372,9 @@ def _settle_buckets(accelerator: Accelerator, model: nn.Module, batch: MicroBatc
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # its error feedback includes every gradient
     with _buffers_restored(model):
-        _loss(model, batch, loss_sum, in_plain_order=True).backward()
+        loss = _loss(model, batch, loss_sum, in_plain_order=True)
+        _check_no_gradients(optimizer)
+        loss.backward()
     for parameter in model.parameters():
         parameter.grad = None
 
