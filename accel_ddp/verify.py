@@ -5,6 +5,8 @@ samples its data loaders read. Then these samples and the files of the last chec
 """
 
 import contextlib
+import functools
+import math
 import os
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.spawn import clean_environment, rank_environment
+from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
 from accel_ddp.text import counted, table
@@ -33,6 +36,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # as `accelerate la
 TWO_COPIES = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
 RECORDED = str(Path(__file__).parent / "training" / "recorded.py")  # runs in the ranks: it is in a higher layer
 ALLOWED = {"no": 1e-5, "bf16": 2e-4, "fp16": 2e-4}  # largest difference of any weight, by the precision of computation
+SCALE = {"no": 1e-3, "bf16": 0.1, "fp16": 0.1}  # largest relative difference of the first loss and gradient norm
 
 
 Row = tuple[tuple[str, ...], str]  # a row of the table, and why the comparison failed; "": it passed
@@ -76,6 +80,7 @@ class _Verification:
         self.node = int(request.get("machine_rank") or os.environ.get("NODE_RANK", 0))
         self.port = int(request.get("main_process_port") or 29500)
         self.runs = 0
+        self.has_log = True
 
     def compare_all(self) -> int:
         import torch
@@ -95,6 +100,7 @@ class _Verification:
             print(f"node {self.node} has finished its runs. The table is printed on node 0.")
             return 0
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
+        self.has_log = bool(one.updates)
         lines = []
         share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
         if share > 1 and not self.shards:
@@ -210,7 +216,7 @@ class _Verification:
         difference, name = largest_difference(a.path, b.path)
         allowed = ALLOWED[a.run["precision"]]
         problem = f"{name} differs by {difference:.1e}" if not difference <= allowed else ""
-        return self.row(what, a, b, difference, f"{allowed:.0e}", problem, since)
+        return self.row(what, a, b, difference, f"{allowed:.0e}", _compare_scales(a, b) or problem, since)
 
     def identical(self, a: "VerifiedRun", b: "VerifiedRun") -> Row:
         names = (checkpoint_format.MODEL, checkpoint_format.OPTIMIZER)
@@ -240,9 +246,12 @@ class _Verification:
             "\nMicro-batches and ranks are compared without dropout and with SGD. Dropout draws other values for other micro-batches,"
             "\nand AdamW makes full steps of rounding errors where a gradient is zero. Weights may differ by at most "
             f"{ALLOWED[precision]:.0e},\nbecause sums in another order are rounded differently. In the last two steps weights moved by "
-            f"up to {moved:.0e}.\nA run that was killed and resumed uses your options. Its weights and optimizer must be "
-            "bit-identical."
+            f"up to {moved:.0e}.\nClipping hides a wrong scale, so the items of all steps, and the first loss and gradient norm "
+            "before clipping,\nare compared too. A run that was killed and resumed uses your options. Its weights and optimizer must "
+            "be bit-identical."
         )
+        if not self.has_log:
+            print("Items, loss and gradient norm were not compared, because the recipe writes no log.jsonl (hooks.standard).")
         for row, problem in lines:
             if problem:
                 print(f"FAIL: {row[0]}: {problem}")
@@ -254,6 +263,29 @@ class VerifiedRun:
     run: dict[str, Any]
     samples: dict[int, set[int]]  # position in the stream: the samples that were fetched for it
     killed_at: int = 0
+
+    @functools.cached_property
+    def updates(self) -> list[dict[str, Any]]:
+        """The updates in the log of the run; [] if the recipe writes none."""
+        file = self.path.parent / run_log.FILE
+        return [event for event in run_log.read_log(file) if event["event"] == "update"] if file.is_file() else []
+
+
+def _compare_scales(a: VerifiedRun, b: VerifiedRun) -> str:
+    """Return which number of a step depends on how its items are split, or "". Gradients are clipped, so weights may not show it."""
+    logs = [{event["step"]: event for event in run.updates} for run in (a, b)]
+    common = sorted(logs[0].keys() & logs[1].keys())
+    hint = "`loss_sum` must be a sum over items, and `count` must be the number of these items"
+    for step in common:
+        one, other = (log[step] for log in logs)
+        if not math.isclose(one["items"], other["items"], rel_tol=1e-6):
+            return f"`count` adds up to {other['items']:g} and {one['items']:g} items in step {step}. {hint}"
+    for step in common[:1]:  # before it the weights are the same, so these numbers differ by rounding only
+        for name, text in (("loss", "mean loss"), ("grad_norm", "gradient norm before clipping")):
+            one, other = (float(log[step][name]) for log in logs)
+            if not math.isclose(one, other, rel_tol=SCALE[a.run["precision"]], abs_tol=1e-6):
+                return f"the {text} of step {step} is {other:.4g} and {one:.4g}. {hint}"
+    return ""
 
 
 def _describe(run: VerifiedRun) -> str:

@@ -112,6 +112,10 @@ def test_switches_accept_several_spellings():
         ("learning_rate: 3", "Did you mean --lr "),
         ("stepz: 3", "Did you mean --steps "),
         ("quux: 3", "See --help"),
+        (
+            "stepz: 3\nlr: 1\nlearning_rat: 3",
+            r"no option 'stepz'. Did you mean --steps .*no option 'learning_rat'. Did you mean --lr ",
+        ),
         ("tf32: maybe", "must be true or false"),
         ("lr: [1, 2]", "is a list"),
         ("lr: {a: 1}", "has nested lines"),

@@ -199,6 +199,11 @@ began = time.monotonic()
 agreement.broadcast_object(None)
 print(f"kept {kept}, asked {links.store.asked} times in {time.monotonic() - began:.1f} s")
 try:
+    with agreement.together("compare") as facts:
+        facts |= {} if is_first else {"the labels": "of rank 1 only"}
+except UserError as error:
+    print(f"differ: {error}, left: {links.store.check(['wait/7/facts'])}")
+try:
     with agreement.together("load"):
         if not is_first:
             time.sleep(1)
@@ -215,6 +220,7 @@ def test_waits_leave_no_keys_and_ask_the_store_rarely_and_an_error_of_one_rank_r
     for text in ended.texts:
         assert "kept [5, 6]," in text
         assert text.count("raised: this file is damaged") == 1
+        assert re.search(r"differ: the labels on rank 1 \(.*\) differ from those on rank 0 .*, left: False", text), text
     asked, seconds = re.search(r"asked (\d+) times in (\S+) s", ended.texts[0]).groups()
     assert float(seconds) > 1.5
     assert 1 <= int(asked) < 80, "200 times, if it asks every 10 ms"

@@ -66,6 +66,11 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     decoder = folder / "decoder"  # its tokenizer has no chat template
     shutil.copytree(no_weights, decoder)
     (decoder / "config.json").write_text('{"model_type": "gpt2"}')
+    longer = folder / "longer"  # its tokenizer allows more tokens than its 512 positions
+    shutil.copytree(no_weights, longer)
+    settings = json.loads((longer / "tokenizer_config.json").read_text())
+    (longer / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 4096}))
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}).save_to_disk(folder / "saved")
     function = {"name": "add", "arguments": '{"a": 1}'}
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     cases = {
@@ -159,6 +164,10 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "split": {"dataset": "builtin:rotten_tomatoes_small", "eval_split": "testing"},
         "file as dataset": {"dataset": good},
         "too long": {"train_file": good, "max_length": 1000},
+        "too long for the tokenizer and the model": {"train_file": good, "model": str(longer), "max_length": 5000},
+        "dataset of save_to_disk": {"dataset": str(folder / "saved")},
+        "scale of no adapters": {"train_file": good, "lora_alpha": 32},
+        "dropout of no adapters": {"train_file": good, "lora_dropout": 0.1},
         "freeze": {"train_file": good, "freeze": ["encodr"]},
         "freeze all": {"train_file": good, "freeze": ["."]},
         "adapters": {"train_file": good, "lora_r": 4, "lora_targets": ["qery"]},
@@ -238,7 +247,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     ("case", "words"),
     {
         "missing file": ["nowhere.csv", "no such file"],
-        "unknown ending": [".csv", ".parquet"],
+        "unknown ending": ["data.xlsx: files ending with '.xlsx' cannot be read. Use .csv, .tsv, .json, .jsonl, .parquet."],
         "empty file": ["empty.csv", "is empty"],
         "header only": ["header.csv", "has no rows"],
         "not json": ["broken.json", "cannot be read as json: line 1 is not JSON", "at 'oh no', column 2"],
@@ -301,6 +310,10 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "split": ["testing", "train, validation"],
         "file as dataset": ["--train_file"],
         "too long": ["--max_length 1000", "at most 512"],
+        "too long for the tokenizer and the model": ["--max_length 5000", "at most 512"],
+        "dataset of save_to_disk": ["--dataset ", "/saved: It was written with `save_to_disk`", "`to_parquet`", "--train_file"],
+        "scale of no adapters": ["--lora_alpha 32: needs --lora_r"],
+        "dropout of no adapters": ["--lora_dropout 0.1: needs --lora_r"],
         "freeze": ["encodr", "bert.encoder"],
         "freeze all": ["nothing to train"],
         "adapters": ["--lora_targets qery", "query"],
@@ -414,6 +427,49 @@ def test_a_rank_that_calls_sys_exit_is_not_reported_as_killed(tmp_path):
     assert "called sys.exit(3)" in ended.text
     assert "died" not in ended.text
     assert "Traceback" not in ended.text
+
+
+@pytest.fixture(scope="module")
+def mistakes(tmp_path_factory) -> list[dict]:
+    """Return what tests/programs/mistakes.py finds on each of two ranks."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    run_ranks(2, PROGRAMS / "mistakes.py", "--out", folder / "found", "--output_dir", folder / "runs").well()
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    {
+        "scheduler": ["The learning rate was changed during an update", "Remove the scheduler"],
+        "backward": ["the loss function calls backward() itself", "create_graph=True"],
+        "frozen": ["requires_grad of 1.weight was turned off during training", "--freeze"],
+        "vector": ["The loss function returned a tensor of shape [4, 1]", "add .sum()"],
+        "float": ["The loss function returned a float", "without .item()"],
+        "no_grad": ["The loss function returned a tensor without a gradient", "no_grad()"],
+        "no items": ["step 1: `count` returned 0 items for the global batch", "how many items `loss_sum` adds up"],
+        "no items on the device": ["step 1: `count` returned 0 items for the global batch"],
+        "LBFGS": ["LBFGS: ", "needs a closure", "accel_ddp.optim.build(model, cfg)"],
+        "iterable": ["The dataset (Endless) needs __len__ and __getitem__"],
+    }.items(),
+)
+def test_a_mistake_in_a_recipe_is_one_line_on_every_rank(mistakes, mistake, words):
+    assert mistakes[0][mistake] == mistakes[1][mistake]
+    for word in words:
+        assert word in mistakes[0][mistake]
+    assert len(mistakes[0][mistake].splitlines()) == 1
+
+
+def test_items_may_have_weights_below_one(mistakes):
+    assert mistakes[0]["weights"] == "no error"
+
+
+def test_the_schedule_scales_the_learning_rates_of_an_optimizer_also_after_a_resume(mistakes):
+    """The optimizer has groups at 0.1 and 0.001, and --lr is 0.05. The first number is the one that is logged."""
+    for found in mistakes:
+        rates = {step: [(7 - step) / 6 * rate for rate in (0.1, 0.1, 0.001)] for step in range(1, 7)}
+        assert [found["rates"][str(step)] for step in rates] == [pytest.approx(row) for row in rates.values()]
+        assert found["resumed rates"] == {step: row for step, row in found["rates"].items() if step > "3"}
+        assert found["sum after resumed rates"] == found["sum after rates"]
 
 
 def test_a_second_ctrl_c_ends_all_ranks_with_one_line(tmp_path):

@@ -1,5 +1,6 @@
 """The exported folder: it loads elsewhere with the printed line, and contains nothing of the machine it was trained on."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -38,6 +39,19 @@ def test_commands_with_any_text_and_any_folder_survive_an_interactive_shell():
     commands = [command.replace("python -c", f"{sys.executable} -S -c") for command in commands]
     ended = subprocess.run(["bash", "-i"], input="\n".join(commands) + "\nexit\n", capture_output=True, text=True, timeout=180)
     assert [json.loads(line) for line in ended.stdout.splitlines()] == [[f"runs/{text}", text] for text in TEXTS]
+
+
+def test_own_data_are_suggested_after_built_in_data_only(tmp_path, tiny_model, capsys):
+    from transformers import AutoModelForSequenceClassification
+
+    cfg = RecipeConfig(model=tiny_model, output_dir=str(tmp_path))
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(tiny_model), models.load_tokenizer(cfg)
+    printed = []
+    for options in ({"dataset": "builtin:digits"}, {"dataset": "someone/rows"}, {"train_file": "rows.csv"}):
+        own = dataclasses.replace(cfg, **options)
+        export.at_the_end(Accelerator(cpu=True), own, model, export.files_of(model, tokenizer), {})
+        printed.append("next: train on your own data" in capsys.readouterr().out)
+    assert printed == [True, False, False]
 
 
 def test_long_texts_are_shortened_between_words():

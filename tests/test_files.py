@@ -6,6 +6,7 @@ import pytest
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links
 from accel_ddp.sources import data
 from accel_ddp.sources.data import load_rows
 from accel_ddp.sources.table_files import load_file
@@ -40,6 +41,12 @@ def test_files_of_every_kind_are_read(tmp_path, ending):
     assert list(load_rows(RecipeConfig(train_file=path, eval_file=path))[1]["text"]) == list(rows["text"])
 
 
+def expand(text: str) -> list[int]:
+    """Return the numbers of "3,7-9"."""
+    runs = [[*map(int, run.split("-"))] for run in text.split(",")]
+    return [number for run in runs for number in range(run[0], run[-1] + 1)]
+
+
 def test_a_sample_is_drawn_from_the_whole_file_and_depends_on_the_seed_only(tmp_path):
     """The file is sorted by label, so that its first rows have one class."""
     path = tmp_path / "sorted.csv"
@@ -49,6 +56,9 @@ def test_a_sample_is_drawn_from_the_whole_file_and_depends_on_the_seed_only(tmp_
     )
     train, test = draw()
     assert (len(train), len(test)) == (100, 50)
+    recorded = links.eval_rows
+    assert recorded["number"] == 50
+    assert expand(recorded["rows"]) == data.row_numbers(test).tolist()
     assert all(train["label"][:].count(label) > 10 for label in "0123"), "a random sample has 25 +- 4 rows of each class"
     assert train["text"][:] == draw()[0]["text"][:], "as in a resumed run"
     assert train["text"][:] != draw(seed=1)[0]["text"][:]
@@ -56,7 +66,11 @@ def test_a_sample_is_drawn_from_the_whole_file_and_depends_on_the_seed_only(tmp_
     assert [f"text {number}" for number in numbers] == train["text"][:]
     assert sorted(numbers) == list(numbers), "in the order of the file"
     assert len(draw(number=2000)[0]) == 1000
-    split, _ = load_rows(RecipeConfig(train_file=str(path), max_train_items=20))
+    assert links.eval_rows == recorded, "the seed draws the same rows"
+    load_rows(RecipeConfig(train_file=str(path), eval_file=str(path)))
+    assert not links.eval_rows, "all rows are evaluated"
+    split, aside = load_rows(RecipeConfig(train_file=str(path), max_train_items=20))
+    assert expand(links.eval_rows["rows"]) == sorted(data.row_numbers(aside))
     assert [f"text {number}" for number in data.row_numbers(split)] == split["text"][:]
 
 

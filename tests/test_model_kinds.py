@@ -189,6 +189,18 @@ def test_a_language_model_without_its_head_is_reported(tmp_path, tokenizer, capl
     assert not caplog.records, "a new head for labels is usual"
 
 
+def test_a_perceiver_with_fewer_latents_than_tokens_classifies(tmp_path, tokenizer):
+    """It has neither a table of embeddings that could be extended nor a padding token in its config."""
+    sizes = {name: 8 for name in ("d_latents", "d_model", "qk_channels", "v_channels")}
+    heads = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "num_blocks": 1, "num_self_attends_per_block": 1}
+    config = transformers.PerceiverConfig(num_latents=4, vocab_size=len(tokenizer), max_position_embeddings=64, **sizes, **heads)
+    transformers.PerceiverForSequenceClassification(config).save_pretrained(tmp_path)
+    cfg = RecipeConfig(model=str(tmp_path))
+    model = models.load(transformers.AutoModelForSequenceClassification, cfg, tokenizer, num_labels=2, pad_token_id=0)
+    ids = torch.arange(8).unsqueeze(0)
+    assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "wanted"), [("bert", {}, 99), ("ibert", {}, 99), ("canine", {"num_hash_buckets": 64}, 0)]
 )

@@ -20,6 +20,7 @@ from accel_ddp.speed import attach, autobatch, padding_free
 from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread, count_tokens
 from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
+from tests.test_files import expand
 from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
 
 # ------------------------------------------------------------------------------------------- the data stream
@@ -129,6 +130,14 @@ def test_flops_of_two_models_equal_a_calculation_by_hand():
     )
 
 
+def test_a_counter_of_flops_that_fails_is_reported_once(caplog):
+    model = KINDS["bert"]()
+    model.config.num_attention_heads = 0
+    assert a_speed(model).work_of([a_batch()]) == (sum(LENGTHS), 0.0)
+    (message,) = [record.getMessage() for record in caplog.records if record.name == attach.__name__]
+    assert message.startswith("TFLOP/s and MFU are not measured, because FLOPs cannot be counted: ZeroDivisionError: ")
+
+
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_flops_equal_those_that_torch_counts(kind):
     from torch.utils.flop_counter import FlopCounterMode
@@ -171,6 +180,9 @@ def test_a_run_logs_its_speed_and_chooses_its_micro_batch_size(tmp_path):
         assert a["tokens"] == b["tokens"] > a["items"] == b["items"]
         assert a["tflops"] > 0
     assert "tokens/s" in auto.text
+    recorded = [log[0]["eval_rows"] for log in logs]
+    assert recorded[0] == recorded[1]
+    assert recorded[0]["number"] == len(expand(recorded[0]["rows"])) == 8
 
 
 def test_a_rehearsal_does_not_disturb_ddp():

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from accel_ddp.errors import UserError
+from accel_ddp.records.run_log import LogWriter
 from accel_ddp.saving import checkpoint_format, pieces
 from accel_ddp.saving.pieces import is_identical, largest_difference
-from accel_ddp.verify import RECORDED
+from accel_ddp.verify import RECORDED, VerifiedRun, _compare_scales
 from accel_ddp.verify import verify as run_verify
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all, two_node_commands
 
@@ -34,6 +35,10 @@ def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
     assert "48 of 48 the same" in wrong.text
     assert "FAIL: micro-batch 1 and 2: " in wrong.text
     assert wrong.text.count("FAIL: ") == 1, "the assignment of micro-batches to ranks does not change the result"
+    count = run_all([verify(TRAINS, "--wrong", "count")], [environment])
+    assert count.codes == [1]
+    assert "FAIL: micro-batch 1 and 2: `count` adds up to 8 and 4 items in step 1." in count.text
+    assert count.text.count("PASS") == 2
     broken = run_all([verify(TRAINS, "--lr", "much"), verify("nowhere.py"), verify()], [environment] * 3)
     assert broken.codes == [2, 2, 2]
     assert "the run 'killed' ended with exit code 2, 2: there is no checkpoint" in broken.texts[0]
@@ -90,6 +95,29 @@ def test_a_sharded_checkpoint_is_compared_with_a_whole_one(tmp_path):
     assert largest_difference(same, other) == (0.5, "weight")
     assert is_identical(tmp_path / "whole", same, checkpoint_format.MODEL)
     assert not is_identical(same, other, checkpoint_format.MODEL)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"loss": 2.0001}, ""),
+        ({"items": 16}, "`count` adds up to 16 and 8 items in step 1"),
+        ({"loss": 4.0}, "the mean loss of step 1 is 4 and 2"),
+        ({"grad_norm": 15.0}, "the gradient norm before clipping of step 1 is 15 and 30"),
+    ],
+)
+def test_a_wrong_scale_is_found_although_gradients_are_clipped(tmp_path, other, words):
+    runs = []
+    for name, changed in (("one", {}), ("other", other)):
+        log = LogWriter(tmp_path / f"{name}.jsonl")
+        log.write("update", 1, **{"loss": 2.0, "grad_norm": 30.0, "items": 8, **changed})
+        log.write("update", 2, loss=1.0, grad_norm=20.0 if name == "one" else 22.0, items=8)
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.jsonl").rename(tmp_path / name / "log.jsonl")
+        runs.append(VerifiedRun(tmp_path / name / "step_00000002", {"precision": "no"}, {}))
+    found = _compare_scales(*runs)
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
 
 
 def test_verify_refuses_fsdp_beside_a_config():

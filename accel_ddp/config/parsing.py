@@ -40,9 +40,12 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     for file in files:
         if file.value is None:
             raise UserError("--config needs a file: --config my_run.yaml")
-        for name, value in _read_yaml(file.value).items():
-            if name not in properties:
-                raise UserError(f"{file.value}: there is no option {name!r}.{_suggest(str(name), properties)}")
+        values = _read_yaml(file.value)
+        if unknown := [
+            f"there is no option {name!r}.{_suggest(str(name), properties)}" for name in values if name not in properties
+        ]:
+            raise UserError(f"{file.value}: {' '.join(unknown)}")
+        for name, value in values.items():
             words = _as_arguments(file.value, name, value, types[name])
             try:
                 _check_values(words, types, defaults)

@@ -134,7 +134,7 @@ class RecipeConfig(ModelConfig):
     """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
-    train_file: str = option("", ".csv .tsv .json .jsonl .parquet .txt", per_node=True)
+    train_file: str = option("", ".csv .tsv .json .jsonl .parquet", per_node=True)
     eval_file: str = option("", "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True)
     train_split: str = option("train", "training split of --dataset")
     eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
@@ -164,6 +164,10 @@ class RecipeConfig(ModelConfig):
             raise UserError(f"--quantize {self.quantize} --merge_adapters on: would round merged weights again. {instead}.")
         if self.lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
+        if self.lora_alpha != type(self).lora_alpha and not self.lora_r:
+            raise UserError(
+                f"--lora_alpha {self.lora_alpha}: needs --lora_r, for example --lora_r 16. Without it all weights are trained."
+            )
         if self.log_predictions > MOST_PREDICTIONS:
             raise UserError(f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less.")
         if self.lora_dropout >= 1:

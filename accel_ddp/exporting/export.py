@@ -96,7 +96,7 @@ def at_the_end(
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
         print(describe(folder, files, example))
-        if not getattr(cfg, "train_file", ""):
+        if not getattr(cfg, "train_file", "") and getattr(cfg, "dataset", "").startswith(builtin.PREFIX):
             print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 

@@ -49,12 +49,13 @@ def together(what: str) -> Iterator[dict[str, str]]:
         raise
     with phases.phase(WAIT):
         _wait_for_all(key, what, facts)
-    if links.store and facts:
+    if links.store and _is_stored(f"{key}/facts"):  # of any rank; most waits have none, and reading all takes a request per rank
         all_facts = [json.loads(links.store.get(f"{key}/{rank}")) for rank in range(this_rank.num_ranks)]
         first = all_facts[0]
+        names = dict.fromkeys(name for one in all_facts for name in one["facts"])
         for other in all_facts:
-            for name, value in first["facts"].items():
-                if other["facts"].get(name) != value:
+            for name in names:
+                if other["facts"].get(name) != first["facts"].get(name):
                     raise UserError(
                         f"{name} on rank {other['rank']} ({other['host']}) differ from those on rank 0 ({first['host']}). "
                         "Copy the same files to every node."
@@ -110,8 +111,12 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
     with contextlib.nullcontext() if facts else contextlib.suppress(dist.DistError):
         mine = {"host": this_rank.host, "rank": this_rank.rank, "facts": facts or {}}
         store.set(f"{key}/{this_rank.rank}", json.dumps(mine))
+        if facts:
+            store.set(f"{key}/facts", "")
         # Every rank has passed the wait before this one, and has read the facts of the one before that.
         store.delete_key(f"wait/{links.num_waits - 2}/{this_rank.rank}")
+        if this_rank.is_main:
+            store.delete_key(f"wait/{links.num_waits - 2}/facts")
     barrier = dist.barrier(group=links.slow_group, async_op=True)  # fails when a rank dies
     began = reported = asked = time.monotonic()
     while not barrier.is_completed():

@@ -1,5 +1,6 @@
 """Training and evaluation rows from the Hub, from files or from built-in datasets, and checks of them."""
 
+import hashlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,16 @@ import numpy as np
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
 from accel_ddp.sources.places import prepare_hub, warn
-from accel_ddp.sources.table_files import SENTENCE_FILES, SEPARATORS, find_lines, load_file
+from accel_ddp.sources.table_files import SENTENCE_FILES, SEPARATORS, describe_folder, find_lines, load_file
 
 if TYPE_CHECKING:
     import datasets
 
+MOST_RECORDED = 20_000  # characters of row numbers in the log
 SHOWN = 5  # rows of each kind of problem that an error message names
 
 
@@ -51,7 +54,7 @@ def load_rows(
     for name, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
             raise UserError(f"{cfg.train_file or cfg.dataset}: the {name} data have no rows. Give another file or split.")
-    return draw_sample(train, "max_train_items", cfg), draw_sample(test, "max_eval_items", cfg)
+    return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
@@ -78,7 +81,9 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
     if Path(name).is_file():
         raise UserError(f"--dataset {name}: is a file. Use --train_file {name}.")
-    offline = prepare_hub()
+    if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
+        raise UserError(f"--dataset {name}: {describe_folder(Path(name))} Give the file as --train_file.")
+    offline = "" if Path(name).is_dir() else prepare_hub()
     try:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
     except Exception as error:
@@ -109,6 +114,19 @@ def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: in
     runs = random.Random(mixed(cfg.seed, option)).sample(range(num_runs), min(num_runs, -(-number // run_length) + 1))
     positions = [i for run in runs for i in range(run * run_length, min((run + 1) * run_length, num_rows))]
     return sorted(positions[:number])
+
+
+def record_evaluated(rows: Any, numbers: np.ndarray | None = None) -> Any:
+    """Return the evaluation rows. If they were drawn, remember for the log which ones they are: `numbers`, or their own."""
+    drawn = getattr(rows, "row_numbers", None) if numbers is None else numbers
+    links.eval_rows = {}
+    if drawn is not None:
+        ordered = np.sort(drawn).astype("<i8")
+        runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+        text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+        links.eval_rows = {"number": len(ordered), "digest": hashlib.blake2b(ordered.tobytes(), digest_size=8).hexdigest()}
+        links.eval_rows |= {"rows": text} if len(text) <= MOST_RECORDED else {}
+    return rows
 
 
 def row_numbers(rows: "datasets.Dataset") -> np.ndarray:

@@ -109,12 +109,15 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
 
 
 def num_embeddings(model: nn.Module) -> int:
-    """Return how many tokens have embeddings, or 0 if the model has no table of them. CANINE, for example, hashes characters."""
+    """Return how many tokens have embeddings, or 0 if the model has no table of them.
+
+    CANINE, for example, hashes characters, and the tensor that Perceiver returns has its latents.
+    """
     try:
         table = model.get_input_embeddings()
     except NotImplementedError:
         return 0
-    table = getattr(table, "weight", table)  # I-BERT and adapters have tables of their own classes, and Perceiver has a tensor
+    table = getattr(table, "weight", None)  # I-BERT and adapters have tables of their own classes
     return len(table) if isinstance(table, Tensor) else 0
 
 

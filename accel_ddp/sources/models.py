@@ -50,7 +50,8 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
     if tokenizer.pad_token is None:
         raise UserError(f"--model {name}: the tokenizer has no padding token. Set tokenizer.pad_token, and save the tokenizer.")
-    _check_length(max_length, name, tokenizer.model_max_length)
+    if max_length:  # both limits at once, because a run with the first one would name the second one
+        _check_length(max_length, name, tokenizer.model_max_length, getattr(load_config(cfg), "max_position_embeddings", None))
     return tokenizer
 
 
@@ -77,7 +78,10 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     Raise UserError before the weights are loaded if the config shows that the model is wrong for the task. The dtype is not that
     of the file, because training bf16 weights loses small updates.
     """
-    model_kinds.check_config(auto_class.__name__, cfg.model, load_config(cfg))
+    config = load_config(cfg)
+    model_kinds.check_config(auto_class.__name__, cfg.model, config)
+    if not hasattr(config, "pad_token_id"):  # transformers would pass it to the model instead
+        options.pop("pad_token_id", None)
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
     if cfg.dtype != "float32" and not cfg.lora_r and not adapters:
@@ -122,8 +126,9 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     return model
 
 
-def _check_length(max_length: int, name: str, most: int | None) -> None:
-    if most and max_length > most > 0:
+def _check_length(max_length: int, name: str, *limits: int | None) -> None:
+    most = min((limit for limit in limits if limit and limit > 0), default=max_length)
+    if max_length > most:
         raise UserError(f"--max_length {max_length}: {name} accepts at most {most} tokens. Use --max_length {most}.")
 
 
@@ -172,5 +177,7 @@ def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cfg.lora_r or getattr(model, "_adapters", None):
         model = add_adapters(model, cfg, lora_task)
+    elif cfg.lora_dropout:
+        raise UserError(f"--lora_dropout {cfg.lora_dropout}: needs --lora_r, for example --lora_r 16.")
     freeze(model, cfg.freeze)
     return model

@@ -42,7 +42,8 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     file = require_file(option, path)
     kind = FILE_FORMATS.get(file.suffix.lower(), "")
     if not kind:
-        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {', '.join(FILE_FORMATS)}.")
+        usable = [ending for ending in FILE_FORMATS if ending != ".txt"]  # most recipes need more columns than its one
+        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {', '.join(usable)}.")
     if kind != "parquet":
         require_utf8(option, file)
     options = _check_csv(option, file) if kind == "csv" else {}

@@ -39,7 +39,11 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
         return data.load_rows(cfg, load_text_file)
     # Lines are drawn in runs of 100, because blocks of unrelated lines are not the text that is to be learned.
     options = ("max_train_items", "max_eval_items")
-    draw = lambda *tables: tuple(data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
+
+    def draw(*tables: "datasets.Dataset") -> tuple["datasets.Dataset", "datasets.Dataset"]:
+        train, test = (data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
+        return train, data.record_evaluated(test)
+
     if cfg.eval_file:
         return draw(*data.load_rows(dataclasses.replace(cfg, max_train_items=0, max_eval_items=0), load_text_file))
     places.prepare_hub()
@@ -307,4 +311,5 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[D
     for option, part, its_blocks in (("max_train_items", train, blocks), ("max_eval_items", test, test_blocks)):
         drawn = data.draw_positions(len(part), option, cfg)
         parts.append(Subset(its_blocks, part if isinstance(drawn, range) else [part[i] for i in drawn]))
+    data.record_evaluated(parts[1], None if len(parts[1]) == len(test_blocks) else np.array(parts[1].indices))
     return (*parts, [blocks.fingerprint, test_blocks.fingerprint])

@@ -246,6 +246,11 @@ class NonfiniteSteps(Hook):
 
     def on_update(self, numbers: Numbers, pace: Pace | None = None) -> None:
         """Count the step if its update was skipped. This is a collective if the loss is not finite."""
+        if not numbers.items > 0:
+            raise UserError(
+                f"step {numbers.step}: `count` returned {numbers.items:g} items for the global batch, so its loss has no mean. "
+                "`count(batch)` must return how many items `loss_sum` adds up, for example len(batch) or the number of labels."
+            )
         if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):
             self.saved.skipped_in_a_row = 0
             return

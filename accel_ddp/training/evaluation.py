@@ -31,7 +31,7 @@ from accel_ddp.text import shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.sharding import gathered
-from accel_ddp.training.stream import CountingCollate, with_sizes
+from accel_ddp.training.stream import CountingCollate, require_items, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers
 
 Rows = dict[str, np.ndarray]
@@ -48,6 +48,7 @@ class EvalBatches:
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any], batch_size: int, accelerator: Accelerator, cfg: TrainConfig):
+        require_items(dataset)
         self.num_items, self.device = len(dataset), accelerator.device
         share: Any = range(accelerator.process_index, len(dataset), accelerator.num_processes)
         self.num_own = len(share)  # rows of this rank that count

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.seeds import dropout_seed, seed_forward
 
@@ -74,6 +75,23 @@ def of_classes(
         return F.mse_loss(_wide(logits).squeeze(-1), labels.to(_wide(logits).dtype), reduction=reduction)
     losses = F.binary_cross_entropy_with_logits(_wide(logits), labels.to(_wide(logits).dtype), reduction="none").mean(-1)
     return losses.sum() if reduction == "sum" else losses
+
+
+def checked(loss: Any) -> Tensor:
+    """Return what a loss function has returned. Raise UserError if it is not one number with a gradient."""
+    reason = ""
+    if not isinstance(loss, Tensor):
+        reason = f"a {type(loss).__name__}, which has no gradient. Return a tensor, without .item() and float()"
+    elif loss.numel() != 1:
+        reason = f"a tensor of shape {list(loss.shape)} instead of one number. Return the sum over the items: add .sum()"
+    elif not loss.requires_grad:
+        reason = (
+            "a tensor without a gradient. It was computed under torch.no_grad(), it is detached, or it is a constant. "
+            "Instead of a constant 0 return 0 * model(batch).sum()"
+        )
+    if reason:
+        raise UserError(f"The loss function returned {reason}.")
+    return loss
 
 
 MicroBatch = Any

@@ -257,9 +257,13 @@ def lr_at(step: int, cfg: TrainConfig, total_steps: int) -> float:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> float:
-    """Set the learning rate of every group, and return it. Groups of `--lr_of` keep their ratio to `lr`."""
+    """Set the learning rate of every group, and return `lr`, or the first one if no group has it.
+
+    Groups of `--lr_of`, and of an optimizer with its own learning rates, keep their ratio to `--lr`.
+    """
     for group in optimizer.param_groups:
         own = lr * group.get("lr_ratio", 1.0)
         # torchao compiles its step, and a number would be compiled into it.
         group["lr"] = torch.tensor(own, dtype=torch.float32) if isinstance(group["lr"], torch.Tensor) else own
-    return lr
+    has_lr = any(group.get("lr_ratio", 1.0) == 1 for group in optimizer.param_groups)
+    return lr if has_lr else float(optimizer.param_groups[0]["lr"])

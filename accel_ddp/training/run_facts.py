@@ -48,6 +48,7 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         **({"sharding": links.sharding.facts(accelerator.num_processes)} if links.sharding else {}),
         "model": describe_model(model),
         **({"memory": links.memory} if links.memory else {}),
+        **({"eval_rows": links.eval_rows} if links.eval_rows else {}),
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ of the output head after the forward pass.
 
 import contextlib
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_ddp import compat
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
-from accel_ddp.ranks.agreement import gather_everywhere
+from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
 
@@ -355,6 +356,7 @@ def prepare(
     accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
+    _check_optimizer(optimizer, cfg.lr)
     if links.sharding is None:
         return accelerator.prepare(model, optimizer)
     plan = links.sharding
@@ -379,6 +381,29 @@ def prepare(
         )
     # This adds autocast and nothing else.
     return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), optimizer
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Remember the ratio of each group's own learning rate to `--lr`, for `set_lr`. Groups of `optim.build` have it."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{type(optimizer).__name__}: this optimizer computes the loss again within a step (it needs a closure), which `fit` does "
+            "not support. Use one that steps with given gradients, for example accel_ddp.optim.build(model, cfg)."
+        )
+    own: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        if "lr_ratio" in group and "initial_lr" not in group:
+            continue
+        base = float(group.setdefault("initial_lr", float(group["lr"])))  # as torch's schedulers name it
+        if base and not lr:
+            raise UserError(f"--lr 0: the schedule scales the optimizer's own learning rate {base:g} by --lr. Give --lr above 0.")
+        group["lr_ratio"] = base / lr if base != lr else 1.0
+        own |= {f"{base:g}": None} if base != lr else {}
+    if own:
+        print_on_main(
+            f"The optimizer has its own learning rates ({', '.join(own)}) instead of --lr {lr:g}. The schedule scales them."
+        )
 
 
 def sharding_options(accelerator: Accelerator, cfg: "TrainConfig") -> tuple[torch.device, str, torch.dtype]:

@@ -61,7 +61,7 @@ class Numbers(NamedTuple):
     lr: float
     loss: float
     grad_norm: float
-    items: int
+    items: float
     votes: int  # ranks that ask for a stop
     tokens: int  # without padding; 0 if items are not texts
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
@@ -110,7 +110,8 @@ class LateReader:
                 samples = values[known : known + len(samples)].tolist()
             if copied:
                 self.free.append(values)
-            more = (int(items), int(votes), int(tokens), flops, local_loss, split_samples(samples))
+            items = int(items) if float(items).is_integer() else items  # a `count` may add up weights
+            more = (items, int(votes), int(tokens), flops, local_loss, split_samples(samples))
             yield Numbers(step, lr, loss, grad_norm, *more)
 
 

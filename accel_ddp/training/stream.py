@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed, seed_host
 from accel_ddp.training.workers import loader_options, starting_workers
 
@@ -85,6 +86,15 @@ class Batch(dict):
             raise AttributeError(name) from None
 
 
+def require_items(dataset: Any) -> None:
+    """Raise UserError for a dataset without a length or without items at any position, such as an iterable one."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            f"The dataset ({type(dataset).__name__}) needs __len__ and __getitem__, because a step reads its items by their "
+            "positions after a restart and on any number of ranks. Use a map-style dataset, for example list(dataset)."
+        )
+
+
 class TrainBatches:
     """The micro-batches of each step, on this rank's device.
 
@@ -106,6 +116,7 @@ class TrainBatches:
         items have parts that are padded separately, such as source and target, it returns a column for each part. By default it
         counts the `input_ids` of each row of a `datasets` table.
         """
+        require_items(dataset)
         self.dataset, self.collate, self._measure_lengths = dataset, collate, lengths or count_tokens
         self.identity = {"items": len(dataset), "fingerprint": fingerprint}
 

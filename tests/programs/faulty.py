@@ -67,6 +67,11 @@ class Config(TrainConfig):
     fault_path: str = option("", "folder on a disk that hangs", affects_result=False)
 
 
+def double_learning_rates(optimizer, *_) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 2
+
+
 class Faults:
     """The faults of one rank. `step` is the step that the rank is doing."""
 
@@ -76,7 +81,7 @@ class Faults:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.step, self.is_first_batch = 0, True
         self.optimizer = None
-        self.extra_seconds, self.lr_factor = 0.0, 1.0
+        self.extra_seconds = 0.0
         self.kept = []  # memory that stays allocated
 
     def inject_if_due(self) -> str:
@@ -93,9 +98,6 @@ class Faults:
             print(f"rank {self.rank} (pid {os.getpid()}) injects {name} at step {self.step}", flush=True)
             self.inject(name, seconds)
         time.sleep(self.extra_seconds)
-        if self.lr_factor != 1:  # here, because the loop sets the learning rate at the beginning of a step
-            for group in self.optimizer.param_groups:
-                group["lr"] *= self.lr_factor
         return name
 
     def inject(self, name: str, seconds: float) -> None:
@@ -122,7 +124,7 @@ class Faults:
         elif name == "deadlock":
             dist.barrier(links.slow_group)
         elif name == "lr":
-            self.lr_factor = 2.0
+            self.optimizer.register_step_pre_hook(double_learning_rates)  # `update` refuses another one before the step
         elif name == "worker":
             multiprocessing.active_children()[0].kill()
         elif name == "straggler":

@@ -27,7 +27,7 @@ class Config(TrainConfig):
     eval_seconds: float = option(0.0, "minimum duration of an evaluation in seconds", affects_result=False)
     busy_seconds: float = option(0.0, "how many seconds the last rank is busy before its first step")
     width: int = 16
-    wrong: str = option("", "deliberate mistake in the loss: mean")
+    wrong: str = option("", "deliberate mistake in the loss: mean, or count")
     fails_at: int = option(0, "step after which the last rank raises an error, in every attempt", affects_result=False)
     blocked_by: str = option("", "FIFO at which the first save waits for a writer, as on a disk that hangs", affects_result=False)
 
@@ -69,7 +69,7 @@ def main(cfg: Config) -> None:
 
     def loss_sum(model, batch):
         time.sleep(cfg.step_seconds)
-        loss = model(batch).square()
+        loss = model(batch).square() * (1e3 if cfg.wrong == "count" else 1)  # gradients that are always clipped
         return loss.mean() if cfg.wrong == "mean" else loss.sum()
 
     def measure(model, batch):
@@ -96,7 +96,7 @@ def main(cfg: Config) -> None:
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(Items(), torch.stack),
         loss_sum=loss_sum,
-        count=len,
+        count=(lambda batch: 1) if cfg.wrong == "count" else len,
         evaluate=evaluate,
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Fails()],
     )
