@@ -188,6 +188,19 @@ def test_a_killed_rank_is_diagnosed_on_every_node(request, tmp_path, place, rank
         print(f"MEASURED SIGKILL of rank {rank} {place}: report {fatal.seconds - began:.1f} s")
 
 
+def test_a_data_worker_that_hangs_in_an_evaluation_is_reported_with_its_stack(one, tmp_path):
+    """In the first one, whose usual duration is not known: 5 s are assumed, and the run goes on for 5 minutes."""
+    fault = ["--fault", "eval_data", "--fault_step", 2, "--fault_seconds", 9, "--num_workers", 1, "--steps", 2, "--eval_every", 2]
+    with one.ranks([0, 0], "--output_dir", tmp_path / "run", *SHORT, *fault) as job:
+        began = job.until(r"an item takes \S+ s in pid")[0]
+        found = job.until_diagnosis("DATA_HUNG", "warning", REPORT_SECONDS, began)
+        assert found.seconds - began < REPORT_SECONDS
+        assert re.search(r"^rank 1 \(.*\) has waited for its data for \d+ s at step 2, in eval_data", found.text)
+        assert job.codes() == [0, 0], job.all_output()
+        assert re.search(r"__getitem__ \(.*faulty.py(.*\n)+.*a data worker, for which", job.text()), job.all_output()
+        assert [(d.level, d.kind) for d in job.diagnoses()] == [("warning", "DATA_HUNG"), ("info", "DATA_HUNG")]
+
+
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_as_such(one, tmp_path):
     with one.ranks([0, 0], "--output_dir", tmp_path / "run", *SHORT, "--fault", "oom") as job:
         try:

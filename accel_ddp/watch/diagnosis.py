@@ -382,7 +382,9 @@ class Judge:
 
     def _hung_rank(self, r: RankView, scene: _Scene) -> Cause:
         usual, seconds = scene.usual(r), r.age
-        limit = float("inf") if r.phase == phases.OTHER else self._limit(usual)
+        # The usual duration of a first batch is not known: it is reported early and ends the run late.
+        limit = self._limit(usual if r.normal is not None else max(usual, phases.DEFAULT_USUAL))
+        limit = float("inf") if r.phase == phases.OTHER else limit
         known = f" (usually {rough_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
         kind, text = "RANK_HUNG", f"{r.name} has not progressed {place}."
@@ -390,7 +392,7 @@ class Judge:
         if r.state == "D":
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
-        if r.phase == phases.DATA:
+        if r.phase in phases.LOADING:
             blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
             kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."

@@ -153,7 +153,7 @@ class LocalRanks(dict[int, LocalRank]):
         stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
         with contextlib.suppress(asyncio.TimeoutError):  # a rank that is stopped or holds the GIL does not answer
             stack.collective = await asyncio.wait_for(local.collective, 0.5)
-        is_in_data = local.reading is not None and local.reading.phase == phases.DATA
+        is_in_data = local.reading is not None and local.reading.phase in phases.LOADING
         worker = await read_stack_of_worker(local.pid, local.stack_file) if is_in_data else None
         if worker:
             stack[:0] = [*worker[:8], "(a data worker, for which the rank waits)"]
