@@ -376,6 +376,38 @@ def result(folder: Path) -> dict[str, bytes]:
     return {name: (newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
+@pytest.mark.parametrize("timeout", [600, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_link_that_becomes_slow_is_named_and_never_ends_a_run_whose_collectives_progress(two, tmp_path, timeout):
+    """A step takes longer than --hang_abort_seconds. Without a look at the bytes, it is a deadlock."""
+    two.cluster.require("a link")
+    width = 10_000 if timeout > 10 else 40_000  # 80 bytes each: 6 s or 26 s at 1 Mbit/s
+    options = ["--width", width, "--step_seconds", 0.05, "--save_every", 50, "--steps", 14, "--ddp_timeout_seconds", timeout]
+    with two.ranks([0, 1], "--output_dir", tmp_path / "run", *SHORT, *options) as job:
+        job.until_step(7)
+        began = time.monotonic()
+        shape_link(two.cluster.nodes[1], "1mbit")
+        job.until_diagnosis("SLOW_LINK", "warning", REPORT_SECONDS, began)
+        if timeout == 10:
+            assert job.codes() == [FAILED, FAILED], job.all_output()
+            print(job.all_output())
+            for node in (0, 1):
+                assert "Timed out waiting 10000ms" in job.text(node)
+                assert "A link was slow: the link node1 -> node0 transfers 0." in job.text(node)
+            return
+        step = job.last_step()
+        job.until_step(step + 1)
+        duration = job.steps()[-1][0] - began
+        shape_link(two.cluster.nodes[1], "")
+        assert job.codes() == [0, 0], job.all_output()
+        print(job.all_output())
+        found = agree(job, "warning", "SLOW_LINK")
+        rate = re.search(r"the link node1 -> node0 transfers (\S+) MB/s(; at the start it was \S+ MB/s)?\. All ranks", found.text)
+        assert rate, found.text
+        assert 0.06 < float(rate[1]) < 0.25, "1 Mbit/s are 0.125 MB/s"
+        assert {d.kind for d in job.diagnoses()} == {"SLOW_LINK"}
+        assert duration > 5, "longer than the limit for an abort"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_default", [False, True])
 def test_short_faults_are_survived_and_reported_afterwards(two, tmp_path, is_default):

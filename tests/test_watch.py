@@ -13,6 +13,7 @@ from accel_ddp.records.incidents import ERROR, INFO, WARNING
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
 from accel_ddp.watch.processes import Stack
+from accel_ddp.watch.slow_run import Flows
 
 IN_BARRIER = Stack(["barrier (torch/distributed/distributed_c10d.py:5)", "wrapper (c10d_logger.py:9)", "loss (mine.py:3)"])
 IN_BACKWARD = Stack(["_engine_run_backward (torch/autograd/graph.py:869)", "backward (tensor.py:1)", "update (update.py:90)"])
@@ -173,6 +174,37 @@ def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
         "rank 0 (node0, pid 100) is at step 21 in barrier; rank 1 (node1, pid 101) is at step 21 in backward"
         in course.events[0].text
     )
+
+
+def test_ranks_whose_collectives_move_bytes_are_in_no_deadlock_until_the_bytes_stop():
+    ranks = lambda s: ([rank(0, phases.SYNC, s), rank(1, phases.BACKWARD, s)], [], {0: IN_BARRIER, 1: IN_BACKWARD})
+    course = Course()
+    course.judge.quiet = 0.5
+    assert course.pass_time(300, ranks).events == []
+    assert course.judge.waits_for_link
+    for tick in range(60):
+        course.judge.quiet = tick / 2
+        course.show(*ranks(300 + tick / 2))
+    assert course.kinds == [(WARNING, "DEADLOCK")]
+    course.judge.quiet = 30.0
+    course.show(*ranks(330))
+    assert course.kinds == [(WARNING, "DEADLOCK"), (ERROR, "DEADLOCK")]
+
+
+def test_the_slow_link_is_the_one_on_which_bytes_wait():
+    flows = Flows([{"node": node, "address": f"10.0.0.{node}"} for node in range(3)])
+    assert flows.seconds_since(100.0) == float("inf")
+    for tick in range(6):  # in a ring all links have the same rate; a tracker's server (8.8.8.8) is no node
+        for node in range(3):
+            to, sent = (node + 1) % 3, 1000 * tick
+            other = [f"192.168.0.{node}", f"192.168.0.{to}", sent, 0, 50_000 if node == 1 else 10]  # another interface
+            flows.add(node, [other, [f"10.0.0.{node}", "8.8.8.8", 10**6 * tick, 0, 10**6]], 100 + tick / 2)
+    assert flows.slowest(103.0, 5.0) == ((1, 2), 2000.0)
+    assert flows.seconds_since(104.5) == 2.0
+    for tick in range(6):  # a deadlock: only the tracker sends
+        flows.add(0, [["10.0.0.0", "8.8.8.8", 10**8 + tick, 0, 0]], 110 + tick / 2)
+    assert flows.seconds_since(112.5) == 10.0
+    assert flows.slowest(112.5, 5.0) is None
 
 
 def test_a_rank_that_computes_forever_in_its_backward_pass_is_no_deadlock():

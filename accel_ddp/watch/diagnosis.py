@@ -159,6 +159,11 @@ class _Scene:
 
     @functools.cached_property
     def is_standstill(self) -> bool:
+        """Whether each rank waits for another one, and their collectives move no bytes."""
+        return self.all_wait and self.judge.quiet > self.judge.report_after
+
+    @functools.cached_property
+    def all_wait(self) -> bool:
         """Whether several ranks are active, and each of them waits for another one."""
         return (
             len(self.active) > 1
@@ -184,6 +189,9 @@ class Judge:
         self.wants_stacks: set[int] = set()
         # Seconds for which the disk of the output folder has not answered. The monitor of the main node sets it.
         self.disk_hung = 0.0
+        # Seconds since the last byte of a collective between nodes arrived; infinity: no byte was seen. The monitor sets it.
+        self.quiet = float("inf")
+        self.waits_for_link = False  # all ranks wait, and bytes still arrive
         # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
         # too, and the next fault would otherwise be reported later by this duration.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
@@ -192,6 +200,7 @@ class Judge:
         """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
         scene = _Scene(self, ranks, nodes, stacks)
         causes = next((causes for rule in self.RULES if (causes := rule(self, scene))), {})
+        self.waits_for_link = not causes and scene.all_wait
         self.wants_stacks = {rank for cause in causes.values() for rank in cause.wants_stacks_of if rank not in stacks}
         events = []
         for key, cause in causes.items():
@@ -234,7 +243,7 @@ class Judge:
         return events
 
     def _is_over_limit(self, cause: Cause, scene: _Scene) -> bool:
-        if not self.abort_after or cause.seconds < cause.aborts_after:
+        if not self.abort_after or min(cause.seconds, self.quiet) < cause.aborts_after:
             return False
         # A rank that still progresses proves that the others do not wait for anything yet.
         others = set(scene.waits_for(cause.culprits))
@@ -316,7 +325,7 @@ class Judge:
             inside = stack.name_of_collective() if stack and stack.is_in_collective() else phases.NAMES[r.phase]
             last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
-        seconds = min(r.age for r in active)
+        seconds = min(self.quiet, *(r.age for r in active))
         finished = [r.rank for r in scene.ranks if r.is_finished]
         ended = f" The program of {ranks_text(finished)} has already ended." if finished else ""
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"

@@ -28,7 +28,7 @@ from accel_ddp.watch.link import Peer, Peers
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
 from accel_ddp.watch.processes import Stack
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
-from accel_ddp.watch.slow_run import SlowRun
+from accel_ddp.watch.slow_run import Flows, SlowRun
 
 READ_SECONDS = 0.25  # between two readings of the pages
 BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
@@ -69,6 +69,7 @@ class Monitor:
         self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
         self.peers = Peers(self.node, [], b"", self.receive)  # until `_connect`
+        self.flows = Flows([])
         self.failed_at = 0.0
         self.quiet_until = 0.0
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
@@ -157,6 +158,9 @@ class Monitor:
         """End the run: print the failure here and on all nodes, and send it to the ranks."""
         if self.failure:
             return
+        if self.slow_run and self.slow_run.slowness.slow_link and failure["kind"] in ("died", "failed"):  # on the coordinator
+            link = f"\n  A link was slow: {self.slow_run.slowness.link_text}."
+            failure = {**failure, "text": failure["text"] + link, "line": failure["line"] + link}
         self.failure, self.failed_at = failure, time.monotonic()
         self.printer.put(failure["line"])
         if self.node == 0:  # a stop that was asked for is no error
@@ -207,6 +211,7 @@ class Monitor:
             self.peers.start()
             if self.node_socket is not None:
                 self._keep(self.peers.listen_for_pings(self.node_socket))
+        self.flows = Flows(message["roster"])
         self.slow_run = SlowRun(self.node, message, self.peers, self._announce)
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
@@ -219,6 +224,8 @@ class Monitor:
                     view.stopped, view.is_suspended, view.writing, view.is_finished = stopped, suspended, writing, finished
                     self.heard_ranks_at[rank] = now
                     self.timings[rank] = phases.Timing(*timing)
+        if "traffic" in message:
+            self.flows.add(node, message["traffic"], time.monotonic())
         if "failure" in message and not self.failure:
             self._fail(message["failure"])
         if "failed" in message and not self.failure and self._decides():
@@ -330,7 +337,9 @@ class Monitor:
              round(v.writing, 1), v.is_finished, *timings[v.rank]]
             for v in self.ranks.views()
         ]  # fmt: skip
-        self.peers.broadcast({"ranks": rows})
+        traffic = self.ranks.read_traffic(self.report_after / 2)
+        self.flows.add(self.node, traffic, time.monotonic())
+        self.peers.broadcast({"ranks": rows, **({"traffic": traffic} if traffic else {})})
         self.peers.ping_silent()
 
     def _judge(self, now: float, seconds: float) -> None:
@@ -350,8 +359,12 @@ class Monitor:
             for event in self.output.events():
                 self._announce(event)
         known = {v.node for v in views}
+        self.judge.quiet = self.flows.seconds_since(now)
+        silent = lambda peer: min(
+            peer.silent(now), self.flows.seconds_since(now, peer.node, self.node)
+        )  # messages share a slow link
         nodes = [
-            NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
+            NodeView(peer.node, peer.host, peer.address, silent(peer), peer.closed(now), peer.is_one_way(now))
             for peer in self.peers.peers.values()
             if peer.node in known and not peer.is_done
         ]
@@ -359,6 +372,8 @@ class Monitor:
             self._announce(event)
         if self.slow_run and self.node == 0:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
+            if self.judge.waits_for_link:
+                self.slow_run.report_flow(self.flows, [v for v in views if not v.is_finished], now)
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:

@@ -43,6 +43,7 @@ def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
     return [pair for a, b in ring for pair in ((a, b), (b, a))]
 
 
+CHECK_LINK = "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
 STRAGGLER, SLOW_LINK, DATA_SLOW = "STRAGGLER", "SLOW_LINK", "DATA_SLOW"
 
 WARM_UP = 3  # steps that are not judged
@@ -148,6 +149,7 @@ class Slowness:
         self.wants_probe = False  # the coordinator should measure all neighbouring pairs of nodes now, for `add_rates`
         self.probe = _Case(0)  # `since` is the first step in which all ranks wait longer than usual; 0: they do not
         self.slow_link: tuple[int, int] | None = None  # reported, and not over
+        self.link_text = ""  # what was reported about it
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
         """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
@@ -340,7 +342,7 @@ class Slowness:
         if len(bad) >= LINK_BAD:
             if probe.is_due(newest.last, statistics.median(block.waiting for block in bad)):
                 self.wants_probe, probe.since = True, probe.since or bad[0].first
-        elif probe.since and len(recent) - len(bad) >= LINK_BAD:
+        elif probe.since and sum(block.first >= probe.since for block in recent if block not in bad) >= LINK_BAD:
             self.wants_probe, since, probe.since, probe.severity = False, probe.since, 0, 0.0
             if self.slow_link:
                 pair, self.slow_link = self.slow_link, None
@@ -361,16 +363,30 @@ class Slowness:
         before = [block.waiting for block in self.blocks if block.last < since]
         usual = min(statistics.median(before or self.usual_waiting or [waiting]), waiting)
         self.slow_link = pair
-        at_start = f"at the start it was {_rate(self.reference[pair])}" if pair in self.reference else ""
-        others = f"the median of the other pairs is {_rate(reference)}" if len(set(self.nodes)) > 2 else ""
-        compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
         text = (
-            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {since} all ranks "
+            f"{self._compare(pair, rate, reference)}. Since step {since} all ranks "
             f"wait {rough_seconds(waiting)} per step for communication, instead of {rough_seconds(usual)}. They lose "
-            f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. "
-            "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
+            f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. {CHECK_LINK}"
         )
         return [Notice(SLOW_LINK, False, text, (), since)]
+
+    def add_flow(self, pair: tuple[int, int], rate: float, step: int, seconds: float) -> list[Notice]:
+        """Return a notice about the link for which all ranks have waited for some seconds in one step. It is reported once."""
+        if self.slow_link:
+            return []
+        self.slow_link, self.probe.since, self.probe.reported_at, self.probe.severity = pair, step, step, seconds
+        text = (
+            f"{self._compare(pair, rate)}. All ranks have waited {seconds:.0f} s for communication at step {step}, and its bytes still "
+            f"arrive. The run continues, unless a collective takes longer than --ddp_timeout_seconds. {CHECK_LINK}"
+        )
+        return [Notice(SLOW_LINK, False, text, (), step)]
+
+    def _compare(self, pair: tuple[int, int], rate: float, others: float = 0.0) -> str:
+        at_start = f"at the start it was {_rate(self.reference[pair])}" if pair in self.reference else ""
+        median = f"the median of the other pairs is {_rate(others)}" if others and len(set(self.nodes)) > 2 else ""
+        compared = " and ".join(filter(None, [at_start, median]))
+        self.link_text = f"the link {self._pair(pair)} transfers {_rate(rate)}" + f"; {compared}" * bool(compared)
+        return self.link_text
 
     def _pair(self, pair: tuple[int, int]) -> str:
         source, target = (self.hosts[self.nodes.index(node)] for node in pair)
