@@ -338,10 +338,54 @@ def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
             (diagnosis,) = [d for d in job.diagnoses() if d.process == side and d.level == "error"]
             assert diagnosis.kind in ("NODE_LOST", "LINK_LOST", "MAIN_NODE_LOST")
             assert f"node{1 - side}" in diagnosis.text, "the other node is not named"
+            assert "LINK_LOST: the link between node0 and node1 has been lost for" in f"{diagnosis.kind}: {diagnosis.text}"
             # The last heartbeat of the other node was sent up to half a second before the link was lost.
             assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
         print(f"MEASURED {cut.__name__}: report {first[0]:.1f} and {first[1]:.1f} s, end {ended - began:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["from node0", "to node0", "isolated"])
+def test_three_nodes_agree_on_what_is_lost(tmp_path, cut):
+    """Node 1 reaches both sides of a link that is open in one direction, and passes on what they know."""
+    with Nodes(3) as cluster:
+        cluster.require("a firewall")
+        jobs = Jobs(cluster)
+        limits = ["--hang_report_seconds", 4, "--hang_abort_seconds", 8]
+        with jobs.ranks([0, 1, 2], "--output_dir", tmp_path / "run", *limits, "--steps", 300, "--global_batch_size", 6) as job:
+            job.until_step(7)
+            main, _, last = cluster.nodes
+            if cut == "isolated":
+                main.link(False)
+            elif cut == "from node0":
+                last.firewall(f"ip saddr {main.address} drop")
+            else:
+                main.firewall(f"ip saddr {last.address} drop")
+            assert job.codes(ABORT_SECONDS) == [FAILED] * 3, job.all_output()
+            print(job.all_output())
+            for level in ("warning", "error"):
+                found = [
+                    [f"{d.kind}: {d.text}" for d in job.diagnoses() if (d.process, d.level) == (node, level)] for node in range(3)
+                ]
+                if cut == "isolated":
+                    assert "The network of node0 itself is interrupted." in found[0][0]
+                    expected = "MAIN_NODE_LOST: the main node node0 (10.77.0.1) has not answered node1, node2 for "
+                    found = found[1:]
+                else:
+                    expected = (
+                        "LINK_LOST: the link between node0 and node2 has been lost for more than 4 s. node1 still hears both. "
+                    )
+                    direction = (
+                        "node0 receives packets from node2, but node2"
+                        if cut == "from node0"
+                        else "node2 receives packets from node0"
+                    )
+                    assert direction in found[0][0]
+                assert [len(each) for each in found] == [1] * len(found), found
+                assert len({each[0] for each in found}) == 1, found
+                assert found[0][0].startswith(expected)
+        jobs.close()
 
 
 @pytest.mark.parametrize("lost", [1, 0])

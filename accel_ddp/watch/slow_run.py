@@ -21,6 +21,7 @@ MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no 
 
 
 FLOW_SAMPLES = 12  # heartbeats over which the rate of a collective is measured
+GAP_SECONDS = 2.0  # between two heartbeats with bytes; they are only sent while a rank is late
 
 
 class Flows:
@@ -43,6 +44,8 @@ class Flows:
                     totals[key] = [a + b for a, b in zip(totals.get(key, (0, 0)), numbers)]
         for key, (count, queued) in totals.items():
             samples = self.samples.setdefault(key, deque(maxlen=FLOW_SAMPLES))
+            if samples and now - samples[-1][0] > GAP_SECONDS:  # these are of another step
+                samples.clear()
             if samples and count > samples[-1][1]:
                 self.moved_at[key[:2]] = now
             samples.append((now, count, queued))
