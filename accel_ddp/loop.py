@@ -177,7 +177,12 @@ class TrainingRun:
             if self.recorder:
                 self.stack.enter_context(self.recorder)
             sync_at_broadcast(self.model)
-            yield
+            ending.early_exit = None
+            try:
+                yield
+            except SystemExit as exit:
+                ending.early_exit = exit
+                raise
 
     def evaluate_before_training(self) -> None:
         """Evaluate before the first step, or repeat an evaluation in which the run was killed after its save."""

@@ -55,25 +55,27 @@ class Phase(IntEnum):
     OPTIMIZER = 7, "optimizer", True  # the norm of sharded gradients needs all ranks
     DEVICE = 8, "other", True  # waits for numbers of the GPU
     CHECK = 9, "communication", True  # compares the weights of all ranks
-    EVALUATE = 10, "", False, 120.0
-    METRICS = 11, "", False, DEFAULT_USUAL, 120.0
-    SAVE = 12, "", False, DEFAULT_USUAL, 120.0
-    HOOKS = 13, "same", False, DEFAULT_USUAL, 60.0
-    WAIT = 14, "", True, float("inf")
-    OTHER = 15, "other", False, DEFAULT_USUAL, 60.0  # also code of the user: a loop of its own, for example
-    END = 16, "", False, float("inf")
-    TOKENIZE = 17, "", False, float("inf")
-    EXPORT = 18, "", False, float("inf")
-    PROFILE = 19, "", False, float("inf")
+    EVAL_DATA = 10, "", False, 5.0  # the first batch too is reported after 10 s
+    EVALUATE = 11, "", False, 120.0
+    METRICS = 12, "", False, DEFAULT_USUAL, 120.0
+    SAVE = 13, "", False, DEFAULT_USUAL, 120.0
+    HOOKS = 14, "same", False, DEFAULT_USUAL, 60.0
+    WAIT = 15, "", True, float("inf")
+    OTHER = 16, "other", False, DEFAULT_USUAL, 60.0  # also code of the user: a loop of its own, for example
+    END = 17, "", False, float("inf")
+    TOKENIZE = 18, "", False, float("inf")
+    EXPORT = 19, "", False, float("inf")
+    PROFILE = 20, "", False, float("inf")
 
 
 (
-    START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, SYNC, OPTIMIZER, DEVICE, CHECK, EVALUATE, METRICS, SAVE, HOOKS, WAIT, OTHER, END,
-    TOKENIZE, EXPORT, PROFILE,
+    START, LOAD, COMPILE, DATA, FORWARD, BACKWARD, SYNC, OPTIMIZER, DEVICE, CHECK, EVAL_DATA, EVALUATE, METRICS, SAVE, HOOKS, WAIT,
+    OTHER, END, TOKENIZE, EXPORT, PROFILE,
 ) = Phase  # fmt: skip
 NAMES = tuple(phase.name.lower() for phase in Phase)
 WAITING = tuple(phase for phase in Phase if phase.may_wait)
 UNLIMITED = tuple(phase for phase in Phase if phase.usual == float("inf"))
+LOADING = (DATA, EVAL_DATA)
 LEAST = {phase: phase.least for phase in Phase if phase.least}
 _OF_AN_UPDATE = (DATA, FORWARD, BACKWARD, SYNC, OPTIMIZER)
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def test_an_exception_in_a_program_without_run_is_reported_to_the_other_ranks(tm
     assert ended.codes == [2, 2], ended.text
     assert ended.text.count("error: a mistake of the user") == 1
     assert "Traceback" not in ended.text
+
+
+@pytest.mark.parametrize("uses_run", ["--uses_run", pytest.param("--no-uses_run", marks=pytest.mark.slow)])
+def test_a_rank_that_leaves_in_the_middle_with_code_0_is_reported_at_once(tmp_path, uses_run):
+    began = time.monotonic()
+    ended = run_ranks(2, ENDINGS, "--how", "leave", uses_run, "--hang_report_seconds", 60, "--output_dir", tmp_path / "run")
+    assert ended.codes == [1, 1], ended.text
+    assert re.search(
+        r"^error: RANK_FAILED: rank 1 \(\S+, pid \d+\) left at step 4, in forward, with code 0, before", ended.text, re.M
+    )
+    assert "DEADLOCK" not in ended.text
+    assert time.monotonic() - began < 60, "it has waited for the other rank"
+    if uses_run == "--no-uses_run":  # all ranks may leave together
+        run_ranks(2, ENDINGS, "--how", "all leave", "--output_dir", tmp_path / "all").well()
 
 
 def test_an_interactive_session_continues_after_an_exception(tmp_path):

@@ -188,6 +188,19 @@ def test_a_killed_rank_is_diagnosed_on_every_node(request, tmp_path, place, rank
         print(f"MEASURED SIGKILL of rank {rank} {place}: report {fatal.seconds - began:.1f} s")
 
 
+def test_a_data_worker_that_hangs_in_an_evaluation_is_reported_with_its_stack(one, tmp_path):
+    """In the first one, whose usual duration is not known: 5 s are assumed, and the run goes on for 5 minutes."""
+    fault = ["--fault", "eval_data", "--fault_step", 2, "--fault_seconds", 9, "--num_workers", 1, "--steps", 2, "--eval_every", 2]
+    with one.ranks([0, 0], "--output_dir", tmp_path / "run", *SHORT, *fault) as job:
+        began = job.until(r"an item takes \S+ s in pid")[0]
+        found = job.until_diagnosis("DATA_HUNG", "warning", REPORT_SECONDS, began)
+        assert found.seconds - began < REPORT_SECONDS
+        assert re.search(r"^rank 1 \(.*\) has waited for its data for \d+ s at step 2, in eval_data", found.text)
+        assert job.codes() == [0, 0], job.all_output()
+        assert re.search(r"__getitem__ \(.*faulty.py(.*\n)+.*a data worker, for which", job.text()), job.all_output()
+        assert [(d.level, d.kind) for d in job.diagnoses()] == [("warning", "DATA_HUNG"), ("info", "DATA_HUNG")]
+
+
 def test_a_rank_that_the_kernel_kills_for_its_memory_is_reported_as_such(one, tmp_path):
     with one.ranks([0, 0], "--output_dir", tmp_path / "run", *SHORT, "--fault", "oom") as job:
         try:
@@ -325,10 +338,54 @@ def test_both_sides_of_a_lost_link_report_it_and_end(two, tmp_path, cut):
             (diagnosis,) = [d for d in job.diagnoses() if d.process == side and d.level == "error"]
             assert diagnosis.kind in ("NODE_LOST", "LINK_LOST", "MAIN_NODE_LOST")
             assert f"node{1 - side}" in diagnosis.text, "the other node is not named"
+            assert "LINK_LOST: the link between node0 and node1 has been lost for" in f"{diagnosis.kind}: {diagnosis.text}"
             # The last heartbeat of the other node was sent up to half a second before the link was lost.
             assert diagnosis.number("step") in range(step - 8, step + 4)
         assert newest_checkpoint_loads(tmp_path / "run") >= 5
         print(f"MEASURED {cut.__name__}: report {first[0]:.1f} and {first[1]:.1f} s, end {ended - began:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["from node0", "to node0", "isolated"])
+def test_three_nodes_agree_on_what_is_lost(tmp_path, cut):
+    """Node 1 reaches both sides of a link that is open in one direction, and passes on what they know."""
+    with Nodes(3) as cluster:
+        cluster.require("a firewall")
+        jobs = Jobs(cluster)
+        limits = ["--hang_report_seconds", 4, "--hang_abort_seconds", 8]
+        with jobs.ranks([0, 1, 2], "--output_dir", tmp_path / "run", *limits, "--steps", 300, "--global_batch_size", 6) as job:
+            job.until_step(7)
+            main, _, last = cluster.nodes
+            if cut == "isolated":
+                main.link(False)
+            elif cut == "from node0":
+                last.firewall(f"ip saddr {main.address} drop")
+            else:
+                main.firewall(f"ip saddr {last.address} drop")
+            assert job.codes(ABORT_SECONDS) == [FAILED] * 3, job.all_output()
+            print(job.all_output())
+            for level in ("warning", "error"):
+                found = [
+                    [f"{d.kind}: {d.text}" for d in job.diagnoses() if (d.process, d.level) == (node, level)] for node in range(3)
+                ]
+                if cut == "isolated":
+                    assert "The network of node0 itself is interrupted." in found[0][0]
+                    expected = "MAIN_NODE_LOST: the main node node0 (10.77.0.1) has not answered node1, node2 for "
+                    found = found[1:]
+                else:
+                    expected = (
+                        "LINK_LOST: the link between node0 and node2 has been lost for more than 4 s. node1 still hears both. "
+                    )
+                    direction = (
+                        "node0 receives packets from node2, but node2"
+                        if cut == "from node0"
+                        else "node2 receives packets from node0"
+                    )
+                    assert direction in found[0][0]
+                assert [len(each) for each in found] == [1] * len(found), found
+                assert len({each[0] for each in found}) == 1, found
+                assert found[0][0].startswith(expected)
+        jobs.close()
 
 
 @pytest.mark.parametrize("lost", [1, 0])
@@ -361,6 +418,38 @@ def test_a_lost_node_is_reported_by_the_other_one(two, tmp_path, lost):
 def result(folder: Path) -> dict[str, bytes]:
     newest = list_checkpoints(folder)[-1]
     return {name: (newest / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+@pytest.mark.parametrize("timeout", [600, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_link_that_becomes_slow_is_named_and_never_ends_a_run_whose_collectives_progress(two, tmp_path, timeout):
+    """A step takes longer than --hang_abort_seconds. Without a look at the bytes, it is a deadlock."""
+    two.cluster.require("a link")
+    width = 10_000 if timeout > 10 else 40_000  # 80 bytes each: 6 s or 26 s at 1 Mbit/s
+    options = ["--width", width, "--step_seconds", 0.05, "--save_every", 50, "--steps", 14, "--ddp_timeout_seconds", timeout]
+    with two.ranks([0, 1], "--output_dir", tmp_path / "run", *SHORT, *options) as job:
+        job.until_step(7)
+        began = time.monotonic()
+        shape_link(two.cluster.nodes[1], "1mbit")
+        job.until_diagnosis("SLOW_LINK", "warning", REPORT_SECONDS, began)
+        if timeout == 10:
+            assert job.codes() == [FAILED, FAILED], job.all_output()
+            print(job.all_output())
+            for node in (0, 1):
+                assert "Timed out waiting 10000ms" in job.text(node)
+                assert "A link was slow: the link node1 -> node0 transfers 0." in job.text(node)
+            return
+        step = job.last_step()
+        job.until_step(step + 1)
+        duration = job.steps()[-1][0] - began
+        shape_link(two.cluster.nodes[1], "")
+        assert job.codes() == [0, 0], job.all_output()
+        print(job.all_output())
+        found = agree(job, "warning", "SLOW_LINK")
+        rate = re.search(r"the link node1 -> node0 transfers (\S+) MB/s(; at the start it was \S+ MB/s)?\. All ranks", found.text)
+        assert rate, found.text
+        assert 0.06 < float(rate[1]) < 0.25, "1 Mbit/s are 0.125 MB/s"
+        assert {d.kind for d in job.diagnoses()} == {"SLOW_LINK"}
+        assert duration > 5, "longer than the limit for an abort"
 
 
 @pytest.mark.slow

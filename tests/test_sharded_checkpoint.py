@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_all, run_ranks
+from accel_ddp.saving.checkpoint_format import find_problem
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all, run_ranks
 
 PROGRAM = PROGRAMS / "sharded_saves.py"
 PART = "shard-00002-model-00001-of-00001.safetensors"
@@ -151,6 +153,22 @@ def parts_of(folder: Path) -> dict[str, bytes]:
     """Return the tensors in the files of all ranks. The files also contain the name of the run."""
     files = {path.relative_to(folder): load_file(path) for path in folder.glob("*/*.safetensors")}
     return {f"{file}/{name}": tensor.tobytes() for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+@pytest.mark.slow
+def test_a_run_whose_launcher_is_killed_saves_without_its_store(command, tmp_path):
+    command[command.index("--steps") + 1], command[command.index("--save_every") + 1] = "600", "500"
+    launcher = [BIN / "torchrun", "--nproc_per_node", 2, "--master_port", free_port()]
+    environment = clean_environment(ACCELERATE_USE_CPU="true", **FSDP)
+    running = Running([[*launcher, *command[1:], "--output_dir", tmp_path / "run"]], [environment], fresh=True)
+    running.until("step   7/600")
+    running.processes[0].kill()
+    ended = running.ended()
+    saved = re.search(r"^error: LAUNCHER_DIED: .* Step (\d+) of 600 is saved", ended.text, re.MULTILINE)
+    assert saved, ended.text
+    checkpoint = max((tmp_path / "run").glob("step_*"))
+    assert (find_problem(checkpoint), int(checkpoint.name[5:])) == ("", int(saved[1]))
+    assert list(checkpoint.glob("part-*")) == []
 
 
 @pytest.mark.slow

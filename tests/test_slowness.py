@@ -109,8 +109,16 @@ def test_a_rank_that_is_slow_from_the_first_step_is_reported_and_its_recovery_as
     assert run.kinds == [(STRAGGLER, False), (STRAGGLER, True)]
     assert run.found[0][0] <= 20
     assert 60 <= run.found[1][0] <= 80
-    lost = float(re.search(r"the others lost about ([\d.]+) s", run.found[1][1].text)[1])
-    assert 24 < lost < 40  # 60 steps, of which those before the report are not counted
+    began, ended = (notice.text for _, notice in run.found)
+    assert "which wait 600 ms per step for it, 66 % of the step time, " in began
+    found = re.match(
+        r"rank 1 \(node1\) is as fast as the others again\. From step \d+ to step (\d+) the others waited (\d+) ms per step for it, "
+        r"\d\d % of the step time, ([\d.]+) s in all\.",
+        ended,
+    )
+    assert int(found[1]) in range(58, 62)
+    assert int(found[2]) in range(570, 610), "the same as at the beginning"
+    assert 33 < float(found[3]) < 37  # 59 steps
 
 
 def test_all_slow_ranks_of_a_node_are_in_one_report():
@@ -230,6 +238,15 @@ def test_a_straggler_is_not_taken_for_a_slow_link_and_one_node_has_no_link():
     run = Simulated(2, lambda rank, step: steady(0.1), ranks_per_node=2).run(20, 0.01).run(40, 1.0)
     assert not run.found
     assert not run.judge.wants_probe
+
+
+def test_a_loss_that_is_not_material_or_hits_each_rank_in_turn_is_not_reported():
+    """On a busy machine one of two ranks may lose half of 5 s. 5 % of the last minute are material."""
+    for_seconds = lambda seconds: lambda rank, step: steady(0.2 if rank == 1 and step < seconds / 0.2 else 0.1)
+    assert Simulated(2, for_seconds(5), ranks_per_node=2).run(600).found == []
+    assert Simulated(2, for_seconds(10), ranks_per_node=2).run(600).kinds == [(STRAGGLER, False), (STRAGGLER, True)]
+    in_turn = lambda rank, step: steady(0.2 if step // 25 % 2 == rank else 0.1)
+    assert Simulated(2, in_turn, ranks_per_node=2).run(3000).found == []
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -13,6 +13,7 @@ from accel_ddp.records.incidents import ERROR, INFO, WARNING
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
 from accel_ddp.watch.processes import Stack
+from accel_ddp.watch.slow_run import Flows
 
 IN_BARRIER = Stack(["barrier (torch/distributed/distributed_c10d.py:5)", "wrapper (c10d_logger.py:9)", "loss (mine.py:3)"])
 IN_BACKWARD = Stack(["_engine_run_backward (torch/autograd/graph.py:869)", "backward (tensor.py:1)", "update (update.py:90)"])
@@ -92,10 +93,10 @@ def test_the_duration_of_a_fault_is_not_learned_as_usual():
 def test_a_node_that_was_cut_off_closes_its_reports_when_the_coordinator_decides_again():
     lost = lambda s: ([rank(1, phases.BACKWARD, s)], [NodeView(0, "node0", "10.77.0.1", silent=s)], {})
     course = Course().pass_time(8, lost)
-    assert course.kinds == [(WARNING, "MAIN_NODE_LOST")]
-    assert [(event.severity, event.kind) for event in course.judge.close([rank(1, phases.DATA)])] == [(INFO, "MAIN_NODE_LOST")]
+    assert course.kinds == [(WARNING, "LINK_LOST")]
+    assert [(event.severity, event.kind) for event in course.judge.close([rank(1, phases.DATA)])] == [(INFO, "LINK_LOST")]
     assert course.judge.close([]) == []
-    assert course.pass_time(8, lost).kinds == [(WARNING, "MAIN_NODE_LOST")] * 2, "a second interruption is not reported"
+    assert course.pass_time(8, lost).kinds == [(WARNING, "LINK_LOST")] * 2, "a second interruption is not reported"
 
 
 @pytest.mark.parametrize("phase", [phases.START, phases.LOAD, phases.COMPILE, phases.WAIT, phases.END])
@@ -175,6 +176,37 @@ def test_a_collective_that_only_one_rank_calls_is_a_deadlock():
     )
 
 
+def test_ranks_whose_collectives_move_bytes_are_in_no_deadlock_until_the_bytes_stop():
+    ranks = lambda s: ([rank(0, phases.SYNC, s), rank(1, phases.BACKWARD, s)], [], {0: IN_BARRIER, 1: IN_BACKWARD})
+    course = Course()
+    course.judge.quiet = 0.5
+    assert course.pass_time(300, ranks).events == []
+    assert course.judge.waits_for_link
+    for tick in range(60):
+        course.judge.quiet = tick / 2
+        course.show(*ranks(300 + tick / 2))
+    assert course.kinds == [(WARNING, "DEADLOCK")]
+    course.judge.quiet = 30.0
+    course.show(*ranks(330))
+    assert course.kinds == [(WARNING, "DEADLOCK"), (ERROR, "DEADLOCK")]
+
+
+def test_the_slow_link_is_the_one_on_which_bytes_wait():
+    flows = Flows([{"node": node, "address": f"10.0.0.{node}"} for node in range(3)])
+    assert flows.seconds_since(100.0) == float("inf")
+    for tick in range(6):  # in a ring all links have the same rate; a tracker's server (8.8.8.8) is no node
+        for node in range(3):
+            to, sent = (node + 1) % 3, 1000 * tick
+            other = [f"192.168.0.{node}", f"192.168.0.{to}", sent, 0, 50_000 if node == 1 else 10]  # another interface
+            flows.add(node, [other, [f"10.0.0.{node}", "8.8.8.8", 10**6 * tick, 0, 10**6]], 100 + tick / 2)
+    assert flows.slowest(103.0, 5.0) == ((1, 2), 2000.0)
+    assert flows.seconds_since(104.5) == 2.0
+    for tick in range(6):  # a deadlock: only the tracker sends
+        flows.add(0, [["10.0.0.0", "8.8.8.8", 10**8 + tick, 0, 0]], 110 + tick / 2)
+    assert flows.seconds_since(112.5) == 10.0
+    assert flows.slowest(112.5, 5.0) is None
+
+
 def test_a_rank_that_computes_forever_in_its_backward_pass_is_no_deadlock():
     ranks = lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.BACKWARD, s)]
     course = Course().pass_time(8, lambda s: (ranks(s), [], {0: IN_BACKWARD, 1: IN_USER_CODE} if s > 6 else {}))
@@ -189,8 +221,8 @@ def test_a_node_that_does_not_answer_ends_the_run_after_30_s_but_not_while_train
     course.show([rank(0, phases.BACKWARD, 30), rank(1, phases.EVALUATE, 60)], silent(60))
     assert course.kinds[1:] == [(ERROR, "LINK_LOST")]
     assert (
-        "node1 (10.0.0.2) has not answered node0 for 60 s: rank 1 (pid 101) was last seen at step 18, in evaluate."
-        in course.events[1].text
+        "the link between node0 and node1 has been lost for more than 5 s. On node1, rank 1 (pid 101) was last seen at step 18, in "
+        "evaluate." in course.events[1].text
     )
     assert node.silent == 0
 
@@ -258,11 +290,33 @@ def test_many_lost_nodes_are_one_report():
 
 
 def test_packets_that_are_dropped_in_one_direction_are_recognised():
-    one_way = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s, is_one_way=True)]
+    one_way = lambda s: [NodeView(1, "node1", "10.0.0.2", silent=s, one_way="node0")]
     course = Course().pass_time(6, lambda s: ([rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s)], one_way(s)))
     assert "node0 receives packets from node1, but node1 receives none from node0: a firewall" in course.events[0].text
     course.show([rank(0, phases.DATA), rank(1, phases.DATA)])
     assert "receives packets" not in course.events[1].text
+
+
+def test_the_majority_of_nodes_decides_which_one_is_lost():
+    ranks = lambda s: [rank(node, phases.BACKWARD, s) for node in range(3)]
+    main, second = (lambda s, more: NodeView(0, "node0", "10.0.0.1", s, **more)), NodeView(2, "node2", "10.0.0.3")
+
+    def text(s, more, other=second):
+        judge = Judge("node1", 5, 30)
+        (event,) = judge.examine(0.5, ranks(s), [main(s, more), other], {})
+        return f"{event.kind}: {event.text}"
+
+    assert text(6, {"lost_by": ["node2"]}).startswith(
+        "MAIN_NODE_LOST: the main node node0 (10.0.0.1) has not answered node1, node2 for"
+    )
+    neutral = "LINK_LOST: the link between node0 and node1 has been lost for more than 5 s."
+    assert text(6, {"heard_by": ["node2"]}).startswith(f"{neutral} node2 still hears both. On node0, rank 0")
+    assert "node0 receives packets from node1, but node1 receives none" in text(6, {"heard_by": ["node2"], "one_way": "node0"})
+    alone = text(6, {}, NodeView(2, "node2", "10.0.0.3", 4.5))
+    assert alone.startswith(
+        "LINK_LOST: all 2 nodes that should answer have not answered node1 for 4 s: node0 (10.0.0.1), node2 ("
+    )
+    assert "The network of node1 itself is interrupted." in alone
 
 
 def test_a_run_that_is_never_aborted_is_still_reported():

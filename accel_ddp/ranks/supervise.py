@@ -25,6 +25,7 @@ from accel_ddp.ranks.reporting import record, report_failure, wait_for_failure
 from accel_ddp.records.incidents import ERROR, INFO
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
+LEAVE_SECONDS = 1.0  # between the first and the last rank, if all call sys.exit(0) at the same place
 MAX_TRACEBACK = 4000  # characters, for the output of the other nodes
 # Texts of errors
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited", "NCCL error")
@@ -39,7 +40,7 @@ def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
         try:
             main(cfg)
         except SystemExit as exit:
-            if exit.code:
+            if exit.code or not _leaves_with_others():
                 raise
         return _finish(exits=True)
     except (Exception, SystemExit) as error:
@@ -68,8 +69,10 @@ def supervise_program(cfg: TrainConfig) -> None:
         if os.getpid() != own_pid:
             return
         try:
-            code = _finish(exits=False)  # the program may have called sys.exit with a code that cannot be read here
-        except Exception as error:
+            if ending.early_exit and (ending.early_exit.code or not _leaves_with_others()):
+                raise ending.early_exit
+            code = _finish(exits=False)  # after `fit`, the program may have called sys.exit with a code that cannot be read here
+        except (Exception, SystemExit) as error:
             code = _fail(error, cfg)
         if code:
             _exit(code)
@@ -82,6 +85,17 @@ def _exit(code: int) -> None:
     """Exit at once. An interpreter that shuts down may wait for ranks that are gone."""
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
+
+
+def _leaves_with_others() -> bool:
+    """Return whether a rank may leave with code 0: after `fit`, or if every rank leaves it within a second."""
+    if not ending.early_exit or not links.store:
+        return True
+    deadline, left = time.monotonic() + LEAVE_SECONDS, links.store.add("left", 1)
+    while left < this_rank.num_ranks and time.monotonic() < deadline:
+        time.sleep(0.02)
+        left = links.store.add("left", 0)
+    return left >= this_rank.num_ranks
 
 
 def _finish(exits: bool) -> int:
@@ -122,6 +136,8 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
     if isinstance(error, SystemExit):  # raised by the user's own code
         code = (isinstance(error.code, int) and error.code % 256) or 1
         text = f"RANK_FAILED: {_this_rank()} called sys.exit({error.code!r}){_where()}."
+        if not error.code:
+            text = f"RANK_FAILED: {_this_rank()} left{_where()}, with code 0, before the run was complete. Look for sys.exit."
         return _leave(report_failure(Failure("failed", text, code=code)))
     if isinstance(error, KeyboardInterrupt):  # only in a program without `run`
         return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {this_rank.host}. Every rank ends now.")))

@@ -229,11 +229,16 @@ def write(
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         if isinstance(failure, OSError) and failure.strerror:
             text = failure.strerror + (f" ({failure.filename})" if failure.filename else "")
-        with contextlib.suppress(dist.DistError):  # without the store, the run ends
-            links.store.set(save.key(this_rank.rank), json.dumps({"error": text, "files": written}))
+        report = {"error": text, "files": written}
+        try:
+            links.store.set(save.key(this_rank.rank), json.dumps(report))
+            links.store.check([save.key(this_rank.rank)])  # `set` alone does not notice that the store is lost
+        except dist.DistError:  # with its launcher; the ranks share the folder too
+            with contextlib.suppress(OSError):
+                checkpoint_format.write_json(partial / f"part-{this_rank.rank}.json", report)
         return
     try:
-        found = _wait_for_parts(save)  # also after an own failure, because other ranks still write into the folder
+        found = _wait_for_parts(save, partial)  # also after an own failure, because other ranks still write into the folder
         if failure is not None:
             raise failure
         for rank, host in save.writers:
@@ -261,15 +266,16 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
             time.sleep(0.5)
 
 
-def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
+def _wait_for_parts(save: PartialSave, partial: Path) -> dict[int, dict[str, Any]]:
     """Return what the other ranks have reported. Raise PartError if a rank is lost.
 
     There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
+    Without the store, it is not known whether they are, and the folder must grow.
     """
     missing = {rank: host for rank, host in save.writers if rank != this_rank.rank}
     found: dict[int, dict[str, Any]] = {}
-    began = reported = time.monotonic()
-    failed_at = None
+    began = reported = grown_at = time.monotonic()
+    failed_at, size = None, 0
     while missing:
         try:
             for rank in [rank for rank in missing if links.store.check([save.key(rank)])]:
@@ -277,8 +283,16 @@ def _wait_for_parts(save: PartialSave) -> dict[int, dict[str, Any]]:
                 del missing[rank]
                 links.store.delete_key(save.key(rank))
         except dist.DistError as error:
-            lost = "the store of the launcher was lost, so the parts of other ranks are not known"
-            raise PartError(lost, this_rank.host) from error
+            for path in partial.glob("part-*.json"):
+                rank = int(path.stem[5:])
+                found[rank] = checkpoint_format.read_json(path)
+                missing.pop(rank, None)
+                path.unlink()
+            before, size = size, sum(path.stat().st_size for path in partial.glob("*/*"))
+            grown_at = time.monotonic() if size != before else grown_at
+            if missing and time.monotonic() - grown_at > MAX_DELAY_OF_DISK:
+                lost = "the store of the launcher was lost, so the parts of other ranks are not known"
+                raise PartError(lost, this_rank.host) from error
         now = time.monotonic()
         if ending.has_failed.is_set() and missing:
             failed_at = failed_at or now

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.phases import EVALUATE, METRICS
+from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import links, this_rank
@@ -61,7 +61,9 @@ class EvalBatches:
     def __iter__(self) -> Iterator[Any]:
         with starting_workers(self.loader):
             batches = iter(self.loader)
-        for batch in batches:
+        for _ in range(len(self.loader)):
+            with phases.phase(EVAL_DATA):
+                batch = next(batches)
             yield with_sizes(send_to_device(batch, self.device, non_blocking=True))
 
 
@@ -95,7 +97,6 @@ def evaluate(
             if is_interrupted := stops():
                 break
             phases.enter(EVALUATE)
-            phases.HERE.beat()
             phases.HERE.progress = number, len(batches.loader)
             with CurrentBatch(batch):
                 measured = measure(module, batch)

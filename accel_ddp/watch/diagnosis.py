@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from accel_ddp import phases
 from accel_ddp.records.incidents import ERROR, INFO, WARNING
-from accel_ddp.text import ranks_text, rough_seconds
+from accel_ddp.text import listed, ranks_text, rough_seconds
 from accel_ddp.watch.processes import Stack
 
 ABORT_FACTOR = 5  # a phase that takes this many times its usual duration is aborted, if that is later than --hang_abort_seconds
@@ -70,7 +70,9 @@ class NodeView:
     address: str
     silent: float = 0.0  # seconds since its last message
     closed: float = 0.0  # seconds since it closed its connection; 0: the connection is open
-    is_one_way: bool = False  # this node receives packets of that node, but not the other way round
+    one_way: str = ""  # the host that still receives packets of the other one; "": neither is known to
+    heard_by: list[str] = field(default_factory=list)  # other nodes that it still answers
+    lost_by: list[str] = field(default_factory=list)  # other nodes that it does not answer either
 
 
 class Event(NamedTuple):
@@ -159,6 +161,11 @@ class _Scene:
 
     @functools.cached_property
     def is_standstill(self) -> bool:
+        """Whether each rank waits for another one, and their collectives move no bytes."""
+        return self.all_wait and self.judge.quiet > self.judge.report_after
+
+    @functools.cached_property
+    def all_wait(self) -> bool:
         """Whether several ranks are active, and each of them waits for another one."""
         return (
             len(self.active) > 1
@@ -184,6 +191,9 @@ class Judge:
         self.wants_stacks: set[int] = set()
         # Seconds for which the disk of the output folder has not answered. The monitor of the main node sets it.
         self.disk_hung = 0.0
+        # Seconds since the last byte of a collective between nodes arrived; infinity: no byte was seen. The monitor sets it.
+        self.quiet = float("inf")
+        self.waits_for_link = False  # all ranks wait, and bytes still arrive
         # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
         # too, and the next fault would otherwise be reported later by this duration.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
@@ -192,6 +202,7 @@ class Judge:
         """Return what is to be printed now. `seconds` have passed since the last call. `nodes` are the other nodes."""
         scene = _Scene(self, ranks, nodes, stacks)
         causes = next((causes for rule in self.RULES if (causes := rule(self, scene))), {})
+        self.waits_for_link = not causes and scene.all_wait
         self.wants_stacks = {rank for cause in causes.values() for rank in cause.wants_stacks_of if rank not in stacks}
         events = []
         for key, cause in causes.items():
@@ -234,7 +245,7 @@ class Judge:
         return events
 
     def _is_over_limit(self, cause: Cause, scene: _Scene) -> bool:
-        if not self.abort_after or cause.seconds < cause.aborts_after:
+        if not self.abort_after or min(cause.seconds, self.quiet) < cause.aborts_after:
             return False
         # A rank that still progresses proves that the others do not wait for anything yet.
         others = set(scene.waits_for(cause.culprits))
@@ -272,7 +283,10 @@ class Judge:
     def _gone(self, scene: _Scene) -> dict[str, Cause]:
         """Find nodes that do not answer and processes that are stopped. Both are seen from outside, without any limit of a phase."""
         lost = scene.lost
-        if len(lost) > MANY_NODES:
+        # Heartbeats of different nodes end up to a second after each other.
+        is_cut_off = len(scene.nodes) > 1 and all(node.silent > self.report_after - 1 and not node.closed for node in scene.nodes)
+        if lost and (is_cut_off or len(lost) > MANY_NODES):
+            lost = {node.node: node for node in scene.nodes} if is_cut_off else lost
             causes = {"nodes": self._lost_nodes(list(lost.values()), 1 + len(scene.nodes), scene.ranks)}
             for node in lost:
                 self.open.pop(f"node {node}", None)
@@ -316,7 +330,7 @@ class Judge:
             inside = stack.name_of_collective() if stack and stack.is_in_collective() else phases.NAMES[r.phase]
             last = f" (its last collective: {stack.collective})" if stack and stack.collective else ""
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
-        seconds = min(r.age for r in active)
+        seconds = min(self.quiet, *(r.age for r in active))
         finished = [r.rank for r in scene.ranks if r.is_finished]
         ended = f" The program of {ranks_text(finished)} has already ended." if finished else ""
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
@@ -344,21 +358,31 @@ class Judge:
         seen = "; ".join(f"rank {r.rank} (pid {r.pid}) was last seen {r.place}" for r in there[:8])
         step = max((r.current_step for r in there), default=0)
         what = "the main node " if node.node == 0 else ""
+        is_majority = len(node.lost_by) > len(node.heard_by)  # of the other nodes; between two nodes there is none
         if node.closed > CLOSED_SECONDS:
             kind, seconds, limit = "NODE_LOST", node.closed, min(CLOSED_ABORT_SECONDS, self.abort_after)
             text = f"{what}{node.host} ({node.address}) closed its connections {seconds:.0f} s ago: {seen}."
             advice = "Its processes were killed, or it was shut down. Start it again, or replace it."
         else:
             kind, seconds, limit = "LINK_LOST", node.silent, self.abort_after
-            text = f"{what}{node.host} ({node.address}) has not answered {self.own_host} for {seconds:.0f} s: {seen}."
             advice = "Its network is interrupted, or the node is down. Check both, and the firewalls."
-            if node.is_one_way:
+            if is_majority:
+                observers = listed([self.own_host, *node.lost_by], MANY_NODES)
+                text = f"{what}{node.host} ({node.address}) has not answered {observers} for {seconds:.0f} s: {seen}."
+            else:  # nobody can tell whose fault it is, so both sides print the same sentence
+                first, second = sorted((self.own_host, node.host))
+                both = f"{node.heard_by[0]} still hears both. " if node.heard_by else ""
+                text = f"the link between {first} and {second} has been lost for more than {self.report_after:g} s. "
+                text += f"{both}On {node.host}, {seen}."
+                advice = f"Check the network between them, the firewalls, and whether {node.host} ({node.address}) is down."
+            if node.one_way:
                 # Not in the text, which is repeated when it is over: after an interruption, datagrams arrive before TCP continues.
+                sender = node.host if node.one_way == self.own_host else self.own_host
                 advice = (
-                    f"{self.own_host} receives packets from {node.host}, but {node.host} receives none from {self.own_host}: a "
-                    f"firewall or a switch drops packets in this direction. Check the rules of {node.host}."
+                    f"{node.one_way} receives packets from {sender}, but {sender} receives none from {node.one_way}: a firewall or a "
+                    f"switch drops packets in this direction. Check the rules of {sender}."
                 )
-        if node.node == 0:
+        if node.node == 0 and (node.closed > CLOSED_SECONDS or is_majority):
             kind = "MAIN_NODE_LOST"
         return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=node.host, step=step)
 
@@ -368,21 +392,24 @@ class Judge:
         there = [r for r in ranks if r.node in numbers]
         is_closed = all(node.closed > CLOSED_SECONDS for node in lost)
         seconds = min(node.closed if is_closed else max(node.silent, node.closed) for node in lost)
-        names = ", ".join(f"{node.host} ({node.address})" for node in lost[:MANY_NODES])
+        names = listed((f"{node.host} ({node.address})" for node in lost), MANY_NODES)
         what = "closed their connections to" if is_closed else "have not answered"
         step = max((r.current_step for r in there), default=0)
-        text = (
-            f"{len(lost)} of {total} nodes {what} {self.own_host} for {seconds:.0f} s: {names} and {len(lost) - MANY_NODES} more. "
-            f"Their ranks were last seen at step {step}."
-        )
+        is_cut_off = len(lost) == total - 1 and not is_closed
+        number = f"all {len(lost)} nodes that should answer" if is_cut_off else f"{len(lost)} of {total} nodes"
+        text = f"{number} {what} {self.own_host} for {seconds:.0f} s: {names}. Their ranks were last seen at step {step}."
         advice = f"Check what these nodes have in common, for example a switch, and the network of {self.own_host}."
+        if is_cut_off:
+            advice = f"The network of {self.own_host} itself is interrupted. Check its cable, its interface and its firewall."
         limit = min(CLOSED_ABORT_SECONDS, self.abort_after) if is_closed else self.abort_after
         kind = "NODE_LOST" if is_closed else "LINK_LOST"
         return Cause(kind, seconds, text, advice, limit, [r.rank for r in there], host=lost[0].host, step=step)
 
     def _hung_rank(self, r: RankView, scene: _Scene) -> Cause:
         usual, seconds = scene.usual(r), r.age
-        limit = float("inf") if r.phase == phases.OTHER else self._limit(usual)
+        # The usual duration of a first batch is not known: it is reported early and ends the run late.
+        limit = self._limit(usual if r.normal is not None else max(usual, phases.DEFAULT_USUAL))
+        limit = float("inf") if r.phase == phases.OTHER else limit
         known = f" (usually {rough_seconds(usual)} at most)" if r.normal is not None else ""
         place = f"for {r.age:.0f} s{known} {r.place}"
         kind, text = "RANK_HUNG", f"{r.name} has not progressed {place}."
@@ -390,7 +417,7 @@ class Judge:
         if r.state == "D":
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
-        if r.phase == phases.DATA:
+        if r.phase in phases.LOADING:
             blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
             kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."

@@ -100,6 +100,14 @@ class LocalRanks(dict[int, LocalRank]):
         timings = {rank: (local.reading or phases.read(local.memory)).timing for rank, local in self.items()}
         return {rank: phases.Timing(times.step, *(round(each, 4) for each in times[1:])) for rank, times in timings.items()}
 
+    def read_traffic(self, seconds: float) -> list[list]:
+        """Return `tcp_traffic` of the ranks of this node, if one of them has been in its phase for this long. It takes 1 ms."""
+        readings = [local.reading for local in self.values() if local.reading and not local.has_ended]
+        may_wait = lambda phase: phase == phases.WAIT or phase not in phases.UNLIMITED
+        if not any(reading.age > seconds and may_wait(reading.phase) for reading in readings):
+            return []
+        return processes.tcp_traffic((local.pid for local in self.values()), int(os.environ.get("MASTER_PORT", 0)))  # the store's
+
     # ---- the end of a rank
 
     def describe_death(self, local: LocalRank) -> dict[str, Any]:
@@ -153,7 +161,7 @@ class LocalRanks(dict[int, LocalRank]):
         stack = await read_stack(local.pid, local.stack_file, processes.state_of(local.pid))
         with contextlib.suppress(asyncio.TimeoutError):  # a rank that is stopped or holds the GIL does not answer
             stack.collective = await asyncio.wait_for(local.collective, 0.5)
-        is_in_data = local.reading is not None and local.reading.phase == phases.DATA
+        is_in_data = local.reading is not None and local.reading.phase in phases.LOADING
         worker = await read_stack_of_worker(local.pid, local.stack_file) if is_in_data else None
         if worker:
             stack[:0] = [*worker[:8], "(a data worker, for which the rank waits)"]

@@ -24,11 +24,11 @@ from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.incidents import ERROR, INFO, WARNING, Incident, IncidentWriter
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
-from accel_ddp.watch.link import Peer, Peers
+from accel_ddp.watch.link import COORDINATORS, Peer, Peers
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
 from accel_ddp.watch.processes import Stack
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
-from accel_ddp.watch.slow_run import SlowRun
+from accel_ddp.watch.slow_run import Flows, SlowRun
 
 READ_SECONDS = 0.25  # between two readings of the pages
 BEAT_EVERY = 2  # readings between two heartbeats to the other nodes
@@ -36,6 +36,8 @@ DECIDE_SECONDS = 2.0  # a node decides for itself if the coordinator has not ans
 SECONDARY_SECONDS = 3.0  # an error that may follow from another one is reported if no other one arrives within this time
 LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a run has about 60 for each
 UNREACHABLE_SECONDS = 20.0  # a coordinator that has not answered for this long after the start cannot be reached
+FRESH_SECONDS = 2.0  # what another node has observed is true for this long
+MOST_WITNESSES = 9  # nodes that are asked whether they hear a node that is silent here
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
 
 
@@ -69,6 +71,9 @@ class Monitor:
         self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
         self.peers = Peers(self.node, [], b"", self.receive)  # until `_connect`
+        self.flows = Flows([])
+        # (observer, node) -> seconds without an answer, whether packets still arrive from it, when and from whom this was learned
+        self.silences: dict[tuple[int, int], tuple[float, bool, float, int]] = {}
         self.failed_at = 0.0
         self.quiet_until = 0.0
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
@@ -157,6 +162,9 @@ class Monitor:
         """End the run: print the failure here and on all nodes, and send it to the ranks."""
         if self.failure:
             return
+        if self.slow_run and self.slow_run.slowness.slow_link and failure["kind"] in ("died", "failed"):  # on the coordinator
+            link = f"\n  A link was slow: {self.slow_run.slowness.link_text}."
+            failure = {**failure, "text": failure["text"] + link, "line": failure["line"] + link}
         self.failure, self.failed_at = failure, time.monotonic()
         self.printer.put(failure["line"])
         if self.node == 0:  # a stop that was asked for is no error
@@ -177,7 +185,11 @@ class Monitor:
             self._fail({"kind": "died", "text": text, "line": str(event), "exit_code": 1, **place})
         else:
             self._print(event)
-            self.peers.broadcast({"event": event._asdict()})
+            now, message = time.monotonic(), {"event": event._asdict()}
+            lost = [peer.node for peer in self.peers.peers.values() if peer.silent(now) > self.report_after]
+            via = next((node for node in self.peers.peers if node not in lost), None)  # another node may reach them
+            for node in self.peers.peers:
+                self.peers.send(node, {**message, "relay": lost} if node == via else message)
 
     def _print(self, event: Event) -> None:
         """Print a diagnosis. The main node stores it too."""
@@ -207,6 +219,7 @@ class Monitor:
             self.peers.start()
             if self.node_socket is not None:
                 self._keep(self.peers.listen_for_pings(self.node_socket))
+        self.flows = Flows(message["roster"])
         self.slow_run = SlowRun(self.node, message, self.peers, self._announce)
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
@@ -219,12 +232,18 @@ class Monitor:
                     view.stopped, view.is_suspended, view.writing, view.is_finished = stopped, suspended, writing, finished
                     self.heard_ranks_at[rank] = now
                     self.timings[rank] = phases.Timing(*timing)
+        if "traffic" in message:
+            self.flows.add(node, message["traffic"], time.monotonic())
         if "failure" in message and not self.failure:
             self._fail(message["failure"])
         if "failed" in message and not self.failure and self._decides():
             self._keep(self._decide(message["failed"], 0))
         if "event" in message:
             self._print(Event(**message["event"]))
+            for target in message.get("relay", ()):
+                self.peers.send(target, {"event": message["event"]})
+        for observer, other, *silence in message.get("silent", ()):
+            self.silences[observer, other] = (*silence, time.monotonic(), node)
         if "incident" in message:
             self._record(Incident(**message["incident"]))
         if "stop" in message:
@@ -253,9 +272,30 @@ class Monitor:
 
         def is_lost(peer: Peer) -> bool:
             is_unreachable = not peer.heard_at and now - self.peers.started_at > UNREACHABLE_SECONDS
-            return peer.is_done or is_unreachable or peer.silent(now) > self.report_after or peer.closed(now) > 1.0
+            if peer.is_done or is_unreachable or peer.closed(now) > 1.0:
+                return True
+            view = self._view_of(peer, now)
+            return view.silent > self.report_after and len(view.heard_by) <= len(view.lost_by)
 
         return all(is_lost(peer) for node, peer in self.peers.peers.items() if node < min(self.node, 2))
+
+    def _view_of(self, peer: Peer, now: float) -> NodeView:
+        """Return what is known about another node: from its messages, from collectives, and from nodes connected to it."""
+        silent = min(peer.silent(now), self.flows.seconds_since(now, peer.node, self.node))  # messages share a slow link
+        view, limit = NodeView(peer.node, peer.host, peer.address, silent, peer.closed(now)), self.report_after / 2
+        if silent <= limit:
+            return view
+        fresh = {pair: known for pair, known in self.silences.items() if now - known[2] < FRESH_SECONDS}
+        is_connected = lambda other: other is not peer and min(other.node, peer.node) < COORDINATORS
+        hears = lambda other: other.heard_at and other.silent(now) < limit and not other.closed(now) and not other.is_done
+        for other in [each for each in self.peers.peers.values() if is_connected(each) and hears(each)][:MOST_WITNESSES]:
+            is_lost = fresh.get((other.node, peer.node), (0.0,))[0] > limit
+            (view.lost_by if is_lost else view.heard_by).append(other.host)
+        if peer.is_one_way(now):
+            view.one_way = self.host
+        elif fresh.get((peer.node, self.node), (0.0, False))[1]:
+            view.one_way = peer.host
+        return view
 
     def _report_unreachable(self, now: float) -> None:
         """Print once which coordinators have never answered."""
@@ -330,7 +370,21 @@ class Monitor:
              round(v.writing, 1), v.is_finished, *timings[v.rank]]
             for v in self.ranks.views()
         ]  # fmt: skip
-        self.peers.broadcast({"ranks": rows})
+        traffic = self.ranks.read_traffic(self.report_after / 2)
+        self.flows.add(self.node, traffic, time.monotonic())
+        now = time.monotonic()
+        silent = [
+            [self.node, p.node, round(p.silent(now), 1), p.is_one_way(now)]
+            for p in self.peers.peers.values()
+            if p.silent(now) > 1
+        ]
+        # What a node has observed itself is passed on, because it cannot reach the node that it has observed.
+        silent += [
+            [*pair, seconds, True] for pair, (seconds, one_way, at, source) in self.silences.items()
+            if one_way and pair[0] == source and now - at < FRESH_SECONDS
+        ]  # fmt: skip
+        more = {"silent": silent} if silent else {}
+        self.peers.broadcast({"ranks": rows, **({"traffic": traffic} if traffic else {}), **more})
         self.peers.ping_silent()
 
     def _judge(self, now: float, seconds: float) -> None:
@@ -350,15 +404,14 @@ class Monitor:
             for event in self.output.events():
                 self._announce(event)
         known = {v.node for v in views}
-        nodes = [
-            NodeView(peer.node, peer.host, peer.address, peer.silent(now), peer.closed(now), peer.is_one_way(now))
-            for peer in self.peers.peers.values()
-            if peer.node in known and not peer.is_done
-        ]
+        self.judge.quiet = self.flows.seconds_since(now)
+        nodes = [self._view_of(peer, now) for peer in self.peers.peers.values() if peer.node in known and not peer.is_done]
         for event in self.judge.examine(seconds * BEAT_EVERY, views, nodes, self.stacks):
             self._announce(event)
         if self.slow_run and self.node == 0:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
+            if self.judge.waits_for_link:
+                self.slow_run.report_flow(self.flows, [v for v in views if not v.is_finished], now)
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:

@@ -1,7 +1,11 @@
-"""Reports about what slows a run down: `Slowness` gets the times of all ranks, and measurements of links when it asks for them."""
+"""Reports about what slows a run down: `Slowness` gets the times of all ranks, and measurements of links when it asks for them.
+
+`Flows` are the bytes that collectives still move in a step that takes long. They distinguish a slow link from a deadlock.
+"""
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +18,51 @@ from accel_ddp.watch.slowness import Notice, Slowness, neighbours
 
 SLOW_RATE = 5e6  # bytes per second
 MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result
+
+
+FLOW_SAMPLES = 12  # heartbeats over which the rate of a collective is measured
+GAP_SECONDS = 2.0  # between two heartbeats with bytes; they are only sent while a rank is late
+
+
+class Flows:
+    """The bytes that ranks exchange with those of other nodes. Every monitor reads them while one of its ranks is late."""
+
+    def __init__(self, roster: list[dict[str, Any]]):
+        self.nodes: dict[str, int] = {entry["address"]: entry["node"] for entry in roster if "address" in entry}
+        # Source and target node -> time, bytes, bytes that wait in the source. Both ends report a pair; the source knows more.
+        self.samples: dict[tuple[int, int, bool], deque[tuple[float, int, int]]] = {}
+        self.moved_at: dict[tuple[int, int], float] = {}
+
+    def add(self, node: int, rows: list[list], now: float) -> None:
+        """Add the rows of `tcp_traffic` of a node. Peers that are no node of the run, such as a tracker's server, are left out."""
+        totals: dict[tuple[int, int, bool], list[int]] = {}
+        for local, *_ in rows:  # a collective may use another interface than the monitors
+            self.nodes.setdefault(local, node)
+        for _, remote, acked, received, queued in rows:
+            if (peer := self.nodes.get(remote, node)) != node:
+                for key, numbers in (((node, peer, True), (acked, queued)), ((peer, node, False), (received, 0))):
+                    totals[key] = [a + b for a, b in zip(totals.get(key, (0, 0)), numbers)]
+        for key, (count, queued) in totals.items():
+            samples = self.samples.setdefault(key, deque(maxlen=FLOW_SAMPLES))
+            if samples and now - samples[-1][0] > GAP_SECONDS:  # these are of another step
+                samples.clear()
+            if samples and count > samples[-1][1]:
+                self.moved_at[key[:2]] = now
+            samples.append((now, count, queued))
+
+    def seconds_since(self, now: float, source: int | None = None, target: int | None = None) -> float:
+        """Return for how long no byte of a collective has arrived: none between these nodes, or none at all."""
+        times = [at for pair, at in self.moved_at.items() if source is None or pair == (source, target)]
+        return now - max(times, default=float("-inf"))
+
+    def slowest(self, now: float, seconds: float) -> tuple[tuple[int, int], float] | None:
+        """Return the link on which most bytes wait, and its bytes per second in the last `seconds`, at least one."""
+        found = []
+        for (source, target, _), samples in self.samples.items():
+            recent = [sample for sample in samples if now - sample[0] < seconds]
+            if len(recent) > 1 and (duration := recent[-1][0] - recent[0][0]) >= 1 and recent[-1][1] > recent[0][1]:
+                found.append((recent[-1][2], (source, target), (recent[-1][1] - recent[0][1]) / duration))
+        return max(found)[1:] if found else None
 
 
 class SlowRun:
@@ -40,6 +89,12 @@ class SlowRun:
         if is_reference or self.slowness.wants_probe:
             self.has_reference |= is_reference
             self.task = asyncio.ensure_future(self._measure_all(is_reference))
+
+    def report_flow(self, flows: Flows, views: list[RankView], now: float) -> None:
+        """Report the link for which all ranks wait in the middle of a step."""
+        step, seconds = max(view.current_step for view in views), min(view.age for view in views)
+        if flow := flows.slowest(now, seconds):
+            self._report(self.slowness.add_flow(*flow, step, seconds))
 
     def _report(self, notices: list[Notice]) -> None:
         for notice in notices:

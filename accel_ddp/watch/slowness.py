@@ -5,13 +5,14 @@ difference. If no rank stands out but all wait longer than before, a link may be
 measurement of the links has confirmed it, because a busy machine delays communication as well.
 """
 
+import itertools
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from accel_ddp.phases import Timing
-from accel_ddp.text import rough_seconds
+from accel_ddp.text import ranks_text, rough_seconds
 
 SLOWER_LINK = 4.0  # times slower than before, or than the other links
 REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause doubles each time
@@ -43,6 +44,7 @@ def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
     return [pair for a, b in ring for pair in ((a, b), (b, a))]
 
 
+CHECK_LINK = "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
 STRAGGLER, SLOW_LINK, DATA_SLOW = "STRAGGLER", "SLOW_LINK", "DATA_SLOW"
 
 WARM_UP = 3  # steps that are not judged
@@ -53,6 +55,7 @@ SLOWER = 1.25  # times the own time of the other ranks
 LOST = 0.2  # fraction of the step time that others lose; less is not reported
 CLEARLY_LOST = 0.4  # more than noise on a busy machine
 STEADY = 3.0  # standard deviations
+MATERIAL, LONG_SECONDS = 0.05, 60.0  # fraction of the last minute that the others must have lost; less is not worth a warning
 LINK_WINDOW, LINK_BAD = 5, 4  # fewer blocks, because a measurement has to confirm it
 GROWTH = 3.0  # times the earlier communication
 WAITING = 0.5  # fraction of the step time in communication that is checked even if it was always so
@@ -109,7 +112,21 @@ class _Case:
     """Something that has been reported, or a measurement that was made, and is not over."""
 
     def __init__(self, since: int) -> None:
-        self.since, self.reported_at, self.pause, self.severity, self.lost = since, 0, REPEAT_STEPS, 0.0, 0.0
+        self.since, self.reported_at, self.pause, self.severity = since, 0, REPEAT_STEPS, 0.0
+        self.ranks: set[int] = set()
+        self.until, self.lost, self.seconds, self.passed = since, 0.0, 0.0, 0.0  # to the last slow block; `passed` to the newest
+
+    def add(self, block: _Block) -> None:
+        """Add what the others have lost by the ranks of this case."""
+        self.passed += block.seconds * block.steps
+        if lost := max(map(block.lost, self.ranks)):
+            self.lost, self.seconds, self.until = self.lost + lost * block.steps, self.passed, block.last
+
+    @property
+    def cost(self) -> str:
+        """Return what was lost, in the same words at the beginning and at the end of the case."""
+        per_step = self.lost / (self.until - self.since + 1)
+        return f"{rough_seconds(per_step)} per step for it, {_percent(min(1.0, self.lost / max(self.seconds, 1e-9)))} of the step time"
 
     def is_due(self, step: int, severity: float, step_seconds: float = float("inf")) -> bool:
         """Return whether to report it now: the first time, if it is twice as severe, and after 100, 200, 400, ... steps.
@@ -148,6 +165,7 @@ class Slowness:
         self.wants_probe = False  # the coordinator should measure all neighbouring pairs of nodes now, for `add_rates`
         self.probe = _Case(0)  # `since` is the first step in which all ranks wait longer than usual; 0: they do not
         self.slow_link: tuple[int, int] | None = None  # reported, and not over
+        self.link_text = ""  # what was reported about it
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
         """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
@@ -220,18 +238,24 @@ class Slowness:
         newest, recent = self.blocks[-1], self._last(WINDOW)
         found: list[Notice] = []
         stragglers: dict[int, list[int]] = {}
+        lately = self._lost_lately()
         totals = dict.fromkeys(range(len(self.nodes)), 0.0)  # the seconds that the others have lost by each rank
         for block in self.blocks:
             for rank in block.slow:
                 totals[rank] += block.lost(rank) * block.steps
+        for case in (case for (kind, _), case in self.cases.items() if kind == STRAGGLER):
+            case.add(newest)
         for rank in sorted({rank for block in recent for rank in block.slow} | self.stopped):
-            if self._is_straggler(rank, totals):
-                stragglers.setdefault(self.nodes[rank], []).append(rank)
+            node = self.nodes[rank]
+            is_known = (STRAGGLER, node) in self.cases
+            if self._stopped_share(rank) >= LOST or ((is_known or rank in lately) and self._is_straggler(rank, totals)):
+                stragglers.setdefault(node, []).append(rank)
         for node, ranks in stragglers.items():
-            slow = [block.first for block in recent if any(rank in block.slow for rank in ranks)]
-            case = self.cases.setdefault((STRAGGLER, node), _Case((slow or [recent[0].first])[0]))
+            if (STRAGGLER, node) not in self.cases:
+                self.cases[STRAGGLER, node] = self._begin_case(ranks)
+            case = self.cases[STRAGGLER, node]
+            case.ranks.update(ranks)
             worst = max(ranks, key=self._lost)
-            case.lost += max(newest.lost(rank) for rank in ranks) * newest.steps
             if case.is_due(newest.last, self._lost(worst) or self._stopped_share(worst), newest.seconds):
                 text = self._straggler_text(ranks, worst, case)
                 found.append(Notice(STRAGGLER, False, text, tuple(ranks), case.since, self.hosts[worst]))
@@ -241,12 +265,36 @@ class Slowness:
             of_node = [rank for rank, its in enumerate(self.nodes) if its == node]
             if all(sum(rank in block.slow for block in recent) <= WINDOW - BAD for rank in of_node):
                 case = self.cases.pop((kind, node))
+                ranks, host = sorted(case.ranks), self.hosts[of_node[0]]
                 text = (
-                    f"{self.hosts[of_node[0]]} is as fast as the other nodes again. A rank there was slower from step {case.since} "
-                    f"to about step {recent[0].first}, by which the others lost about {rough_seconds(case.lost)}."
+                    f"{ranks_text(ranks)} ({host}) {'is' if len(ranks) == 1 else 'are'} as fast as the others again. From step "
+                    f"{case.since} to step {case.until} the others waited {case.cost}, {rough_seconds(case.lost)} in all."
                 )
-                found.append(Notice(STRAGGLER, True, text, tuple(of_node), case.since, self.hosts[of_node[0]]))
+                found.append(Notice(STRAGGLER, True, text, tuple(ranks), case.since, host))
         return found
+
+    def _lost_lately(self) -> list[int]:
+        """Return the ranks by which the others have lost a material part of the last minute, more than by most other ranks."""
+        seconds, lost = 0.0, [0.0] * len(self.nodes)
+        for block in reversed(self.blocks):
+            seconds += block.seconds * block.steps
+            for rank in block.slow:
+                lost[rank] += block.lost(rank) * block.steps
+            if seconds >= LONG_SECONDS:
+                break
+        usual = statistics.median_low(lost)  # on a busy machine, each rank delays the others now and then
+        return [rank for rank, each in enumerate(lost) if each - usual >= MATERIAL * max(seconds, LONG_SECONDS)]
+
+    def _begin_case(self, ranks: list[int]) -> _Case:
+        """Return a case that includes the blocks before it, up to a pause of `WINDOW` blocks in which these ranks were not slow."""
+        blocks = list(self.blocks)
+        slow = [at for at, block in enumerate(blocks) if any(rank in block.slow for rank in ranks)] or [len(blocks) - 1]
+        first = next((b for a, b in reversed(list(itertools.pairwise(slow))) if b - a > WINDOW), slow[0])
+        case = _Case(blocks[first].first)
+        case.ranks.update(ranks)
+        for block in blocks[first:]:
+            case.add(block)
+        return case
 
     def _is_straggler(self, rank: int, totals: dict[int, float]) -> bool:
         """Return whether the rank is clearly or steadily slower, or is interrupted again and again.
@@ -255,8 +303,6 @@ class Slowness:
         busy processes on 2 cores no rank lost 40 % in more than 4 of 10 blocks, and no mean of 10 blocks was above 1.7 standard
         deviations.
         """
-        if self._stopped_share(rank) >= LOST:
-            return True
         window, bad = (2 * WINDOW, 2 * WINDOW - 2) if self.is_uneven else (WINDOW, BAD)
         recent = [block.lost(rank) / block.seconds for block in self._last(window)]
         if sum(share >= CLEARLY_LOST for share in recent) >= bad:
@@ -315,8 +361,8 @@ class Slowness:
         ratio = own / max(normal, 1e-9)
         slower = f"{_percent(ratio - 1)} slower than" if ratio < 10 else "more than 10 times slower than"
         return (
-            f"{name} is {slower} the others, which wait {rough_seconds(own - normal)} per step for it, "
-            f"{_percent(min(1.0, (own - normal) / seconds))} of the step time. Since step {case.since} it {what} (pid {pid}): it needs "
+            f"{name} is {slower} the others, which wait {case.cost}, {rough_seconds(case.lost)} in all. Since step {case.since} it "
+            f"{what} (pid {pid}): it needs "
             f"{rough_seconds(own)} of its own per step, the others {rough_seconds(normal)}.{stopped} "
             f"{'Find out what stops it.' if stopped else advice.format(host=host, share=_percent(min(1.0, data / seconds)))}"
         )
@@ -340,7 +386,7 @@ class Slowness:
         if len(bad) >= LINK_BAD:
             if probe.is_due(newest.last, statistics.median(block.waiting for block in bad)):
                 self.wants_probe, probe.since = True, probe.since or bad[0].first
-        elif probe.since and len(recent) - len(bad) >= LINK_BAD:
+        elif probe.since and sum(block.first >= probe.since for block in recent if block not in bad) >= LINK_BAD:
             self.wants_probe, since, probe.since, probe.severity = False, probe.since, 0, 0.0
             if self.slow_link:
                 pair, self.slow_link = self.slow_link, None
@@ -361,16 +407,30 @@ class Slowness:
         before = [block.waiting for block in self.blocks if block.last < since]
         usual = min(statistics.median(before or self.usual_waiting or [waiting]), waiting)
         self.slow_link = pair
-        at_start = f"at the start it was {_rate(self.reference[pair])}" if pair in self.reference else ""
-        others = f"the median of the other pairs is {_rate(reference)}" if len(set(self.nodes)) > 2 else ""
-        compared = " and ".join(filter(None, [at_start, others])) or f"{_rate(reference)} are usual"
         text = (
-            f"the link {self._pair(pair)} transfers {_rate(rate)}; {compared}. Since step {since} all ranks "
+            f"{self._compare(pair, rate, reference)}. Since step {since} all ranks "
             f"wait {rough_seconds(waiting)} per step for communication, instead of {rough_seconds(usual)}. They lose "
-            f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. "
-            "Check the cable, the duplex mode and the load of that link (ethtool, ip -s link)."
+            f"{_percent((waiting - usual) / statistics.median(block.seconds for block in recent))} of the step time. {CHECK_LINK}"
         )
         return [Notice(SLOW_LINK, False, text, (), since)]
+
+    def add_flow(self, pair: tuple[int, int], rate: float, step: int, seconds: float) -> list[Notice]:
+        """Return a notice about the link for which all ranks have waited for some seconds in one step. It is reported once."""
+        if self.slow_link:
+            return []
+        self.slow_link, self.probe.since, self.probe.reported_at, self.probe.severity = pair, step, step, seconds
+        text = (
+            f"{self._compare(pair, rate)}. All ranks have waited {seconds:.0f} s for communication at step {step}, and its bytes still "
+            f"arrive. The run continues, unless a collective takes longer than --ddp_timeout_seconds. {CHECK_LINK}"
+        )
+        return [Notice(SLOW_LINK, False, text, (), step)]
+
+    def _compare(self, pair: tuple[int, int], rate: float, others: float = 0.0) -> str:
+        at_start = f"at the start it was {_rate(self.reference[pair])}" if pair in self.reference else ""
+        median = f"the median of the other pairs is {_rate(others)}" if others and len(set(self.nodes)) > 2 else ""
+        compared = " and ".join(filter(None, [at_start, median]))
+        self.link_text = f"the link {self._pair(pair)} transfers {_rate(rate)}" + f"; {compared}" * bool(compared)
+        return self.link_text
 
     def _pair(self, pair: tuple[int, int]) -> str:
         source, target = (self.hosts[self.nodes.index(node)] for node in pair)

@@ -3,6 +3,7 @@
 - (empty): train three times with hooks and metrics that exist on the main rank only. Rank 0 ends seconds after
   the others. Each rank closes the process group itself.
 - raise, user error: the last rank raises an exception, or every rank raises a UserError.
+- leave, all leave: the last rank calls sys.exit(0), or every rank does.
 - stuck disk: the first evaluation cannot be written, and then rank 0 raises an exception.
 """
 
@@ -79,6 +80,8 @@ def main(cfg: Config) -> None:
                 raise ValueError("a bug in the user's loss")
             if len(calls) == 4 and cfg.how == "user error":
                 raise accel_ddp.UserError("a mistake of the user")
+            if len(calls) == 4 and (cfg.how == "all leave" or (cfg.how == "leave" and is_last)):
+                sys.exit(0)
             return model(batch).square().sum()
 
         return accel_ddp.fit(

@@ -33,6 +33,7 @@ FAULTS = {
     "skip": "no backward pass in this step",
     "lr": "twice the learning rate of the other ranks, from this step on",
     "data": "an item of the dataset takes --fault_seconds, in the rank or in one of its data workers",
+    "eval_data": "the same for an item of the next evaluation",
     "slow_data": "every item of the dataset takes --fault_seconds, from this step on",
     "worker": "a data worker is killed with SIGKILL",
     "straggler": "the loss of every micro-batch takes --fault_seconds longer, from this step on",
@@ -134,8 +135,8 @@ class Faults:
             (self.folder / f"slow-{self.rank}").unlink(missing_ok=True)
         elif name == "disk":
             Path(self.cfg.fault_path, "file").write_text("")
-        elif name in ("data", "slow_data"):
-            put(self.folder / f"{'slow' if name == 'slow_data' else 'data'}-{self.rank}", str(seconds))
+        elif name in ("data", "slow_data", "eval_data"):
+            put(self.folder / f"{'slow' if name == 'slow_data' else name}-{self.rank}", str(seconds))
         elif name != "skip":
             raise ValueError(f"unknown fault {name}")
 
@@ -204,14 +205,17 @@ def main(cfg: Config) -> None:
     if cfg.save_seconds:
         slow_down_saves(cfg.save_seconds)
     faults = Faults(cfg)
-    slow_file, data_file = faults.folder / f"slow-{faults.rank}", faults.folder / f"data-{faults.rank}"
+    slow_file, data_file, eval_file = (faults.folder / f"{name}-{faults.rank}" for name in ("slow", "data", "eval_data"))
 
     class Items(torch.utils.data.Dataset):
+        def __init__(self, data_file):
+            self.data_file = data_file
+
         def __len__(self):
             return cfg.items  # not a multiple of the batch size, so that a step crosses the end of an epoch
 
         def __getitem__(self, index):
-            if seconds := take(data_file):
+            if seconds := take(self.data_file):
                 print(f"an item takes {seconds} s in pid {os.getpid()}", flush=True)
                 time.sleep(float(seconds))
             if slow_file.exists():
@@ -244,7 +248,7 @@ def main(cfg: Config) -> None:
         return {"loss": model(batch).square().squeeze(-1)}
 
     def evaluate(model):
-        batches = accel_ddp.EvalBatches(Items(), torch.stack, 3, accelerator, cfg)
+        batches = accel_ddp.EvalBatches(Items(eval_file), torch.stack, 3, accelerator, cfg)
         return accel_ddp.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
 
     accel_ddp.fit(
@@ -252,7 +256,7 @@ def main(cfg: Config) -> None:
         cfg,
         model=model,
         optimizer=faults.optimizer,
-        train=accel_ddp.TrainBatches(Items(), torch.stack),
+        train=accel_ddp.TrainBatches(Items(data_file), torch.stack),
         loss_sum=loss_sum,
         count=len,
         evaluate=evaluate if cfg.eval_every else None,
