@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import clean_environment
+from tests.jobs import HangingDisk
+from tests.nodes import NotPossible
 
 
 def start_guard(folder: Path, program: str, before: tuple[str, ...] = (), **more: object) -> subprocess.Popen:
@@ -92,3 +94,34 @@ def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_
         assert (state["state"], state["why"]) == ("ended", "a test" if is_launcher else end["left"])
     finally:
         os.kill(pid, 9)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a hanging disk needs root")
+def test_a_job_ends_although_the_kernel_blocks_a_rank_that_its_monitor_has_killed(tmp_path):
+    """Nobody asks for a stop. The rank is in state D on a frozen disk, and its launcher waits for it."""
+    try:
+        disk = HangingDisk(tmp_path / "disk")
+    except NotPossible as error:
+        pytest.skip(f"not tested: a hanging disk needs loop devices: {error}")
+    write = f"import os; print(os.getpid(), flush=True); input(); open({str(disk.path / 'file')!r}, 'w')"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {write!r}], stdin=open({str(tmp_path / 'go')!r}))"
+    os.mkfifo(tmp_path / "go")
+    guard = start_guard(tmp_path, program, tuple(disk.command([])), kill_seconds=4, look_seconds=0.5)
+    try:
+        with (tmp_path / "go").open("w") as go:
+            messages = (json.loads(line) for line in filter(bytes.strip, guard.stdout))
+            pid = int(next(message["lines"][0] for message in messages if message["is"] == "out"))
+            disk.freeze()
+            go.write("\n")
+        while " D " not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.05)
+        os.kill(pid, 9)
+        kinds = {message["is"]: message for message in messages}
+        assert kinds["left"]["text"].startswith(f"here: these processes of the job cannot be killed: {pid}. "), kinds
+        assert kinds["end"]["left"] == kinds["left"]["text"]
+        assert kinds["end"]["why"] == "a process of the job does not end, although it was killed"
+        assert guard.wait(60) == 0
+    finally:
+        disk.unfreeze()
+        disk.close()
+        guard.kill()

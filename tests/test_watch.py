@@ -151,6 +151,12 @@ def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
     assert course.kinds == [(WARNING, "DISK_HUNG")]
 
 
+def test_a_rank_that_the_kernel_blocks_while_it_loads_data_is_reported_as_blocked():
+    course = Course().pass_time(8, lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.DATA, s, state="D")])
+    assert course.kinds == [(WARNING, "RANK_BLOCKED")]
+    assert "rank 1 (node1, pid 101) has been blocked in the kernel (state D) for " in course.events[0].text
+
+
 def test_a_log_on_the_disk_that_does_not_answer_is_reported_as_that_disk():
     """The main rank writes its log in every step. It is blocked in the kernel, and the disk has not answered the monitor."""
     course = Course()

@@ -16,6 +16,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -39,6 +40,8 @@ SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
 LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after their launcher
 KILL_SECONDS = 30.0  # a killed process with much pinned memory needs seconds; one that waits for a dead disk never ends
+REPORT_SECONDS = 3.0  # after a kill, processes that are left are listed
+LOOK_SECONDS = 10.0  # between two looks for processes that somebody else has killed, and that do not end
 SHUTDOWN_SECONDS = 600  # how long a launcher waits for ranks that save their last checkpoint
 _MOST_BUFFERED = 1 << 20  # bytes; a link that is slower than the output must not stop the ranks
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,7 +75,8 @@ class JobOnNode:
 
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
-        self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
+        self.kill_seconds, self.look_seconds = request.get("kill_seconds", KILL_SECONDS), request.get("look_seconds", LOOK_SECONDS)
+        self.is_killed = False
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
@@ -146,10 +150,22 @@ class JobOnNode:
 
     def kill(self, why: str) -> None:
         """Kill the launcher and all of its descendants. Give up if they are still alive after KILL_SECONDS."""
-        self.why = self.why or why
+        self.why, self.is_killed = self.why or why, True
         self.note(f"{self.request['host']}: {why}: the processes of the job are killed")
         self._kill_descendants()
-        self.timers.append(asyncio.get_running_loop().call_later(self.kill_seconds, self.given_up.set))
+        loop = asyncio.get_running_loop()
+        self.timers += [loop.call_later(REPORT_SECONDS, self._report_left), loop.call_later(self.kill_seconds, self.given_up.set)]
+
+    def _report_left(self) -> None:
+        if left := self._descendants():
+            self.channel.send("left", text=self._describe_left(left))
+
+    def _describe_left(self, left: list[psutil.Process]) -> str:
+        pids = ",".join(str(process.pid) for process in left)
+        return (
+            f"{self.request['host']}: these processes of the job cannot be killed: {pids}. They wait for a disk or a driver "
+            f"that does not answer, or belong to another user. `ps -o pid,user,stat,wchan,cmd -p {pids}` shows them there."
+        )
 
     def note(self, text: str) -> None:
         self.log.write(f"[accel-ddp] {text}")
@@ -157,7 +173,12 @@ class JobOnNode:
 
     async def _wait(self) -> None:
         ended, given_up = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.given_up.wait())
-        await asyncio.wait({ended, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        killed: set[int] = set()
+        while not (ended.done() or given_up.done()):
+            await asyncio.wait({ended, given_up}, timeout=self.look_seconds, return_when=asyncio.FIRST_COMPLETED)
+            before, killed = killed, {process.pid for process in self._descendants() if _is_killed(process.pid)}
+            if before & killed and not self.is_killed:  # the monitors have killed a rank; the launcher would wait for it forever
+                self.kill("a process of the job does not end, although it was killed")
         code = ended.result() if ended.done() else -signal.SIGKILL
         left = await self._end_descendants()
         for timer in self.timers:
@@ -179,11 +200,7 @@ class JobOnNode:
         deadline = time.monotonic() + (1 if self.given_up.is_set() else self.kill_seconds)
         while left := self._descendants():  # until there are none, because a process may start another one while it is killed
             if time.monotonic() > deadline:
-                pids = ",".join(str(process.pid) for process in left)
-                return (
-                    f"{self.request['host']}: these processes of the job cannot be killed: {pids}. They wait for a disk or a driver "
-                    f"that does not answer, or belong to another user. `ps -o pid,user,stat,wchan,cmd -p {pids}` shows them there."
-                )
+                return self._describe_left(left)
             self._kill_descendants()
             await asyncio.sleep(0.05)
         return ""
@@ -236,6 +253,14 @@ class JobOnNode:
 
     def _global(self, rank: int | None) -> int | None:
         return None if rank is None else self.request["first_rank"] + rank
+
+
+def _is_killed(pid: int) -> bool:
+    """Return whether SIGKILL was sent to a process that still exists."""
+    with contextlib.suppress(OSError):
+        masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in masks)
+    return False
 
 
 def expand_run_folder(words: list[str], folder: str) -> list[str]:

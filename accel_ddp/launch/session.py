@@ -94,7 +94,7 @@ class Session:
                 await self.console.wait_until_printed()
 
     def interrupt(self, number: int) -> None:
-        """Stop the job. Before the job runs, end at once. The second time, kill everything.
+        """Stop the job. Before the job runs, end at once. The second time, kill everything. The third time, return at once.
 
         If the terminal was closed, nobody can ask for an end of a job that does not stop, so it is killed later.
         A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
@@ -103,7 +103,9 @@ class Session:
             self._send_all("stop", why="the terminal was closed", seconds=STOP_SECONDS)
             return
         self.interrupts += 1
-        if not self.has_started:
+        if self.interrupts > 2:
+            self.leaving = asyncio.ensure_future(self._leave())
+        elif not self.has_started:
             self.work.cancel()
         elif self.is_detached:  # `_run` ends the job as soon as all nodes have started it
             self.console.note("ending the job, which is just starting.")
@@ -113,8 +115,19 @@ class Session:
             seconds = STOP_SECONDS if number == signal.SIGHUP else None
             self._send_all("stop", why="the terminal was closed" if seconds else "a stop was requested", seconds=seconds)
         else:
-            self.console.note("ending at once.")
+            self.console.note("ending at once. Press Ctrl-C again to return before all processes have ended.")
             self._send_all("kill", why="the end was requested")
+
+    async def _leave(self) -> None:
+        """End this process at once. The guards go on without it: they kill what is left, and give up some time later."""
+        hosts = listed((one.node.host for one in self.connections if one.node.rank not in self.codes), 8)
+        self.console.note(
+            f"returning, although the job may still run on {hosts or 'a node'}. `accel-ddp status {self.cluster.file} --name "
+            f"{self.job.name}` shows it."
+        )
+        with contextlib.suppress(asyncio.TimeoutError):  # of a terminal that is stopped
+            await asyncio.wait_for(self.console.wait_until_printed(), 0.5)
+        os._exit(INTERRUPTED)
 
     def resize(self) -> None:
         """Give the terminal of the main rank the new size of this one, so that its panel fits."""
@@ -247,6 +260,8 @@ class Session:
                     if message["left"]:
                         self.console.note(message["left"])
                     break
+                elif message["is"] == "left":
+                    self.console.note(message["text"])
         except Lost as error:
             self.lost.append(str(error))
             self.codes[node.rank] = 1
