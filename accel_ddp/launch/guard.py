@@ -75,7 +75,10 @@ class JobOnNode:
 
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
-        self.kill_seconds, self.look_seconds = request.get("kill_seconds", KILL_SECONDS), request.get("look_seconds", LOOK_SECONDS)
+        self.kill_seconds, self.look_seconds = (
+            request.get("kill_seconds", KILL_SECONDS),
+            request.get("look_seconds", LOOK_SECONDS),
+        )
         self.is_killed = False
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
