@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.conftest import BIN, clean_environment
 from tests.jobs import HangingDisk
 from tests.nodes import NotPossible
 
@@ -94,6 +95,33 @@ def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_
         assert (state["state"], state["why"]) == ("ended", "a test" if is_launcher else end["left"])
     finally:
         os.kill(pid, 9)
+
+
+def test_stop_ends_a_guard_that_was_stopped(tmp_path):
+    guard = start_guard(tmp_path, "import time; print('runs', flush=True); time.sleep(600)")
+    messages = (json.loads(line) for line in filter(bytes.strip, guard.stdout))
+    assert next(one for one in messages if one["is"] == "out")["lines"] == ["runs"]
+    guard.send_signal(signal.SIGSTOP)
+    (tmp_path / "cluster.yaml").write_text("{backend: local, nodes: [here], gpus_per_node: 0}")
+    words = [BIN / "accel-ddp", "stop", "--now", "cluster.yaml", "--name", "job"]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert "here: ended with exit code 137" in done.stdout, done
+    assert guard.wait(60) == 0
+
+
+@pytest.mark.parametrize(("message", "code"), [(None, 75), ({"is_interrupt": False}, 75), ({"is_interrupt": True}, 130)])
+def test_a_stop_before_the_first_step_is_75_and_ctrl_c_is_130(tmp_path, message, code):
+    """`accel-ddp stop` sends SIGTERM to the guard, and the launching machine a message."""
+    guard = start_guard(tmp_path, "import time; print('runs', flush=True); time.sleep(600)")
+    messages = (json.loads(line) for line in filter(bytes.strip, guard.stdout))
+    assert next(one for one in messages if one["is"] == "out")["lines"] == ["runs"]
+    if message is None:
+        guard.terminate()
+    else:
+        guard.stdin.write(json.dumps({"do": "stop", "why": "a test", **message}).encode() + b"\n")
+        guard.stdin.flush()
+    assert next(one for one in messages if one["is"] == "end")["code"] == code
+    assert guard.wait(60) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a hanging disk needs root")

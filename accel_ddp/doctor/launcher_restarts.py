@@ -32,6 +32,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -216,6 +217,9 @@ def return_exit_code_of_ranks() -> None:
             codes = [one.exitcode for one in sorted(error.failures.values(), key=lambda failure: failure.timestamp)]
         elif isinstance(error, SignalException):  # sent to the launcher, which has forwarded it and waited for its ranks
             codes = _find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or []
+            if {*codes} <= {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}:  # the ranks did not handle signals yet
+                print_progress(f"stopped: the launcher received {error.sigval.name} before the first step")
+                codes = [INTERRUPTED if error.sigval == signal.SIGINT else STOPPED]
         if not (code := choose_exit_code(codes)):
             return hook_before(kind, error, trace)
         # The output of some ranks is not shown with `--redirects` or `--local_ranks_filter` of torchrun.
@@ -282,6 +286,8 @@ class RestartingRendezvous:
             params.config.setdefault("keep_alive_interval", 2)  # a node is gone after 3 of them; torch's 5 s delay its return
         restart_files.remove(self.pid)
         atexit.register(restart_files.remove, self.pid)
+        self.is_waiting = True  # no ranks run
+        threading.Thread(target=self._exit_if_stopped, daemon=True).start()
         restart_files.store_run(self.pid, started=time.time())  # without it, ranks of a restart report that the files are lost
         if max_restarts and not restart_files.read_run(self.pid):
             print_progress(
@@ -339,11 +345,24 @@ class RestartingRendezvous:
             self._end_after_last_attempt()
         os.environ[restart_files.ROUND] = str(self.num_rounds)
         self.num_rounds += 1
-        self.waiting_since, self.is_forced = None, False
+        self.waiting_since, self.is_forced, self.is_waiting = None, False, True
         deadline = time.monotonic() + self.wait_seconds
         while (info := self._try_rendezvous(deadline)) is None:
             pass
+        self.is_waiting = False
         return info
+
+    def _exit_if_stopped(self) -> None:
+        """Exit if the stop signal has arrived while no ranks run. The script of a Slurm job blocks it, and it stays pending.
+
+        Ranks that have just been started look at the pending signals of their launcher themselves.
+        """
+        signals = {signal.SIGUSR1, signal.SIGUSR2}
+        while not (signals & signal.sigpending() and self.is_waiting):
+            time.sleep(0.2)
+        print_progress(f"stopped: received {min(signals & signal.sigpending()).name} before the ranks have started.")
+        restart_files.remove(self.pid)
+        os._exit(STOPPED)
 
     # ---- whether to restart
 

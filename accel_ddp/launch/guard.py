@@ -16,7 +16,6 @@ import ctypes
 import functools
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -29,12 +28,13 @@ from typing import Any
 
 import psutil
 
+from accel_ddp.errors import INTERRUPTED, STOPPED
 from accel_ddp.launch import job_record, node_checks
 from accel_ddp.launch.connection import PROTOCOL
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
-from accel_ddp.nodes.spawn import die_with_parent
+from accel_ddp.nodes.spawn import die_with_parent, is_pending
 
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
@@ -79,7 +79,7 @@ class JobOnNode:
             request.get("kill_seconds", KILL_SECONDS),
             request.get("look_seconds", LOOK_SECONDS),
         )
-        self.is_killed = False
+        self.is_killed = self.is_interrupted = False  # by a second and by the first Ctrl-C of the user
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
@@ -139,13 +139,16 @@ class JobOnNode:
         self.waiting = asyncio.ensure_future(self._wait())
         return ""
 
-    def stop(self, why: str, seconds: float | None = None) -> None:
-        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed."""
+    def stop(self, why: str, seconds: float | None = None, is_interrupt: bool = False) -> None:
+        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed.
+
+        Before the first step, the ranks have nothing to save. The exit code is then 130 after Ctrl-C, and 75 after any other stop.
+        """
         if seconds is not None:
             self.timers.append(asyncio.get_running_loop().call_later(seconds, self.kill, why))
         if self.why:
             return
-        self.why = why
+        self.why, self.is_interrupted = why, is_interrupt
         self.note(f"{self.request['host']}: {why}: the job saves a checkpoint and stops")
         if self.process:
             with contextlib.suppress(ProcessLookupError):
@@ -179,7 +182,7 @@ class JobOnNode:
         killed: set[int] = set()
         while not (ended.done() or given_up.done()):
             await asyncio.wait({ended, given_up}, timeout=self.look_seconds, return_when=asyncio.FIRST_COMPLETED)
-            before, killed = killed, {process.pid for process in self._descendants() if _is_killed(process.pid)}
+            before, killed = killed, {process.pid for process in self._descendants() if is_pending(process.pid, signal.SIGKILL)}
             if before & killed and not self.is_killed:  # the monitors have killed a rank; the launcher would wait for it forever
                 self.kill("a process of the job does not end, although it was killed")
         code = ended.result() if ended.done() else -signal.SIGKILL
@@ -188,6 +191,8 @@ class JobOnNode:
             timer.cancel()
         self._read_rest()
         code = 128 - code if code < 0 else code
+        if code == INTERRUPTED and self.why and not self.is_interrupted and not self.is_killed:
+            code = STOPPED
         self.record.write(state="ended", code=code, why=self.why or left, ended=time.time())
         self.log.header(f"ended with exit code {code}" + "".join(f": {text}" for text in (self.why, left) if text))
         if self.log.failed:
@@ -258,14 +263,6 @@ class JobOnNode:
         return None if rank is None else self.request["first_rank"] + rank
 
 
-def _is_killed(pid: int) -> bool:
-    """Return whether SIGKILL was sent to a process that still exists."""
-    with contextlib.suppress(OSError):
-        masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in masks)
-    return False
-
-
 def expand_run_folder(words: list[str], folder: str) -> list[str]:
     """Return the words with the run folder below the home directory if it begins with `~`, which no shell replaces here."""
     home = os.path.expanduser(folder)
@@ -293,6 +290,7 @@ class _Guard:
         self.channel = Channel(transport)
         self.server: asyncio.Server | None = None
         self.job: JobOnNode | None = None
+        self.is_silent = False  # no message for SILENT_SECONDS
 
     async def run(self) -> int:
         """Exchange messages until the end. Return the exit code of the guard."""
@@ -313,6 +311,8 @@ class _Guard:
         while message is not None and self.transport.get_write_buffer_size() and not self.transport.is_closing():
             message = await self.read()
         await self._drain()
+        if self.is_silent:
+            _end_own_sshd()
         return 0
 
     async def read(self) -> dict[str, Any] | None:
@@ -320,6 +320,7 @@ class _Guard:
         try:
             line = await asyncio.wait_for(self.reader.readline(), SILENT_SECONDS)
         except asyncio.TimeoutError:
+            self.is_silent = True
             return None
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -350,7 +351,7 @@ class _Guard:
             return await self.start(message)
         elif self.job:  # a job that has not started is stopped by the end of the connection
             if do == "stop":
-                self.job.stop(message["why"], message.get("seconds"))
+                self.job.stop(message["why"], message.get("seconds"), message.get("is_interrupt", False))
             elif do == "kill":
                 self.job.kill(message["why"])
             elif self.job.outputs:
@@ -382,6 +383,15 @@ class _Guard:
             return True
         self.channel.send("started", pid=os.getpid())
         return self.is_detached
+
+
+def _end_own_sshd() -> None:
+    """End the sshd of this connection. It would wait for a client whose network was cut, for as long as TCP does."""
+    me = psutil.Process()
+    with contextlib.suppress(psutil.Error):
+        parent = me.parent()
+        if parent and parent.name().startswith("sshd") and parent.children() == [me]:  # a shared connection has other sessions
+            parent.terminate()
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
