@@ -90,7 +90,9 @@ on_each_node check && on_each_node train
 code=$?
 @{requeue}exit "$code"
 """)
-_BLOCK = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.execvp(sys.argv[1], sys.argv[1:])"
+_BLOCK = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 _ACTIVATE_VENV = """\
 [ -f "$VENV/bin/activate" ] || fail "venv $VENV: this node does not have it. Create it, or change the key venv."
     . "$VENV/bin/activate"\

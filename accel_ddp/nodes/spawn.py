@@ -1,4 +1,4 @@
-"""What a process that starts ranks needs: an environment without a launcher, the variables of a rank, signals, and the end of orphans."""
+"""What a process that starts ranks needs: an environment without a launcher, variables of a rank, signals, and the end of orphans."""
 
 import contextlib
 import ctypes
