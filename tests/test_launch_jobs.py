@@ -242,7 +242,7 @@ def test_a_third_ctrl_c_returns_at_once_although_a_process_cannot_be_killed(tmp_
     pid = int(running.read[0].split()[-1])
     try:
         time.sleep(1)
-        for text in ("stopping: all ranks save a checkpoint", f"here: these processes of the job cannot be killed: {pid}."):
+        for text in ("stopping: all ranks save a checkpoint", f"3 s after they were killed: {pid}."):
             running.processes[0].send_signal(signal.SIGINT)
             running.until(text)
         began = time.monotonic()

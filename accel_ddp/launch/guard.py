@@ -164,12 +164,13 @@ class JobOnNode:
 
     def _report_left(self) -> None:
         if left := self._descendants():
-            self.channel.send("left", text=self._describe_left(left))
+            what = f"have not ended {REPORT_SECONDS:.0f} s after they were killed"
+            self.channel.send("left", text=self._describe_left(left, what))
 
-    def _describe_left(self, left: list[psutil.Process]) -> str:
+    def _describe_left(self, left: list[psutil.Process], what: str = "cannot be killed") -> str:
         pids = ",".join(str(process.pid) for process in left)
         return (
-            f"{self.request['host']}: these processes of the job cannot be killed: {pids}. They wait for a disk or a driver "
+            f"{self.request['host']}: these processes of the job {what}: {pids}. They wait for a disk or a driver "
             f"that does not answer, or belong to another user. `ps -o pid,user,stat,wchan,cmd -p {pids}` shows them there."
         )
 

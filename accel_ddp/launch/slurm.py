@@ -26,7 +26,7 @@ from accel_ddp.text import counted
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
 SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
 STOP_SECONDS = 660.0
-RESEND_SECONDS = 5.0  # a rank that is still importing its packages ignores the signal of a stop
+RESEND_SECONDS = 5.0  # a signal is lost in the moment before the launcher of a node blocks it
 # A part of sbatch's refusal, and the key of cluster.yaml that it is about. The order decides.
 REFUSALS = {
     "partition": "slurm.partition",
