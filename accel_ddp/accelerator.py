@@ -171,6 +171,8 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
             _check_hub_token(cfg)
         if not before:  # a stop that was requested during the restart is still wanted
             signals.remove_stop_file(cfg.output_dir)
+    if len(links.nodes) > 1:
+        run_folder.refuse_run_of_other_node(cfg)
     restart_record.begin_attempt(cfg)
     if links.sharding:
         run_folder.require_shared(cfg, links.sharding.replicas)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -11,9 +12,10 @@ from typing import Any, NoReturn, TypeVar
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.doctor import cluster
-from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
+from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
 from accel_ddp.nodes.cores import set_num_threads
 from accel_ddp.nodes.sharding_plan import read_plan
+from accel_ddp.nodes.spawn import is_pending
 from accel_ddp.nodes.terminal import connect_output
 from accel_ddp.nodes.topology import is_local_main
 from accel_ddp.ranks import reporting
@@ -37,6 +39,7 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         if read_plan(os.environ, this_rank.num_ranks):
             cfg.validate_sharded()
         has_valid_options = True
+        _act_on_early_stop(signal.Signals[f"SIG{cfg.stop_signal}"])
         cluster.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
     except UserError as error:
         if is_local_main():
@@ -67,6 +70,25 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
+
+
+def _act_on_early_stop(number: signal.Signals) -> None:
+    """End at the stop signal until `ranks.signals` handles it, also if it has arrived before: then it is pending.
+
+    The script of a Slurm job blocks the signal for the launcher and its ranks. Imports and the preflight may take a minute.
+    """
+
+    def end(*_: object) -> None:
+        text = f"stopped: received {number.name} on {socket.gethostname()} before the first step."
+        if is_local_main():
+            print(f"{text} The same command, or --resume, continues.", file=sys.stderr, flush=True)
+        write_error_file(text)
+        os._exit(STOPPED)
+
+    signal.signal(number, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    if (launcher := launcher_pid()) and is_pending(launcher, number):
+        end()
 
 
 def _report_user_error(text: str) -> None:

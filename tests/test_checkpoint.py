@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.conftest import PROGRAMS, Running, clean_environment, rank_environments, run_all, run_ranks
+from tests.conftest import PROGRAMS, Running, clean_environment, node_environments, rank_environments, run_all, run_ranks
 
 FILES = ["model.safetensors", "optimizer.safetensors", "run.json", "manifest.json", "files/note.txt"]
 
@@ -287,6 +287,20 @@ def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(full):
 def test_a_log_on_a_full_disk_does_not_end_the_run(full):
     assert full["log on a full disk"]["unsaved"] == ""
     assert full["log on a full disk"]["said"].count("cannot be written: No space left on device. Training continues.") == 1
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_the_main_node_is_reported_on_every_node(tmp_path):
+    mount = 'mount -t tmpfs -o size=300k none "$0" && exec "$@"'
+    command = [sys.executable, PROGRAMS / "trains.py", "--width", 1024, "--steps", 5, "--output_dir", tmp_path, "--no_eval_first"]
+    commands = [["unshare", "-Urm", "sh", "-c", mount, tmp_path, *command], command]
+    ended = run_all(commands, node_environments(2))
+    assert ended.codes == [74, 74]
+    for text in ended.texts:
+        assert (
+            len(re.findall(r"the checkpoint of step 4 could not be written on .* are free in .*Training continues", text)) == 1
+        ), text
+    assert "warning: SAVE_FAILED: the checkpoint of step 4" in ended.texts[1]
 
 
 def test_a_read_only_folder_is_refused_before_training(full):

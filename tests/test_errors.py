@@ -538,6 +538,11 @@ def test_nodes_with_different_data_or_precision_are_rejected_and_need_no_shared_
     (tmp_path / "b" / "run").mkdir()
     shutil.copytree(tmp_path / "a" / "run" / "step_00000002", tmp_path / "b" / "run" / "step_00000002")
     shutil.rmtree(tmp_path / "a" / "run")
+    ended = both("--train_file", "train.csv")
+    assert ended.codes == [2, 2]
+    for text in ended.texts:  # without --resume, the run would begin at step 0
+        assert "--output_dir run holds another run (step_00000002) on " in text
+        assert "but none on the main node. Add --resume" in text
     ended = both("--train_file", "train.csv", "--resume").well()
     assert "resumed at step 2 from run/step_00000002 of rank 1" in ended.texts[0]
     assert (tmp_path / "a" / "run" / "step_00000004" / "model.safetensors").read_bytes() == straight

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.conftest import BIN, clean_environment
+from tests.jobs import HangingDisk
+from tests.nodes import NotPossible
 
 
 def start_guard(folder: Path, program: str, before: tuple[str, ...] = (), **more: object) -> subprocess.Popen:
@@ -92,3 +95,63 @@ def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_
         assert (state["state"], state["why"]) == ("ended", "a test" if is_launcher else end["left"])
     finally:
         os.kill(pid, 9)
+
+
+def test_stop_ends_a_guard_that_was_stopped(tmp_path):
+    guard = start_guard(tmp_path, "import time; print('runs', flush=True); time.sleep(600)")
+    messages = (json.loads(line) for line in filter(bytes.strip, guard.stdout))
+    assert next(one for one in messages if one["is"] == "out")["lines"] == ["runs"]
+    guard.send_signal(signal.SIGSTOP)
+    (tmp_path / "cluster.yaml").write_text("{backend: local, nodes: [here], gpus_per_node: 0}")
+    words = [BIN / "accel-ddp", "stop", "--now", "cluster.yaml", "--name", "job"]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    assert "here: ended with exit code 137" in done.stdout, done
+    assert guard.wait(60) == 0
+
+
+@pytest.mark.parametrize(("message", "code"), [(None, 75), ({"is_interrupt": False}, 75), ({"is_interrupt": True}, 130)])
+def test_a_stop_before_the_first_step_is_75_and_ctrl_c_is_130(tmp_path, message, code):
+    """`accel-ddp stop` sends SIGTERM to the guard, and the launching machine a message."""
+    guard = start_guard(tmp_path, "import time; print('runs', flush=True); time.sleep(600)")
+    messages = (json.loads(line) for line in filter(bytes.strip, guard.stdout))
+    assert next(one for one in messages if one["is"] == "out")["lines"] == ["runs"]
+    if message is None:
+        guard.terminate()
+    else:
+        guard.stdin.write(json.dumps({"do": "stop", "why": "a test", **message}).encode() + b"\n")
+        guard.stdin.flush()
+    assert next(one for one in messages if one["is"] == "end")["code"] == code
+    assert guard.wait(60) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a hanging disk needs root")
+def test_a_job_ends_although_the_kernel_blocks_a_rank_that_its_monitor_has_killed(tmp_path):
+    """Nobody asks for a stop. The rank is in state D on a frozen disk, and its launcher waits for it."""
+    try:
+        disk = HangingDisk(tmp_path / "disk")
+    except NotPossible as error:
+        pytest.skip(f"not tested: a hanging disk needs loop devices: {error}")
+    write = f"import os; print(os.getpid(), flush=True); input(); open({str(disk.path / 'file')!r}, 'w')"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {write!r}], stdin=open({str(tmp_path / 'go')!r}))"
+    os.mkfifo(tmp_path / "go")
+    guard = start_guard(tmp_path, program, tuple(disk.command([])), kill_seconds=4, look_seconds=0.5)
+    try:
+        with (tmp_path / "go").open("w") as go:
+            messages = (json.loads(line) for line in filter(bytes.strip, guard.stdout))
+            pid = int(next(message["lines"][0] for message in messages if message["is"] == "out"))
+            disk.freeze()
+            go.write("\n")
+        while " D " not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.05)
+        os.kill(pid, 9)
+        kinds = {message["is"]: message for message in messages}
+        assert f"here: these processes of the job have not ended 3 s after they were killed: {pid}. " in kinds["left"]["text"], (
+            kinds
+        )
+        assert kinds["end"]["left"].startswith(f"here: these processes of the job cannot be killed: {pid}. ")
+        assert kinds["end"]["why"] == "a process of the job does not end, although it was killed"
+        assert guard.wait(60) == 0
+    finally:
+        disk.unfreeze()
+        disk.close()
+        guard.kill()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,3 +221,35 @@ def test_a_job_continues_while_nobody_reads_its_output_and_after_nohup(tmp_path)
     assert launched.returncode == 0, text
     assert [line.split()[2] for line in text.splitlines() if "] line " in line] == list(map(str, range(500)))
     assert "[here] ends" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+def test_a_third_ctrl_c_returns_at_once_although_a_process_cannot_be_killed(tmp_path):
+    """The process belongs to another user, and the guard lacks the capability of root to kill processes of others."""
+    words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "sleep", "600"]
+    (tmp_path / "script.py").write_text(
+        "import signal, subprocess, time\n"
+        f"child = subprocess.Popen({words!r}, start_new_session=True)\n"
+        "for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)\n"
+        "print('pid', child.pid, flush=True); time.sleep(600)\n"
+    )
+    keys = {"backend": "local", "nodes": ["here"], "gpus_per_node": 0, "main_port": free_port()}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(keys))
+    launch = [BIN / "accel-ddp", "launch", "--name", "job", "cluster.yaml", "script.py"]
+    running = Running([["setpriv", "--bounding-set=-kill", *launch]], [clean_environment()], cwd=tmp_path)
+    running.until("pid ")
+    pid = int(running.read[0].split()[-1])
+    try:
+        time.sleep(1)
+        for text in ("stopping: all ranks save a checkpoint", f"3 s after they were killed: {pid}."):
+            running.processes[0].send_signal(signal.SIGINT)
+            running.until(text)
+        began = time.monotonic()
+        running.processes[0].send_signal(signal.SIGINT)
+        ended = running.ended(10)
+        assert time.monotonic() - began < 3
+        assert ended.codes == [130], ended.text
+        assert "returning, although the job may still run on here. `accel-ddp status cluster.yaml --name job`" in ended.text
+    finally:
+        os.kill(pid, signal.SIGKILL)

@@ -379,8 +379,8 @@ def test_a_job_ends_on_every_node_within_30_s_after_its_launcher_is_gone(machine
     assert len(sleeping) == 3
     began = time.monotonic()
     way(machines, terminal)
-    machines.until(lambda: not [line for line in machines.processes() if "sshd" not in line and not line.startswith("node3")], 30,
-                   "the end of all processes on the nodes")  # fmt: skip
+    shown = lambda line: not line.startswith("node3") and ("sshd" not in line or way in (cut_links, stop_only_launcher))
+    machines.until(lambda: not [*filter(shown, machines.processes())], 30, "the end of all processes on the nodes")
     assert time.monotonic() - began < 30
     machines.laptop.node.link(True)
     for machine in machines.all:
@@ -550,6 +550,18 @@ def test_a_guard_that_is_killed_ends_the_job_on_all_nodes(machines):
     assert ended.codes[0] != 0, ended.text
     assert "node1" in ended.text[ended.text.index("the first cause") :]
     nothing_left(machines, 30)
+
+
+@pytest.mark.slow
+def test_a_guard_that_is_stopped_ends_before_the_launch_returns(machines):
+    running = start(machines, machines.describe(UNEQUAL), SCRIPT, "ignore")
+    machines.until(lambda: len(ranks_of(machines)) == 3, 180, "three ranks")
+    (guard,) = [pid for pid, words in machines.nodes[1].processes().items() if words.endswith("accel_ddp.launch.guard")]
+    os.kill(guard, signal.SIGSTOP)
+    ended = running.ended(60)
+    assert ended.codes[0] != 0, ended.text
+    assert "node1: no message for 12 s" in ended.text
+    nothing_left(machines, 5)
 
 
 @pytest.mark.slow

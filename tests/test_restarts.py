@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.errors import UserError
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.records.run_log import read_log
 from accel_ddp.saving.checkpoint_format import MANIFEST
@@ -182,6 +183,25 @@ def test_c10d_nodes_continue_after_a_killed_launcher_and_a_killed_main_rank(node
 )
 def test_nodes_continue_after_every_fault(nodes, tmp_path, uninterrupted, backend, faults):
     check_faults(nodes, backend, tmp_path / "run", uninterrupted, faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_replacement_with_another_option_is_refused_by_name_and_the_job_waits_for_another_one(nodes, tmp_path, backend):
+    job = Job(nodes, backend, tmp_path / "run", "--steps", 12, "--step_seconds", 0.5, "--save_every", 2)
+    job.until(" 3/12 ", timeout=90)
+    job.kill_node(1)
+    right, at = job.commands[1], len(job.texts[1])
+    job.commands[1] = [*right, "--lr", "0.5"]
+    began = time.monotonic()
+    job.start(1)
+    assert job.launchers[1].wait(60) == 2
+    seconds = time.monotonic() - began
+    job.until("because its options differ: --lr is not given there and 0.5 here.", 1, at, timeout=5)
+    print(f"refused after {seconds:.1f} s")
+    job.commands[1] = right
+    job.start(1)
+    assert job.end() == [0, 0], job.text
 
 
 def start_two_ranks(launcher: list, cwd: Path, *arguments: object, program: tuple = (TRAINS,)) -> Running:
@@ -366,12 +386,18 @@ def test_a_launcher_joins_only_a_running_job_with_the_same_command(tmp_path, mon
         check = lambda is_running: finds.append(is_running()) if node else False
         return RestartingRendezvous(params, backend, create, check, ["train.py", *arguments], 1.0, max_restarts)
 
-    running = launch(0, "--lr", "1")
+    running = launch(0, "--lr", "1", "--hub_token", "hf_0123456789abcdef")
     running.next_rendezvous()
-    launch(1, "--lr", "1")
-    launch(1, "--lr", "2")
-    launch(1, "--lr", "1", max_restarts=0)
-    assert finds == [True, False, False]
+    launch(1, "--lr", "1", "--hub_token", "hf_0123456789abcdef")
+    launch(1, "--hub_token", "hf_0123456789abcdef", "--lr=1")
+    assert finds == [True, True]
+    with pytest.raises(
+        UserError, match=f"a job runs at {endpoint}, .* differ: --lr is 1 there and 2 here; --save_every is not"
+    ) as one:
+        launch(1, "--lr", "2", "--hub_token", "hf_0123456789abcdef", "--save_every", "3")
+    assert "hf_" not in str(one.value)
+    with pytest.raises(UserError, match="--max_restarts is 3 there and 0 here"):
+        launch(1, "--lr", "1", "--hub_token", "hf_0123456789abcdef", max_restarts=0)
 
 
 def test_a_restart_goes_back_to_resume_path_only_if_the_job_has_no_newer_checkpoint(tmp_path):
@@ -407,7 +433,6 @@ def test_the_folder_of_a_restart_is_that_of_the_attempt_before(tmp_path, monkeyp
 
 
 def test_a_restart_whose_files_were_removed_is_an_error(tmp_path, monkeypatch):
-    from accel_ddp.errors import UserError
     from accel_ddp.ranks import restarts
 
     for name, value in {
@@ -427,7 +452,6 @@ def test_a_restart_whose_files_were_removed_is_an_error(tmp_path, monkeypatch):
 
 def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkeypatch):
     from accel_ddp.config.train_config import TrainConfig
-    from accel_ddp.errors import UserError
     from accel_ddp.ranks import restarts
     from accel_ddp.ranks.failures import Stopped
 

@@ -120,8 +120,10 @@ echo scontrol "$@" >&2
 exit 0
 """
 ACCELERATE = f"""#!{sys.executable}
-import json, os, sys
+import json, os, signal, sys
 print(json.dumps(sys.argv))
+os.kill(os.getpid(), signal.SIGUSR2)
+print(signal.sigpending())
 sys.exit(int(os.environ.get("CODE", 0)))
 """
 
@@ -154,6 +156,11 @@ def test_options_arrive_unchanged(tmp_path):
     assert given["--machine_rank"] == "1", "of the node"
     assert given["--main_process_ip"] == "a1", "the first node of the list"
     assert given["--main_process_port"] == "12345", "derived from the job id"
+
+
+def test_the_stop_signal_stays_pending_until_a_rank_handles_it(tmp_path):
+    done = run_on_this_machine(runnable(tmp_path), tmp_path)
+    assert done.stdout.splitlines()[1] == "{<Signals.SIGUSR2: 12>}", done
 
 
 def test_a_requeued_job_resumes_in_any_case(tmp_path):
@@ -513,6 +520,19 @@ def test_a_job_that_is_preempted_while_it_starts_is_queued_again(user):
     user.wait_for_requeue(number, 1)
     assert "the job is queued again: restart 1" in user.log()
     assert user.step() == 0, "it was preempted before its first step"
+    assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
+
+
+@pytest.mark.slurm
+def test_a_stop_signal_while_the_launchers_start_queues_the_job_again(user):
+    """Slurm sends it once, before the time limit."""
+    number = user.launch(user.describe())
+    user.cluster.wait(lambda: user.cluster.job(number)["JobState"] == "RUNNING", "running job")
+    time.sleep(2)
+    user.cluster.run("scancel", "--signal=USR2", number)
+    user.wait_for_requeue(number, 1)
+    assert "the job is queued again: restart 1" in user.log()
+    assert user.step() == 0, "it was stopped before its first step"
     assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
 
 

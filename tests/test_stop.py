@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.launch.slurm_script import _BLOCK
 from tests.conftest import (
     BIN,
     PROGRAMS,
@@ -271,3 +272,41 @@ os.kill(os.getpid(), 9)
     ended = run_all([[sys.executable, "-c", code]], [clean_environment()], fresh=True)
     assert ended.codes == [-9]
     assert ended.text == ""
+
+
+STARTS_SLOWLY = """
+import os, time
+print("importing", os.getpid(), flush=True)
+while not os.path.exists("go"): time.sleep(0.05)
+from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.entry import run
+run(TrainConfig, lambda cfg: print("trains"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("receiver", "number", "code"),
+    [
+        ("launcher", signal.SIGUSR2, 75),
+        pytest.param("rank", signal.SIGUSR2, 75, marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGTERM, 75, marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGINT, 130, marks=pytest.mark.slow),
+        pytest.param("waiting launcher", signal.SIGUSR2, 75, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stop_while_the_ranks_start_is_remembered(tmp_path, receiver, number, code):
+    """The script of a Slurm job blocks USR2. The launcher gets it before the rank exists, and the rank before its imports end."""
+    (tmp_path / "slow.py").write_text(STARTS_SLOWLY)
+    nodes = ["--nnodes", 2, "--node_rank", 0] if receiver == "waiting launcher" else []
+    launch = [BIN / "torchrun", *nodes, "--nproc_per_node", 1, "--master_port", free_port(), "slow.py"]
+    running = Running([[sys.executable, "-ISc", _BLOCK, *launch]], [clean_environment()], cwd=tmp_path, fresh=True)
+    running.until("waiting for" if nodes else "importing")
+    pid = int(running.read[0].split()[-1]) if receiver == "rank" else running.processes[0].pid
+    os.kill(pid, number)
+    if number == signal.SIGUSR2:
+        time.sleep(0.2)
+        (tmp_path / "go").touch()
+    ended = running.ended(60)
+    assert ended.codes == [code], ended.text
+    assert f"received {number.name}" in ended.text, ended.text
+    assert "trains" not in ended.text

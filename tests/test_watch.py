@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from accel_ddp import phases
 from accel_ddp.records.incidents import ERROR, INFO, WARNING
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
-from accel_ddp.watch.processes import Stack
+from accel_ddp.watch.processes import OutOfMemoryKills, Stack, memory_limit
 from accel_ddp.watch.slow_run import Flows
 
 IN_BARRIER = Stack(["barrier (torch/distributed/distributed_c10d.py:5)", "wrapper (c10d_logger.py:9)", "loss (mine.py:3)"])
@@ -150,6 +151,37 @@ def test_a_slow_disk_is_no_fault_but_a_disk_that_does_not_answer_is():
     course.judge.disk_hung = 5.0
     course.pass_time(2, lambda s: at(10 + s))
     assert course.kinds == [(WARNING, "DISK_HUNG")]
+
+
+def test_a_kill_for_memory_is_seen_also_where_the_files_of_cgroups_are_hidden(tmp_path):
+    kills = OutOfMemoryKills(os.getpid())
+    line = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), "0::/")
+    is_first_version = ":memory:" in line
+    folder = Path(
+        "/sys/fs/cgroup", "memory" if is_first_version else "", line.split(":", 2)[2].lstrip("/"), "accel-ddp-tests-watch"
+    )
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if is_first_version else "memory.max")).write_text(str(60 << 20))
+    except OSError as error:
+        pytest.skip(f"memory cgroups cannot be used: {error}")
+    inside = (
+        f"import os; open({str(folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); bytearray(os.urandom(1) * (200 << 20))"
+    )
+    try:
+        assert not kills.happened_on_machine()
+        assert subprocess.run([sys.executable, "-c", inside]).returncode == -9
+        assert kills.happened_on_machine()
+        assert kills.happened() == [] or not is_first_version, "the process was not in a cgroup of this process"
+        assert memory_limit([folder]) == 60 << 20
+    finally:
+        folder.rmdir()
+
+
+def test_a_rank_that_the_kernel_blocks_while_it_loads_data_is_reported_as_blocked():
+    course = Course().pass_time(8, lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.DATA, s, state="D")])
+    assert course.kinds == [(WARNING, "RANK_BLOCKED")]
+    assert "rank 1 (node1, pid 101) has been blocked in the kernel (state D) for " in course.events[0].text
 
 
 def test_a_log_on_the_disk_that_does_not_answer_is_reported_as_that_disk():

@@ -24,6 +24,7 @@ import asyncio
 import atexit
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -50,8 +52,9 @@ from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserErro
 from accel_ddp.nodes.launcher import CONFIG_FILE, find_config_file, parse_accelerate_command, read_accelerate_config
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.topology import Topology, find_topology
+from accel_ddp.records.redaction import redact_command
 from accel_ddp.watch import restart_files
-from accel_ddp.words import find_options, value_of
+from accel_ddp.words import find_options, group_values, value_of
 
 IMPATIENCE_SECONDS = 60.0  # a node that waits longer for the next round has lost its ranks without a diagnosis on the others
 DECIDE_SECONDS = 2.0  # for the monitors to find out which rank has died
@@ -214,6 +217,9 @@ def return_exit_code_of_ranks() -> None:
             codes = [one.exitcode for one in sorted(error.failures.values(), key=lambda failure: failure.timestamp)]
         elif isinstance(error, SignalException):  # sent to the launcher, which has forwarded it and waited for its ranks
             codes = _find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or []
+            if {*codes} <= {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}:  # the ranks did not handle signals yet
+                print_progress(f"stopped: the launcher received {error.sigval.name} before the first step")
+                codes = [INTERRUPTED if error.sigval == signal.SIGINT else STOPPED]
         if not (code := choose_exit_code(codes)):
             return hook_before(kind, error, trace)
         # The output of some ranks is not shown with `--redirects` or `--local_ranks_filter` of torchrun.
@@ -264,8 +270,9 @@ class RestartingRendezvous:
         """
         self.params, self.backend, self.create, self.check, self.wait_seconds = params, backend, create, check, wait
         self.max_restarts = max_restarts
-        command = json.dumps([os.path.basename(argv[0]), *argv[1:], max_restarts])
-        self.job_key = f"{_JOB}/{params.run_id}/{hashlib.sha256(command.encode()).hexdigest()}"
+        self.command = [os.path.basename(argv[0]), *argv[1:], "--max_restarts", str(max_restarts)]
+        self.any_job_key = f"{_JOB}/{params.run_id}"
+        self.job_key = f"{self.any_job_key}/{hashlib.sha256(json.dumps(self.command).encode()).hexdigest()}"
         self.is_elastic = params.min_nodes != params.max_nodes  # a user who asks for a changing number of nodes gets torch's own
         self.num_rounds, self.is_store_lost, self.joins_running_job = 0, False, False
         self.waiting_since: float | None = None
@@ -279,6 +286,8 @@ class RestartingRendezvous:
             params.config.setdefault("keep_alive_interval", 2)  # a node is gone after 3 of them; torch's 5 s delay its return
         restart_files.remove(self.pid)
         atexit.register(restart_files.remove, self.pid)
+        self.is_waiting = True  # no ranks run
+        threading.Thread(target=self._exit_if_stopped, daemon=True).start()
         restart_files.store_run(self.pid, started=time.time())  # without it, ranks of a restart report that the files are lost
         if max_restarts and not restart_files.read_run(self.pid):
             print_progress(
@@ -336,11 +345,24 @@ class RestartingRendezvous:
             self._end_after_last_attempt()
         os.environ[restart_files.ROUND] = str(self.num_rounds)
         self.num_rounds += 1
-        self.waiting_since, self.is_forced = None, False
+        self.waiting_since, self.is_forced, self.is_waiting = None, False, True
         deadline = time.monotonic() + self.wait_seconds
         while (info := self._try_rendezvous(deadline)) is None:
             pass
+        self.is_waiting = False
         return info
+
+    def _exit_if_stopped(self) -> None:
+        """Exit if the stop signal has arrived while no ranks run. The script of a Slurm job blocks it, and it stays pending.
+
+        Ranks that have just been started look at the pending signals of their launcher themselves.
+        """
+        signals = {signal.SIGUSR1, signal.SIGUSR2}
+        while not (signals & signal.sigpending() and self.is_waiting):
+            time.sleep(0.2)
+        print_progress(f"stopped: received {min(signals & signal.sigpending()).name} before the ranks have started.")
+        restart_files.remove(self.pid)
+        os._exit(STOPPED)
 
     # ---- whether to restart
 
@@ -463,15 +485,42 @@ class RestartingRendezvous:
         store = compat.store_of_handler(self.handler)  # of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out
+                store.set(self.any_job_key, json.dumps(redact_command(self.command)))  # anybody can read it
                 store.set(self.job_key, "")
 
     def _finds_running_job(self) -> bool:
-        """Return whether a store of this job is open at the endpoint, that is, a node with the same command has joined."""
+        """Return whether a store of this job is open at the endpoint, that is, a node with the same command has joined.
+
+        Raises UserError with the options that differ if a job of this name has other ones.
+        """
         from torch.distributed import TCPStore
 
-        if self.params.config.get("rank") in (0, "0") or not self.max_restarts:
+        if self.params.config.get("rank") in (0, "0"):
             return False  # the main launcher opens the store itself; another one at its port belongs to another job
         address, port = _endpoint_of(self.params, self.backend)
         limits = {"timeout": timedelta(seconds=PROBE_SECONDS), "wait_for_workers": False}
-        has_job = lambda: TCPStore(address, port, is_master=False, **limits).check([self.job_key])
-        return call_with_timeout(has_job, 2 * PROBE_SECONDS, False)
+
+        def find() -> list[str]:
+            store = TCPStore(address, port, is_master=False, **limits)
+            if store.check([self.job_key]):
+                return self.command
+            return json.loads(store.get(self.any_job_key)) if store.check([self.any_job_key]) else []
+
+        found = call_with_timeout(find, 2 * PROBE_SECONDS, [])
+        if found and (different := _differences(redact_command(found), redact_command(self.command))):
+            raise UserError(
+                f"a job runs at {address}:{port}, and this node cannot join it, because its options differ: {'; '.join(different)}. "
+                f"Start {HOST} with the same command as the other nodes, or use another port for another job."
+            )
+        return bool(found)
+
+
+def _differences(there: list[str], here: list[str]) -> list[str]:
+    """Return the options in which two commands differ, with both values."""
+    scripts = [" ".join(itertools.takewhile(lambda word: not word.startswith("--"), words)) for words in (there, here)]
+    if scripts[0] != scripts[1]:
+        return [f"the script is {scripts[0]} there and {scripts[1]} here"]
+    options = [dict(group_values(words)) for words in (there, here)]
+    shown = lambda values: "not given" if values is None else " ".join(values) or "given"
+    names = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
+    return [f"--{name} is {shown(options[0].get(name))} there and {shown(options[1].get(name))} here" for name in names]

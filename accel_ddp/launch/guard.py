@@ -28,17 +28,20 @@ from typing import Any
 
 import psutil
 
+from accel_ddp.errors import INTERRUPTED, STOPPED
 from accel_ddp.launch import job_record, node_checks
 from accel_ddp.launch.connection import PROTOCOL
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
-from accel_ddp.nodes.spawn import die_with_parent
+from accel_ddp.nodes.spawn import die_with_parent, is_pending
 
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
 LEFTOVER_SECONDS = 3.0  # monitors and data workers end by themselves after their launcher
 KILL_SECONDS = 30.0  # a killed process with much pinned memory needs seconds; one that waits for a dead disk never ends
+REPORT_SECONDS = 3.0  # after a kill, processes that are left are listed
+LOOK_SECONDS = 10.0  # between two looks for processes that somebody else has killed, and that do not end
 SHUTDOWN_SECONDS = 600  # how long a launcher waits for ranks that save their last checkpoint
 _MOST_BUFFERED = 1 << 20  # bytes; a link that is slower than the output must not stop the ranks
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,7 +75,11 @@ class JobOnNode:
 
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
-        self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
+        self.kill_seconds, self.look_seconds = (
+            request.get("kill_seconds", KILL_SECONDS),
+            request.get("look_seconds", LOOK_SECONDS),
+        )
+        self.is_killed = self.is_interrupted = False  # by a second and by the first Ctrl-C of the user
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None
@@ -132,13 +139,16 @@ class JobOnNode:
         self.waiting = asyncio.ensure_future(self._wait())
         return ""
 
-    def stop(self, why: str, seconds: float | None = None) -> None:
-        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed."""
+    def stop(self, why: str, seconds: float | None = None, is_interrupt: bool = False) -> None:
+        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed.
+
+        Before the first step, the ranks have nothing to save. The exit code is then 130 after Ctrl-C, and 75 after any other stop.
+        """
         if seconds is not None:
             self.timers.append(asyncio.get_running_loop().call_later(seconds, self.kill, why))
         if self.why:
             return
-        self.why = why
+        self.why, self.is_interrupted = why, is_interrupt
         self.note(f"{self.request['host']}: {why}: the job saves a checkpoint and stops")
         if self.process:
             with contextlib.suppress(ProcessLookupError):
@@ -146,10 +156,23 @@ class JobOnNode:
 
     def kill(self, why: str) -> None:
         """Kill the launcher and all of its descendants. Give up if they are still alive after KILL_SECONDS."""
-        self.why = self.why or why
+        self.why, self.is_killed = self.why or why, True
         self.note(f"{self.request['host']}: {why}: the processes of the job are killed")
         self._kill_descendants()
-        self.timers.append(asyncio.get_running_loop().call_later(self.kill_seconds, self.given_up.set))
+        loop = asyncio.get_running_loop()
+        self.timers += [loop.call_later(REPORT_SECONDS, self._report_left), loop.call_later(self.kill_seconds, self.given_up.set)]
+
+    def _report_left(self) -> None:
+        if left := self._descendants():
+            what = f"have not ended {REPORT_SECONDS:.0f} s after they were killed"
+            self.channel.send("left", text=self._describe_left(left, what))
+
+    def _describe_left(self, left: list[psutil.Process], what: str = "cannot be killed") -> str:
+        pids = ",".join(str(process.pid) for process in left)
+        return (
+            f"{self.request['host']}: these processes of the job {what}: {pids}. They wait for a disk or a driver "
+            f"that does not answer, or belong to another user. `ps -o pid,user,stat,wchan,cmd -p {pids}` shows them there."
+        )
 
     def note(self, text: str) -> None:
         self.log.write(f"[accel-ddp] {text}")
@@ -157,13 +180,20 @@ class JobOnNode:
 
     async def _wait(self) -> None:
         ended, given_up = asyncio.ensure_future(self.process.wait()), asyncio.ensure_future(self.given_up.wait())
-        await asyncio.wait({ended, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        killed: set[int] = set()
+        while not (ended.done() or given_up.done()):
+            await asyncio.wait({ended, given_up}, timeout=self.look_seconds, return_when=asyncio.FIRST_COMPLETED)
+            before, killed = killed, {process.pid for process in self._descendants() if is_pending(process.pid, signal.SIGKILL)}
+            if before & killed and not self.is_killed:  # the monitors have killed a rank; the launcher would wait for it forever
+                self.kill("a process of the job does not end, although it was killed")
         code = ended.result() if ended.done() else -signal.SIGKILL
         left = await self._end_descendants()
         for timer in self.timers:
             timer.cancel()
         self._read_rest()
         code = 128 - code if code < 0 else code
+        if code == INTERRUPTED and self.why and not self.is_interrupted and not self.is_killed:
+            code = STOPPED
         self.record.write(state="ended", code=code, why=self.why or left, ended=time.time())
         self.log.header(f"ended with exit code {code}" + "".join(f": {text}" for text in (self.why, left) if text))
         if self.log.failed:
@@ -179,11 +209,7 @@ class JobOnNode:
         deadline = time.monotonic() + (1 if self.given_up.is_set() else self.kill_seconds)
         while left := self._descendants():  # until there are none, because a process may start another one while it is killed
             if time.monotonic() > deadline:
-                pids = ",".join(str(process.pid) for process in left)
-                return (
-                    f"{self.request['host']}: these processes of the job cannot be killed: {pids}. They wait for a disk or a driver "
-                    f"that does not answer, or belong to another user. `ps -o pid,user,stat,wchan,cmd -p {pids}` shows them there."
-                )
+                return self._describe_left(left)
             self._kill_descendants()
             await asyncio.sleep(0.05)
         return ""
@@ -265,6 +291,7 @@ class _Guard:
         self.channel = Channel(transport)
         self.server: asyncio.Server | None = None
         self.job: JobOnNode | None = None
+        self.is_silent = False  # no message for SILENT_SECONDS
 
     async def run(self) -> int:
         """Exchange messages until the end. Return the exit code of the guard."""
@@ -285,6 +312,8 @@ class _Guard:
         while message is not None and self.transport.get_write_buffer_size() and not self.transport.is_closing():
             message = await self.read()
         await self._drain()
+        if self.is_silent:
+            _end_own_sshd()
         return 0
 
     async def read(self) -> dict[str, Any] | None:
@@ -292,6 +321,7 @@ class _Guard:
         try:
             line = await asyncio.wait_for(self.reader.readline(), SILENT_SECONDS)
         except asyncio.TimeoutError:
+            self.is_silent = True
             return None
         return json.loads(line) if line.endswith(b"\n") else None
 
@@ -322,7 +352,7 @@ class _Guard:
             return await self.start(message)
         elif self.job:  # a job that has not started is stopped by the end of the connection
             if do == "stop":
-                self.job.stop(message["why"], message.get("seconds"))
+                self.job.stop(message["why"], message.get("seconds"), message.get("is_interrupt", False))
             elif do == "kill":
                 self.job.kill(message["why"])
             elif self.job.outputs:
@@ -354,6 +384,15 @@ class _Guard:
             return True
         self.channel.send("started", pid=os.getpid())
         return self.is_detached
+
+
+def _end_own_sshd() -> None:
+    """End the sshd of this connection. It would wait for a client whose network was cut, for as long as TCP does."""
+    me = psutil.Process()
+    with contextlib.suppress(psutil.Error):
+        parent = me.parent()
+        if parent and parent.name().startswith("sshd") and parent.children() == [me]:  # a shared connection has other sessions
+            parent.terminate()
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:

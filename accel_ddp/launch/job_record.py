@@ -205,6 +205,7 @@ async def stop_job(request: dict[str, Any], channel: Any) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(state["pid"], signal.SIGUSR1 if request["now"] else signal.SIGTERM)
+        os.kill(state["pid"], signal.SIGCONT)  # a guard that was stopped (SIGSTOP) acts on it too
     deadline = time.monotonic() + request["seconds"]
     while record.is_running() and time.monotonic() < deadline:
         await asyncio.sleep(0.1)

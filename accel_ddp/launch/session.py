@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -70,7 +71,7 @@ class Session:
         self.codes: dict[int, int] = {}  # exit code of each node that has ended, in the order in which they ended
         self.reasons: dict[str, str] = {}  # host -> why its part of the job was stopped; "" if it ended by itself
         self.lost: list[str] = []  # connections that were lost while the job was running
-        self.interrupts = 0
+        self.interrupts, self.is_ctrl_c = 0, False
         self.has_started = False
         self.is_stopping = False
         self.began = time.monotonic()
@@ -85,7 +86,7 @@ class Session:
         try:
             return await self.work
         except asyncio.CancelledError:
-            return INTERRUPTED
+            return INTERRUPTED if self.is_ctrl_c else STOPPED
         except Lost as error:
             raise UserError(str(error)) from None
         finally:
@@ -94,7 +95,7 @@ class Session:
                 await self.console.wait_until_printed()
 
     def interrupt(self, number: int) -> None:
-        """Stop the job. Before the job runs, end at once. The second time, kill everything.
+        """Stop the job. Before the job runs, end at once. The second time, kill everything. The third time, return at once.
 
         If the terminal was closed, nobody can ask for an end of a job that does not stop, so it is killed later.
         A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
@@ -102,8 +103,10 @@ class Session:
         if number == signal.SIGHUP and self.is_stopping:
             self._send_all("stop", why="the terminal was closed", seconds=STOP_SECONDS)
             return
-        self.interrupts += 1
-        if not self.has_started:
+        self.interrupts, self.is_ctrl_c = self.interrupts + 1, self.is_ctrl_c or number == signal.SIGINT
+        if self.interrupts > 2:
+            self.leaving = asyncio.ensure_future(self._leave())
+        elif not self.has_started:
             self.work.cancel()
         elif self.is_detached:  # `_run` ends the job as soon as all nodes have started it
             self.console.note("ending the job, which is just starting.")
@@ -111,10 +114,22 @@ class Session:
             self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to end at once.")
             self.is_stopping = True
             seconds = STOP_SECONDS if number == signal.SIGHUP else None
-            self._send_all("stop", why="the terminal was closed" if seconds else "a stop was requested", seconds=seconds)
+            why = "the terminal was closed" if seconds else "a stop was requested"
+            self._send_all("stop", why=why, seconds=seconds, is_interrupt=self.is_ctrl_c)
         else:
-            self.console.note("ending at once.")
+            self.console.note("ending at once. Press Ctrl-C again to return before all processes have ended.")
             self._send_all("kill", why="the end was requested")
+
+    async def _leave(self) -> None:
+        """End this process at once. The guards go on without it: they kill what is left, and give up some time later."""
+        hosts = listed((one.node.host for one in self.connections if one.node.rank not in self.codes), 8)
+        self.console.note(
+            f"returning, although the job may still run on {hosts or 'a node'}. `accel-ddp status {self.cluster.file} --name "
+            f"{self.job.name}` shows it."
+        )
+        with contextlib.suppress(asyncio.TimeoutError):  # of a terminal that is stopped
+            await asyncio.wait_for(self.console.wait_until_printed(), 0.5)
+        os._exit(INTERRUPTED)
 
     def resize(self) -> None:
         """Give the terminal of the main rank the new size of this one, so that its panel fits."""
@@ -226,7 +241,7 @@ class Session:
 
     async def _follow(self, connection: Connection) -> None:
         """Show the output of a node until its part of the job has ended."""
-        node = connection.node
+        node, is_silent = connection.node, False
         try:
             while True:
                 await self.console.wait_for_room()
@@ -243,12 +258,16 @@ class Session:
                     if message["left"]:
                         self.console.note(message["left"])
                     break
+                elif message["is"] == "left":
+                    self.console.note(message["text"])
         except Lost as error:
             self.lost.append(str(error))
-            self.codes[node.rank] = 1
+            self.codes[node.rank], is_silent = 1, connection.process.returncode is None
             self.console.note(f"the connection to {error}")
         if len(self.codes) < len(self.connections):
             self._stop_others(node.host, self.codes[node.rank], delay=0 if self.lost else 2)
+        if is_silent:  # a guard that was stopped (SIGSTOP) would stay, because it does not see that this command has ended
+            await stop_all(dataclasses.replace(self.cluster, nodes=(node,)), self.job, is_now=True)
 
     async def _receive(self, connection: Connection) -> dict[str, Any]:
         """Return the next message of a node. Raises Lost after SILENT_SECONDS without one, not even a heartbeat."""

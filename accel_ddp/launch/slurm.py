@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from accel_ddp.errors import STOPPED, UserError
+from accel_ddp.errors import INTERRUPTED, STOPPED, UserError
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job, follow_lines
 from accel_ddp.launch.job_record import skip_to_last_lines
@@ -26,7 +26,7 @@ from accel_ddp.text import counted
 CALL_SECONDS = 60.0  # for the answer of Slurm's controller
 SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
 STOP_SECONDS = 660.0
-RESEND_SECONDS = 5.0  # a rank that is still importing its packages ignores the signal of a stop
+RESEND_SECONDS = 5.0  # a signal is lost in the moment before the launcher of a node blocks it
 # A part of sbatch's refusal, and the key of cluster.yaml that it is about. The order decides.
 REFUSALS = {
     "partition": "slurm.partition",
@@ -282,8 +282,10 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGINT)
 
-    # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75.
-    signal.signal(signal.SIGINT, lambda *_: None)
+    interrupts = iter(range(1, 1_000))
+    # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75. The third one returns at once:
+    # srun waits for a rank that the kernel blocks.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED) if next(interrupts) > 2 else None)
     signal.signal(signal.SIGTERM, interrupt)
     return process.wait()
 

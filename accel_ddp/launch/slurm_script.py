@@ -58,6 +58,7 @@ enter() {
 }
 
 check() {
+    trap "exit @stopped" USR2
     enter
     command -v @launcher >/dev/null ||
         fail "the PATH of this node has no @launcher. Set the key venv to an environment with accel_ddp."
@@ -68,10 +69,11 @@ check() {
 }
 
 train() {
-    # Slurm signals every process. USR2 would end the launcher, so the launcher ignores it. The ranks handle it.
-    trap "" USR2
+    # Slurm signals every process. The launcher blocks USR2, so a stop that arrives before the ranks handle it is not lost.
+    trap "exit @stopped" USR2
     enter
-    exec @command
+    trap "" USR2
+    exec python3 -ISc @block @command
 }
 
 on_each_node() {
@@ -88,6 +90,9 @@ on_each_node check && on_each_node train
 code=$?
 @{requeue}exit "$code"
 """)
+_BLOCK = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 _ACTIVATE_VENV = """\
 [ -f "$VENV/bin/activate" ] || fail "venv $VENV: this node does not have it. Create it, or change the key venv."
     . "$VENV/bin/activate"\
@@ -142,6 +147,8 @@ def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
         address=_quote(cluster.main_address) if cluster.main_address else "${nodes%%,*}",
         port=cluster.main_port if cluster.has_main_port else f"$(({FIRST_PORT} + {number} % {NUM_PORTS}))",
         user_error=USER_ERROR,
+        stopped=STOPPED,
+        block=_quote(_BLOCK),
         activate=_ACTIVATE_VENV if node.venv else "if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi",
         launcher="torchrun" if job_commands.uses_torchrun(cluster) else "accelerate",
         command=_command(cluster, job),

@@ -1,9 +1,12 @@
-"""What a process that starts ranks needs: an environment without a launcher, the variables of a rank, and the end of orphans."""
+"""What a process that starts ranks needs: an environment without a launcher, variables of a rank, signals, and the end of orphans."""
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 from accel_ddp.nodes.launcher import MPI_VARIABLES
 
@@ -35,3 +38,11 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """
     if _LIBRARY is not None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def is_pending(pid: int, number: int) -> bool:
+    """Return whether a signal was sent to a process that has not acted on it: it blocks the signal, or the kernel blocks it."""
+    with contextlib.suppress(OSError):
+        masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    return False

@@ -51,6 +51,22 @@ def claim(cfg: TrainConfig) -> IO[str]:
     return lock
 
 
+def refuse_run_of_other_node(cfg: TrainConfig) -> None:
+    """Raise UserError on every rank if a run that `--resume` would continue is in the folder of another node. This is a collective.
+
+    `claim` has looked at the main node only, whose disk may be new. With `--resume`, the newest checkpoint of any node is used.
+    """
+    with together("look for checkpoints in the output folder"):
+        found = checkpoint_format.list_checkpoints(cfg.output_dir) if this_rank.is_local_main and not cfg.resume else []
+    holders = {host: name for host, name in gather_everywhere((this_rank.host, found[-1].name if found else "")) if name}
+    if holders:
+        host, name = max(holders.items(), key=lambda holder: holder[1])
+        raise UserError(
+            f"--output_dir {cfg.output_dir} holds another run ({name}) on {host}, but none on the main node. Add --resume without a "
+            f"path to continue it from there: {host} sends its checkpoint to the other nodes. Or choose another --output_dir."
+        )
+
+
 def require_shared(cfg: TrainConfig, replicas: int) -> None:
     """Raise UserError on every rank if a rank that will write a part of a sharded checkpoint does not see the folder of the main rank.
 

@@ -417,9 +417,8 @@ class Judge:
         if r.state == "D":
             kind, text = "RANK_BLOCKED", f"{r.name} has been blocked in the kernel (state D) {place}."
             advice = "Usually a disk or a network file system does not answer. The process cannot be killed until it does."
-        if r.phase in phases.LOADING:
-            blocked = ", blocked in the kernel (state D)" if r.state == "D" else ""
-            kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}{blocked}."
+        elif r.phase in phases.LOADING:
+            kind, text = "DATA_HUNG", f"{r.name} has waited for its data {place}."
             advice = "Look at the dataset's code, at its disk, and at the data workers of this rank."
         is_at_disk = self.disk_hung and (r.phase == phases.SAVE or r.state == "D")
         if is_at_disk:

@@ -19,6 +19,7 @@ from typing import Any
 
 from accel_ddp import phases
 from accel_ddp.records.incidents import INFO, WARNING
+from accel_ddp.text import format_bytes
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, RankView
 from accel_ddp.watch.processes import Stack, read_stack, read_stack_of_worker
@@ -115,9 +116,15 @@ class LocalRanks(dict[int, LocalRank]):
         seen = phases.read(local.memory)
         what = processes.describe_exit(local.status)
         how = f"Continue from the last checkpoint with --resume --output_dir {shlex.quote(self.output_dir)}"
-        if local.kills.happened():
-            what = "was killed by the kernel, because its cgroup (container, Slurm job) used more memory than its limit,"
+        if cgroups := local.kills.happened():
+            size = f" of {format_bytes(limit)}" if (limit := processes.memory_limit(cgroups)) else ""
+            what = f"was killed by the kernel, because its cgroup (container, Slurm job) used more memory than its limit{size},"
             how = "Use a smaller --micro_batch_size or fewer --num_workers, or raise the limit. " + how
+        elif local.status in (-signal.SIGKILL, None) and local.kills.happened_on_machine():
+            how = (
+                f"The kernel has killed a process on {self.host} since the run began, because the machine or a cgroup (container, "
+                f"Slurm job) had too little memory (oom_kill in /proc/vmstat): probably this one. {how}"
+            )
         elif local.status in (-signal.SIGKILL, None):
             how = f"If nobody killed it, the machine ran out of memory: see `dmesg -T | grep -i kill` on {self.host}. " + how
         elif local.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL):
@@ -129,7 +136,8 @@ class LocalRanks(dict[int, LocalRank]):
             how = "Look for os._exit or a library that ends the process. " + how
         text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {phases.format_place(seen.step, seen.phase)}. {how}"
         place = {"rank": local.rank, "host": self.host, "step": phases.step_of(seen.step, seen.phase)}
-        return {"kind": "died", "text": text, "line": f"error: {text}", "exit_code": 1, **place}
+        code = max(local.status or 0, 0)  # every rank ends with the code that the program has chosen
+        return {"kind": "died", "text": text, "line": f"error: {text}", "code": code, "exit_code": code or 1, **place}
 
     def end(self, seconds: float) -> list[str]:
         """Kill the ranks that have not ended `seconds` after the failure was sent. Return a line for each that cannot be killed."""

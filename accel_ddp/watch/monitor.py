@@ -205,6 +205,17 @@ class Monitor:
         elif (incident.kind, incident.text) not in self.recorded:
             self.recorded.add((incident.kind, incident.text))
             self.incidents.write(incident)
+            if incident.kind == "SAVE_FAILED":  # a full disk: the users of the other nodes must know that nothing is saved
+                self._print_elsewhere(Event(*incident[:6]))
+
+    def _print_elsewhere(self, event: Event) -> None:
+        """Print what a rank has already printed on its own node on all other nodes. Runs on the main node."""
+        source = self.remote[event.rank].node if event.rank in self.remote else self.node
+        if source != self.node:
+            self.printer.put(str(event))
+        for node in self.peers.peers:
+            if node != source:
+                self.peers.send(node, {"event": event._asdict()})
 
     # ---- other nodes
 

@@ -120,11 +120,31 @@ class OutOfMemoryKills:
 
     def __init__(self, pid: int):
         self.pid = pid
-        self.before = {file: _count_kills(file) for file in _cgroup_files(pid)}
+        self.before = {file: _count_kills(file) for file in (_OF_MACHINE, *_cgroup_files(pid))}
 
-    def happened(self) -> bool:
+    def happened(self) -> list[Path]:
+        """Return the folders of the cgroups of the process in which the kernel has killed a process."""
         # The process may have been moved to another cgroup since.
-        return any(_count_kills(file) > self.before.get(file, 0) for file in {*self.before, *_cgroup_files(self.pid)})
+        files = {*self.before, *_cgroup_files(self.pid)} - {_OF_MACHINE}
+        return [file.parent for file in files if _count_kills(file) > self.before.get(file, 0)]
+
+    def happened_on_machine(self) -> bool:
+        """Return whether the kernel has killed any process. This is visible also where the files of cgroups are hidden."""
+        return _count_kills(_OF_MACHINE) > self.before[_OF_MACHINE]
+
+
+def memory_limit(folders: list[Path]) -> int:
+    """Return the memory limit, in bytes, that applies in these cgroups, or 0 if it cannot be read."""
+    limits = []
+    every = {each for folder in folders for each in (folder, *folder.parents)}
+    for file in (each / name for each in every for name in ("memory.max", "memory.limit_in_bytes")):  # of version 2 and 1
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(file.read_text()))
+    limit = min(limits, default=0)
+    return limit if limit < 1 << 60 else 0  # the number that means no limit in version 1
+
+
+_OF_MACHINE = Path("/proc/vmstat")
 
 
 def _cgroup_files(pid: int) -> list[Path]:
