@@ -1,7 +1,9 @@
 """What a process that starts ranks needs: an environment without a launcher, the variables of a rank, and the end of orphans."""
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 
@@ -10,6 +12,7 @@ from accel_ddp.nodes.launcher import MPI_VARIABLES
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_TORCHRUN = ("TORCHELASTIC_", "PET_")  # torchrun reads its own options from PET_ variables
 _PR_SET_PDEATHSIG = 1
+_MOST_FILES = 1 << 20  # some systems have a hard limit of 2^30, and programs that close every possible file
 # Loaded here, because loading takes a lock, which must not be taken between fork and exec.
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -35,3 +38,12 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     """
     if _LIBRARY is not None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+
+
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as the hard limit allows: each connection, also a stranger's, is one."""
+    with contextlib.suppress(ValueError, OSError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

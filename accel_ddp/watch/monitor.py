@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp import phases
+from accel_ddp.nodes.messages import check_shape
 from accel_ddp.nodes.terminal import erase_before_line
 from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.incidents import ERROR, INFO, WARNING, Incident, IncidentWriter
@@ -36,6 +37,18 @@ DECIDE_SECONDS = 2.0  # a node decides for itself if the coordinator has not ans
 SECONDARY_SECONDS = 3.0  # an error that may follow from another one is reported if no other one arrives within this time
 LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a run has about 60 for each
 UNREACHABLE_SECONDS = 20.0  # a coordinator that has not answered for this long after the start cannot be reached
+_NUMBER, _PLACE = (int, float), {"rank": int, "host": str, "step": int}
+_ROW = (  # of a heartbeat, see `_send_beat`
+    int, int, int, _NUMBER, (*_NUMBER, type(None)), str, _NUMBER, bool, _NUMBER, bool, *[_NUMBER] * len(phases.Timing._fields)
+)  # fmt: skip
+_IS_ROW = lambda row: isinstance(row, list) and len(row) == len(_ROW) and all(map(isinstance, row, _ROW))
+_FAILURE = {"kind": str, "text": str, "line": str, "exit_code": int, **_PLACE}
+# What other monitors send: the key of a message, and the shape of its value.
+_SHAPES = {
+    "ranks": [_IS_ROW], "failure": _FAILURE, "failed": _FAILURE, "event": {"severity": str, "kind": str, "text": str, **_PLACE},
+    "incident": {"level": str, "kind": str, "text": str, **_PLACE}, "stop": str, "want_stack": int, "stack": (int, [str], str),
+    "measure": int, "rate": (int, [int | float]),
+}  # fmt: skip
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
 
 
@@ -68,7 +81,7 @@ class Monitor:
         self.incidents = IncidentWriter()
         self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
-        self.peers = Peers(self.node, [], b"", self.receive)  # until `_connect`
+        self.peers = Peers(self.node, [], self.receive)  # until `_connect`
         self.failed_at = 0.0
         self.quiet_until = 0.0
         self.pending: dict[str, Any] | None = None  # a failure of this node, sent to the coordinator
@@ -203,14 +216,16 @@ class Monitor:
             if entry["node"] != self.node:
                 self.remote[entry["rank"]] = RankView(entry["rank"], entry["node"], entry["host"], entry["pid"])
         if len(message["roster"]) > 1:
-            self.peers = Peers(self.node, message["roster"], bytes.fromhex(message["token"]), self.receive)
+            self.peers = Peers(self.node, message["roster"], self.receive)
             self.peers.start()
             if self.node_socket is not None:
                 self._keep(self.peers.listen_for_pings(self.node_socket))
         self.slow_run = SlowRun(self.node, message, self.peers, self._announce)
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
-        """Handle a message of another monitor."""
+        """Handle a message of another monitor. Raises ValueError, and changes nothing, if the message is malformed."""
+        for name in message.keys() & _SHAPES.keys():
+            check_shape(message[name], _SHAPES[name])
         if "ranks" in message:
             now = time.monotonic()
             for rank, step, phase, age, normal, state, stopped, suspended, writing, finished, *timing in message["ranks"]:
@@ -264,7 +279,8 @@ class Monitor:
             for peer in self.peers.peers.values():
                 if not peer.heard_at and not peer.is_done:
                     text = (
-                        f"the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect. Faults of one node "
+                        f"the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect"
+                        f"{f': {peer.reason}' * bool(peer.reason)}. Faults of one node "
                         "are not reported on the other. Allow all TCP between the nodes."
                     )
                     self.printer.put(f"warning: {text}")
