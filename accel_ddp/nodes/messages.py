@@ -78,7 +78,7 @@ LARGEST_MESSAGE = 1 << 20  # bytes
 SMALL_SEGMENT = 536
 _NODE, _NONCE, _PROOF = 4, 16, 32  # bytes
 _HANDSHAKE_SECONDS = 3.0
-_MOST_UNVERIFIED = 256  # connections of a server at once without a completed handshake
+MOST_UNVERIFIED = 256  # connections of a server at once without a completed handshake
 
 
 class HandshakeError(Exception):
@@ -172,13 +172,13 @@ async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 class Door:
     """The handshakes of a server. `find_key` returns the key of a node, or None if there is no such node."""
 
-    def __init__(self, find_key: Callable[[int], bytes | None]):
-        self.find_key = find_key
+    def __init__(self, find_key: Callable[[int], bytes | None], most_unverified: int = MOST_UNVERIFIED):
+        self.find_key, self.most_unverified = find_key, most_unverified
         self.unverified: dict[asyncio.StreamWriter, None] = {}  # in the order in which they connected
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Stream:
         """Return the connection of a client that has the key. Raises HandshakeError. Each client has a few seconds."""
-        if len(self.unverified) >= _MOST_UNVERIFIED:  # the oldest connection without a handshake makes room
+        if len(self.unverified) >= self.most_unverified:  # the oldest connection without a handshake makes room
             oldest = next(iter(self.unverified))
             del self.unverified[oldest]
             oldest.close()

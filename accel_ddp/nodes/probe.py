@@ -26,7 +26,7 @@ class ProbeServer:
     """Ports on the data address of this node, which answer nodes that have the token."""
 
     def __init__(self, token: bytes):
-        self.door = messages.Door(lambda node: token)
+        self.door = messages.Door(lambda node: token, _MOST_CONNECTIONS)  # all nodes probe at once
         self.servers: list[asyncio.Server] = []
         self.ports: list[int] = []
         self.num_connections = 0
