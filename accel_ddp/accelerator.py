@@ -22,6 +22,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.nodes import launcher
 from accel_ddp.nodes.cores import choose_num_threads
 from accel_ddp.nodes.sharding_plan import take_plan
+from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.terminal import connect_output
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.observe.display import share_terminal
@@ -58,6 +59,7 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 def _become_supervised(cfg: TrainConfig) -> None:
     """Connect the output of this rank, and let messages and an exit code follow from how it ends."""
+    raise_file_limit()  # first, because the monitor and the data workers inherit it
     connect_output()  # for a program without `run`
     reporting.configure()
     supervise_program(cfg)

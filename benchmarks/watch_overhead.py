@@ -298,12 +298,14 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
             hello = {"rank": rank, "pid": os.getpid(), "page": f"{folder}/page-{rank}", "stack": f"{folder}/stack-{rank}"}
             connection.sendall(json.dumps({"hello": hello}).encode() + b"\n")
             connections.append(connection)
-        roster = [{"node": n, "host": f"node{n}", "address": "127.0.0.1", "port": port} for n in range(num_nodes)]
+        roster = [
+            {"node": n, "host": f"node{n}", "address": "127.0.0.1", "port": port, "key": token.hex()} for n in range(num_nodes)
+        ]
         ranks = [
             {"rank": r, "node": r // ranks_per_node, "host": f"node{r // ranks_per_node}", "pid": 1000 + r}
             for r in range(num_nodes * ranks_per_node)
         ]
-        connections[0].sendall(json.dumps({"roster": roster, "ranks": ranks, "token": token.hex()}).encode() + b"\n")
+        connections[0].sendall(json.dumps({"roster": roster, "ranks": ranks}).encode() + b"\n")
         try:
             assert ready.wait(120), "the simulated nodes could not connect"
             end = time.monotonic() + seconds + 3
@@ -323,7 +325,7 @@ def coordinate(num_nodes: int, ranks_per_node: int, seconds: float) -> dict[str,
             row = heartbeat_of(10, 123)
             return {
                 "memory": memory_bytes(monitor.pid), "cpu": (cpu_seconds(monitor.pid) - measured[1]) / passed,
-                "received": (counted.value - measured[2]) / passed, "size": 4 + len(json.dumps({"ranks": [row] * ranks_per_node})),
+                "received": (counted.value - measured[2]) / passed, "size": 36 + len(json.dumps({"ranks": [row] * ranks_per_node})),
             }  # fmt: skip
         finally:
             nodes.kill()
@@ -335,7 +337,7 @@ def heartbeat_of(rank: int, step: int) -> list:
     """Return what a monitor sends about one rank, as `Monitor._send_beat` does."""
     from accel_ddp import phases
 
-    return [rank, step, phases.BACKWARD, 0.05, 0.123456789, "S", 0.0, 0.0, False, *timing_of(step)]
+    return [rank, step, phases.BACKWARD, 0.05, 0.123456789, "S", 0.0, False, 0.0, False, *timing_of(step)]
 
 
 def timing_of(step: int):
@@ -362,11 +364,11 @@ async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes,
             try:
                 async with gate:
                     reader, writer = await messages.connect("127.0.0.1", port, 10, small_segments=True)
-                    await messages.handshake(reader, writer, token, is_client=True)
+                    stream = await messages.handshake(reader, writer, token, node)
                 break
             except (OSError, messages.HandshakeError, asyncio.TimeoutError):
                 await asyncio.sleep(0.5)
-        writer.write(messages.encode({"node": node}))
+        stream.write({"hello": True})
         connected += 1
         if connected == num_nodes - 1:
             ready.set()
@@ -382,7 +384,7 @@ async def be_nodes(num_nodes: int, ranks_per_node: int, port: int, token: bytes,
             step += 1
             first = node * ranks_per_node
             rows = [heartbeat_of(first + r, step) for r in range(ranks_per_node)]
-            writer.write(messages.encode({"ranks": rows}))
+            stream.write({"ranks": rows})
             with counted.get_lock():
                 counted.value += 1
             await asyncio.sleep(BEAT_SECONDS)

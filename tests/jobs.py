@@ -215,7 +215,7 @@ class Jobs:
         mark = dict([node.space.mark.split("=", 1)]) if self.cluster.kind == "loopback" else {}
         return clean_environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", **mark, **more)
 
-    def ranks(self, places: list[int], *arguments: object, script: Path = FAULTY) -> Job:
+    def ranks(self, places: list[int], *arguments: object, script: Path = FAULTY, **more: str) -> Job:
         """Start one rank on the node of each number in `places`, as forks, without a launcher."""
         for place in set(places):
             self.server(place)
@@ -224,7 +224,7 @@ class Jobs:
             local = {"LOCAL_RANK": str(places[:rank].count(place)), "LOCAL_WORLD_SIZE": str(places.count(place))}
             world = {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "MASTER_PORT": port}
             address = self.cluster.nodes[places[0]].address if len(set(places)) > 1 else "127.0.0.1"
-            env = self.environment(self.cluster.nodes[place], MASTER_ADDR=address, **world, **local)
+            env = self.environment(self.cluster.nodes[place], MASTER_ADDR=address, **world, **local, **more)
             processes.append(self.server(place).fork([str(script), *map(str, arguments)], env, ROOT, True))
         return self.job(processes, [self.cluster.nodes[place] for place in places])
 

@@ -306,19 +306,29 @@ def listening_ports(pid: int) -> list[int]:
     return sorted(c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
 
 
-def authenticated(port: int, token: bytes) -> socket.socket:
-    """Return a connection after a successful handshake."""
-    sock = socket.create_connection(("127.0.0.1", port), timeout=30)
-    mine = os.urandom(16)
-    sock.sendall(messages.MAGIC + mine)
-    theirs = sock.recv(16, socket.MSG_WAITALL)
-    sock.sendall(messages.make_proof(token, b"client", mine, theirs))
-    assert sock.recv(32, socket.MSG_WAITALL) == messages.make_proof(token, b"server", theirs, mine)
-    return sock
+class Authenticated:
+    """A connection after a successful handshake, on which a test sends any bytes as messages."""
 
+    def __init__(self, port: int, token: bytes):
+        self.sock = socket.create_connection(("127.0.0.1", port), timeout=30)
+        mine = bytes(4) + os.urandom(16)
+        self.sock.sendall(messages.MAGIC + mine)
+        theirs = self.sock.recv(16, socket.MSG_WAITALL)
+        self.sock.sendall(messages.make_proof(token, b"client", mine, theirs))
+        assert self.sock.recv(32, socket.MSG_WAITALL) == messages.make_proof(token, b"server", mine, theirs)
+        self.key, self.number = messages.make_proof(messages.make_proof(token, b"session", mine, theirs), b"up"), 0
 
-def frame(data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + data
+    def frame(self, data: bytes) -> bytes:
+        """Return the bytes of the next message."""
+        proof = messages.make_proof(self.key, struct.pack(">Q", self.number), data)
+        self.number += 1
+        return struct.pack(">I", len(data)) + data + proof
+
+    def __enter__(self) -> "Authenticated":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sock.close()
 
 
 def test_a_thousand_malformed_connections_break_nothing_and_learn_nothing():
@@ -372,18 +382,19 @@ def test_a_thousand_malformed_connections_break_nothing_and_learn_nothing():
         elif kind == 3:
             data = chance.choice([b"GET / HTTP/1.1\r\n\r\n", b"SSH-2.0-x\r\n", b"\x00" * 9000, b"\x16\x03\x01\x02"])
         elif kind == 4 and to == port:
-            with authenticated(port, token) as sock:
-                good = frame(chance.choice(bad_hellos))
+            with Authenticated(port, token) as peer:
+                good = peer.frame(chance.choice(bad_hellos))
                 if chance.random() < 0.3:
-                    good = frame(json.dumps({**hello, "node": None}).encode()) + frame(chance.choice(bad_facts))
-                sock.sendall(
+                    peer.number = 0
+                    good = peer.frame(json.dumps({**hello, "node": None}).encode()) + peer.frame(chance.choice(bad_facts))
+                peer.sock.sendall(
                     chance.choice([good, struct.pack(">I", 1 << 31), good[: len(good) // 2], b"\x00\x00\x00\xff" + bytes(3)])
                 )
             continue
         elif kind == 4:
-            with authenticated(to, token) as sock:  # an invalid size of the payload
-                sock.sendall(
-                    frame(chance.choice([b'{"bytes": 9999999999}', b'{"bytes": "x"}', b'{"bytes": -5}', b"{}"]) + b" " * 3)
+            with Authenticated(to, token) as peer:  # an invalid size of the payload
+                peer.sock.sendall(
+                    peer.frame(chance.choice([b'{"bytes": 9999999999}', b'{"bytes": "x"}', b'{"bytes": -5}', b"{}"]) + b" " * 3)
                 )
             continue
         else:
@@ -414,12 +425,12 @@ def test_a_node_that_connects_after_the_checks_receives_an_error():
     main.until("waiting for machine_rank 1")
     token = messages.make_token(port, "", "")
     hello = {"node": 1, "nodes": 2, "ranks": 0, "local_rank": 0, "local_ranks": 1, "pid": 1, "ip": "127.0.0.1", "ports": [1, 2]}
-    with authenticated(port, token) as first, authenticated(port, token) as second:
-        first.sendall(frame(json.dumps({**hello, "host": "first"}).encode()) + frame(b'{"time": 0}'))
+    with Authenticated(port, token) as first, Authenticated(port, token) as second:
+        first.sock.sendall(first.frame(json.dumps({**hello, "host": "first"}).encode()) + first.frame(b'{"time": 0}'))
         time.sleep(1)  # the coordinator now waits for the probes of the first
-        second.sendall(frame(json.dumps({**hello, "host": "second"}).encode()))
-        (size,) = struct.unpack(">I", second.recv(4, socket.MSG_WAITALL))
-        answer = json.loads(second.recv(size, socket.MSG_WAITALL))
+        second.sock.sendall(second.frame(json.dumps({**hello, "host": "second"}).encode()))
+        (size,) = struct.unpack(">I", second.sock.recv(4, socket.MSG_WAITALL))
+        answer = json.loads(second.sock.recv(size, socket.MSG_WAITALL))
     main.kill()
     assert [finding["code"] for finding in answer["verdict"]] == ["E_LATE"]
     assert "second (machine_rank 1) connected after the nodes had been checked without it" in answer["verdict"][0]["saw"]
@@ -450,7 +461,7 @@ def test_untrusted_peers_cannot_exhaust_the_memory_of_the_doctor():
     main.until("waiting for machine_rank 1")
     process, token = psutil.Process(main.processes[0].pid), messages.make_token(port, "", "")
     before = process.memory_info().rss
-    held = [authenticated(port, token) for _ in range(10)]
+    held = [Authenticated(port, token).sock for _ in range(10)]
     for sock in held:
         sock.sendall(struct.pack(">I", messages.LARGEST_MESSAGE) + bytes(messages.LARGEST_MESSAGE - 1))
     held += [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(200)]

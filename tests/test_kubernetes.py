@@ -96,7 +96,8 @@ def test_manifests_state_what_a_job_on_several_nodes_needs(tmp_path):
     assert {one["name"]: one["mountPath"] for one in container["volumeMounts"]} == {"shared-memory": "/dev/shm", "runs": "/data"}
     env = {one["name"]: one["value"] for one in container["env"]}
     assert pod["terminationGracePeriodSeconds"] == 120 > int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
-    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+    own = {"secretRef": {"name": "classify-token", "optional": True}}  # a manifest that is printed and created by hand has none
+    assert container["envFrom"] == [own, {"secretRef": {"name": "wandb"}}]
     amounts = {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}
     assert container["resources"] == {"requests": amounts, "limits": amounts}
     assert spec["activeDeadlineSeconds"] == 12 * 3600
@@ -460,6 +461,11 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(api, command
     assert "submitted: TrainJob classify in the namespace default\n" in done.stdout
     assert f"accel-ddp stop {file} --name classify" in done.stdout
     assert api.names() == ["TrainingRuntime/classify", "TrainJob/classify"]
+    (token,) = [one for one in api.objects.values() if one["kind"] == "Secret"]
+    assert token["metadata"]["name"] == "classify-token"
+    value = token["stringData"]["ACCEL_DDP_TOKEN"]
+    assert re.fullmatch(r"[0-9a-f]{64}", value)
+    assert value not in done.stdout + done.stderr + str([one for one in api.objects.values() if one["kind"] != "Secret"])
     printed = command("launch", "--print", file, "classify", "--lr", "1e-5").stdout
     stored = [one for one in api.objects.values() if one["kind"] in ("TrainingRuntime", "TrainJob")]
     assert list(yaml.safe_load_all(printed)) == stored, "--print prints what is submitted"
@@ -508,7 +514,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(api, command
     assert "its ranks have 300 s to save a checkpoint" in stopped.stdout
     assert api.names() == []
     deletions = [request.split("?")[0].split("/")[-2] for request in api.requests if request.startswith("DELETE")]
-    assert deletions == ["trainjobs", "trainingruntimes"], "the job goes first"
+    assert deletions == ["trainjobs", "trainingruntimes", "secrets"], "the job goes first"
     refused(command("stop", file), "there is no trainjob.*/classify in the namespace default")
 
 

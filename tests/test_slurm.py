@@ -124,6 +124,8 @@ import json, os, signal, sys
 print(json.dumps(sys.argv))
 os.kill(os.getpid(), signal.SIGUSR2)
 print(signal.sigpending())
+if "SHOWN" in os.environ:
+    print(os.environ[os.environ["SHOWN"]])
 sys.exit(int(os.environ.get("CODE", 0)))
 """
 
@@ -219,6 +221,11 @@ def test_secrets_are_not_in_the_script(tmp_path):
     assert done.returncode == 2
     assert "the variable WANDB_API_KEY is not set" in done.stderr
     assert "secret.env" in done.stderr
+    show = lambda **own: run_on_this_machine(runnable(tmp_path), tmp_path, SHOWN="ACCEL_DDP_TOKEN", **own).stdout.splitlines()[-1]
+    tokens = {show(), show()}
+    assert len(tokens) == 2, "each run makes a secret of its own when it starts"
+    assert all(re.fullmatch(r"[0-9a-f]{64}", token) for token in tokens), tokens
+    assert show(ACCEL_DDP_TOKEN="of the user") == "of the user"
 
 
 def test_a_missing_folder_environment_launcher_or_script_is_named(tmp_path):

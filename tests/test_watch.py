@@ -457,10 +457,10 @@ def test_a_message_that_cannot_be_handled_does_not_end_the_connection_of_a_node(
 
         server = await asyncio.start_server(lambda *streams: first.accept(*streams), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        roster = [{"node": node, "host": f"node{node}", "address": "127.0.0.1", "port": port} for node in range(2)]
-        first, second = Peers(0, roster, b"token", handle), Peers(1, roster, b"token", handle)
+        roster = [{"node": node, "host": f"node{node}", "address": "127.0.0.1", "port": port, "key": "ab"} for node in range(2)]
+        first, second = Peers(0, roster, handle), Peers(1, roster, handle)
         second.start()
-        while not second.peers[0].writers:
+        while not second.peers[0].stream:
             await asyncio.sleep(0.01)
         for message in ({"value": 1}, {}, {}, {"value": 2}):
             second.send(0, message)
@@ -468,7 +468,7 @@ def test_a_message_that_cannot_be_handled_does_not_end_the_connection_of_a_node(
             await asyncio.sleep(0.01)
             if len(received) == 2:
                 break
-        is_open = bool(first.peers[1].writers) and not first.peers[1].closed_at
+        is_open = bool(first.peers[1].stream) and not first.peers[1].closed_at
         await second.close()
         await first.close()
         server.close()

@@ -12,6 +12,7 @@ from accel_ddp.config.train_config import TrainConfig, options_that_must_match
 from accel_ddp.doctor import host
 from accel_ddp.doctor.findings import Finding
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.run_secret import NodeKeys, read_secret
 
 
 @dataclass(kw_only=True)
@@ -20,7 +21,8 @@ class CheckOptions:
 
     wait_seconds: float = 300.0  # for nodes that are not started yet
     no_answer_seconds: float = host.NO_ANSWER  # an address that gives no answer at all is given up earlier
-    secret: str = field(default_factory=lambda: os.environ.get("ACCEL_DDP_TOKEN", ""))  # --token
+    secret: str = field(default_factory=read_secret)
+    keys: NodeKeys | None = None  # of this node, for connections after the checks; the nodes exchange the public ones
     measures_bandwidth: bool = True  # of each path, one after the other; otherwise only whether each path works
     deep: bool = False  # run collectives with torch afterwards
     recipe: dict[str, Any] = field(default_factory=dict)  # resolved options that must be the same on every node

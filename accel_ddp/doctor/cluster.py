@@ -1,6 +1,7 @@
 """All checks except for collectives, from this host alone to every path between the nodes, and the preflight that runs them."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 import ipaddress
@@ -14,7 +15,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.doctor import compare_nodes, facts, host, node_client
 from accel_ddp.doctor import findings as report
 from accel_ddp.doctor.check_options import CheckOptions, options_of_config
-from accel_ddp.doctor.coordinator import Connection, try_port
+from accel_ddp.doctor.coordinator import try_port
 from accel_ddp.doctor.findings import ERROR, Finding, Outcome, has_errors
 from accel_ddp.doctor.host import HOST, local_finding
 from accel_ddp.doctor.node_client import CoordinatorSearch, Facts
@@ -118,7 +119,7 @@ class _ClusterCheck:
         if topology.local_rank == 0:
             self.findings += host.check_limits(topology, options.output_dir, self.folder)
 
-    async def _connect(self, began: float) -> Connection | None:
+    async def _connect(self, began: float) -> messages.Stream | None:
         """Return a connection to the coordinator, which may be started here. None: `findings` has the reason."""
         topology, findings, is_main_address = self.topology, self.findings, host.is_local_address(self.ip)
         may_coordinate = is_main_address and topology.local_rank == 0
@@ -143,7 +144,7 @@ class _ClusterCheck:
         # The other nodes would wait for this one. They connect to the rescue port and receive these errors.
         self.coordinator = await self._start_coordinator(is_rescue=True)
         opened = await try_port("127.0.0.1", topology.rescue_port, self.token) if self.coordinator else ("", "")
-        return None if isinstance(opened[0], str) else opened
+        return opened if isinstance(opened, messages.Stream) else None
 
     async def _start_coordinator(self, is_rescue: bool = False) -> Examiner | None:
         """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
@@ -152,6 +153,7 @@ class _ClusterCheck:
         """
         topology = self.topology
         coordinator = Examiner(self.token, self.options.wait_seconds, self.print_progress)
+        # Nodes find the rescue port when the main address is wrong, so no single address of this host is the right one.
         address, ports = ("0.0.0.0", (topology.rescue_port,)) if is_rescue else (self.listen_ip, topology.coordinator_ports)
         try:
             await coordinator.open(address, ports, self.connect_ip, topology.rescue_port, topology.main_address)
@@ -170,7 +172,7 @@ class _ClusterCheck:
             "node_ranks": topology.num_node_ranks,
             "local_rank": topology.local_rank, "local_ranks": topology.num_local_processes, "pid": os.getpid(), "host": HOST,
             "ip": self.data_ip, "interface": self.interface, "ports": self.probe_server.ports, "needed": options.checkpoint_bytes,
-            "open": host.firewall_advice(), "deep": options.deep,
+            "open": host.firewall_advice(), "deep": options.deep, "key": options.keys.public if options.keys else "",
             "findings": [finding.as_dict() for finding in self.findings[: compare_nodes.MOST_FINDINGS]],
         }  # fmt: skip
 
@@ -236,8 +238,9 @@ def report_to_other_nodes(reason: str, topology: Topology | None = None, script:
     if topology.num_nodes <= 1 or topology.local_rank:
         return
     finding = local_finding(topology, "E_OPTIONS", reason, "read the output of that node")
-    options = CheckOptions(script=script or sys.argv[0], measures_bandwidth=False, findings=[finding], wait_seconds=5)
-    asyncio.run(check_cluster(topology, options, lambda text: None))
+    with contextlib.suppress(UserError):  # of the file with the secret, without which the other nodes do not listen
+        options = CheckOptions(script=script or sys.argv[0], measures_bandwidth=False, findings=[finding], wait_seconds=5)
+        asyncio.run(check_cluster(topology, options, lambda text: None))
 
 
 def print_progress(text: str) -> None:

@@ -294,14 +294,14 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {  # of the fields that nodes send; e
     "ports": lambda value: [_count(65535)(port) for port in bounded_list(value, 2)],
     "sees": lambda value: [_count(MOST_NODES)(node) for node in bounded_list(value, MOST_NODES)],
     "findings": lambda value: clean_findings(value or []),
-    "host": _text(), "interface": _text(), "open": _text(), "folder": _text(), "error": _text(),
+    "host": _text(), "interface": _text(), "open": _text(), "folder": _text(), "error": _text(), "key": _text(64),
     "code": _text(), "saw": _text(LONGEST_TEXT), "fix": _text(LONGEST_TEXT),
 }  # fmt: skip
 _FIELDS = {
-    "hello": "node nodes rank node_ranks ranks local_rank local_ranks pid needed ip ports findings deep host interface open",
+    "hello": "node nodes rank node_ranks ranks local_rank local_ranks pid needed ip ports findings deep host interface open key",
     "finding": "code saw fix host node rank",
     "folder": "folder error free sees",
-    "peer": "node host ip ports interface open ranks",
+    "peer": "node host ip ports interface open ranks key",
 }
 
 

@@ -25,15 +25,13 @@ import psutil
 
 from accel_ddp.doctor.host import external_interfaces
 from accel_ddp.nodes import messages, probe
-from accel_ddp.nodes.messages import make_proof, printable
+from accel_ddp.nodes.messages import Stream, make_proof, printable
 
 Message = dict[str, Any]
-Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 KEEPALIVE_SECONDS = 2.0
 OTHER_PROGRAM = "other program"  # a result of `try_port`, besides the results of a probe
 _HELLO_SECONDS = 10.0
-_MOST_UNVERIFIED = 256  # connections at once without a completed handshake; each is closed after 3 s
 _MOST_MEMBERS = 8192
 _MOST_UNREAD = 256  # messages; a member that sends more waits until they are read
 _MOST_SEEKERS = 64
@@ -47,7 +45,7 @@ class Member:
     """A process that has connected and described itself: one per node, or one per rank under a launcher."""
 
     hello: Message
-    writer: asyncio.StreamWriter
+    stream: Stream
     lost: str = ""  # what happened to its connection; empty while it is open
     is_silent: bool = False  # it did not answer a request, and receives no further ones
 
@@ -55,7 +53,7 @@ class Member:
         """Send a message. A failure is ignored, because the reading side reports the lost connection."""
         if not self.lost:
             with contextlib.suppress(OSError, asyncio.TimeoutError, RuntimeError):
-                await messages.send(self.writer, message, 5)
+                await self.stream.send(message, 5)
 
 
 class Coordinator:
@@ -65,13 +63,12 @@ class Coordinator:
     or KeyError. It may also define `join`, and handle messages as they arrive (`take`).
     """
 
-    def __init__(self, token: bytes, silence_seconds: float):
-        self.token, self.silence_seconds = token, silence_seconds
+    def __init__(self, find_key: Callable[[int], bytes | None], silence_seconds: float):
+        self.door, self.silence_seconds = messages.Door(find_key), silence_seconds
         self.members: list[Member] = []
         self.changed = asyncio.Event()  # set when a node connects or is lost
         self.inbox: asyncio.Queue[tuple[Member, Message]] = asyncio.Queue(_MOST_UNREAD)
         self.servers: list[asyncio.Server] = []
-        self.unverified: dict[asyncio.StreamWriter, None] = {}  # in the order in which they connected
         self.num_rejected = 0
         self.keeping_alive: asyncio.Future | None = None
 
@@ -102,24 +99,17 @@ class Coordinator:
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
         """Return the member if it has the token and a valid description, and otherwise None."""
-        if len(self.unverified) >= _MOST_UNVERIFIED:  # the oldest connection without a handshake makes room
-            oldest = next(iter(self.unverified))
-            del self.unverified[oldest]
-            oldest.close()
-        self.unverified[writer] = None
         try:
-            await messages.handshake(reader, writer, self.token, is_client=False)
-            hello = self.read_hello(await messages.receive(reader, _HELLO_SECONDS))
+            stream = await self.door.admit(reader, writer)
+            hello = self.read_hello(await stream.receive(_HELLO_SECONDS))
             if len(self.members) >= _MOST_MEMBERS:
                 raise ValueError("too many members")
-            return Member(hello, writer)
+            return Member(hello, stream)
         except asyncio.CancelledError:  # the event loop ends; it would print the exception if it were raised again
             return None
         except Exception:  # a process without the token can send anything
             self.num_rejected += 1
             return None
-        finally:
-            self.unverified.pop(writer, None)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Handle one connection until it is closed or silent."""
@@ -127,7 +117,7 @@ class Coordinator:
             try:
                 await self.join(member)
                 while True:
-                    message = await messages.receive(reader, self.silence_seconds)
+                    message = await member.stream.receive(self.silence_seconds)
                     if message.get("event") != "alive":
                         await self.take(member, message)
             except (Exception, asyncio.CancelledError) as error:  # raised again, the event loop would print it
@@ -175,9 +165,8 @@ def describe_loss(error: BaseException, silence_seconds: float) -> str:
 class CoordinatorClient:
     """A node's side of a connection: it describes this node and answers the requests of the coordinator."""
 
-    def __init__(self, connection: Connection, silence_seconds: float):
-        self.reader, self.writer = connection
-        self.silence_seconds = silence_seconds
+    def __init__(self, stream: Stream, silence_seconds: float):
+        self.stream, self.silence_seconds = stream, silence_seconds
         self.outbox: asyncio.Queue[Message] = asyncio.Queue()  # answers and events
 
     async def follow(self, hello: Message, answer: Callable[[Message], Awaitable[None]]) -> Message:
@@ -190,14 +179,14 @@ class CoordinatorClient:
         sending = asyncio.ensure_future(self._send())
         try:
             while True:
-                request = await messages.receive(self.reader, self.silence_seconds)
+                request = await self.stream.receive(self.silence_seconds)
                 if request["do"] == "close":
                     return request
                 if request["do"] != "wait":
                     await answer(request)
         finally:
             sending.cancel()
-            await messages.close(self.writer)
+            await self.stream.close()
 
     async def _send(self) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError):  # `follow` reports the lost connection
@@ -205,18 +194,17 @@ class CoordinatorClient:
                 message: Message = {"event": "alive"}
                 with contextlib.suppress(asyncio.TimeoutError):
                     message = await asyncio.wait_for(self.outbox.get(), KEEPALIVE_SECONDS)
-                await messages.send(self.writer, message)
+                await self.stream.send(message)
 
 
-async def try_port(ip: str, port: int, token: bytes) -> Connection | tuple[str, str]:
-    """Return (reader, writer) of the coordinator on this port, or (how the attempt failed, the reason)."""
+async def try_port(ip: str, port: int, key: bytes, node: int = 0) -> Stream | tuple[str, str]:
+    """Return a connection to the coordinator on this port, or (how the attempt failed, the reason)."""
     try:
         reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
     except (OSError, asyncio.TimeoutError) as error:
         return probe.classify_error(error), getattr(error, "strerror", "") or ""
     try:
-        await messages.handshake(reader, writer, token, is_client=True)
-        return reader, writer
+        return await messages.handshake(reader, writer, key, node)
     except (messages.HandshakeError, OSError) as error:
         writer.close()
         return OTHER_PROGRAM, str(error)
@@ -234,6 +222,7 @@ class Responder(asyncio.DatagramProtocol):
         """Listen on a UDP port. Errors are ignored, because discovery is optional."""
         with contextlib.suppress(OSError):
             loop = asyncio.get_running_loop()
+            # A socket that is bound to the address of an interface receives no broadcasts.
             self.transport, _ = await loop.create_datagram_endpoint(lambda: self, local_addr=("0.0.0.0", port))
 
     def close(self) -> None:

@@ -49,8 +49,8 @@ def add_shared_options(parser: argparse.ArgumentParser) -> Any:
     for name in ("cpu", "multi_gpu", "same_network"):
         add(name, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--wait", type=float, help="seconds to wait for nodes that are not started yet (300)")
-    parser.add_argument("--token", default=os.environ.get("ACCEL_DDP_TOKEN", ""), help="a secret that all nodes share, also "
-                        "read from ACCEL_DDP_TOKEN; without it, anyone who can reach the port can take part")  # fmt: skip
+    parser.add_argument("--token", default="", help="a secret that all nodes share, for tests: other users of this machine can read it "
+                        "here; set ACCEL_DDP_TOKEN or ACCEL_DDP_TOKEN_FILE instead")  # fmt: skip
     parser.add_argument("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="backend of the collectives")
 
 
@@ -129,7 +129,7 @@ def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology
     options.output_dir = given.output_dir or options.output_dir
     if given.wait is not None:
         options.wait_seconds = options.no_answer_seconds = given.wait
-    options.secret, options.deep = given.token, not given.no_deep
+    options.secret, options.deep = given.token or options.secret, not given.no_deep
     return topology, options
 
 

@@ -51,6 +51,7 @@ from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.nodes.launcher import CONFIG_FILE, find_config_file, parse_accelerate_command, read_accelerate_config
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
+from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import Topology, find_topology
 from accel_ddp.records.redaction import redact_command
 from accel_ddp.watch import restart_files
@@ -75,6 +76,7 @@ def prepare_launcher(argv: list[str]) -> None:
 
     Accelerate would ask the user to install DeepSpeed, which the ranks do not support.
     """
+    raise_file_limit()  # the ranks inherit it
     return_exit_code_of_ranks()
     adopt_config()
     request = parse_accelerate_command(sys.orig_argv) or {}

@@ -11,13 +11,13 @@ from typing import Any
 
 from accel_ddp.doctor import compare_nodes, host
 from accel_ddp.doctor.check_options import CheckOptions
-from accel_ddp.doctor.coordinator import OTHER_PROGRAM, Connection, CoordinatorClient, Message, find_coordinator, try_port
+from accel_ddp.doctor.coordinator import OTHER_PROGRAM, CoordinatorClient, Message, find_coordinator, try_port
 from accel_ddp.doctor.findings import Finding, Outcome, has_errors
 from accel_ddp.doctor.host import firewall_advice, local_finding
 from accel_ddp.doctor.verdict import GRACE_SECONDS, Examiner
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
-from accel_ddp.nodes.messages import bounded_list, printable, whole_number
+from accel_ddp.nodes.messages import Stream, bounded_list, printable, whole_number
 from accel_ddp.nodes.probe import CUT, DROPPED, REFUSED, UNREACHABLE
 from accel_ddp.nodes.topology import Topology
 
@@ -78,13 +78,13 @@ class CoordinatorSearch:
     def waited(self) -> float:
         return time.monotonic() - self.began
 
-    async def run(self) -> Connection | Examiner | Finding:
+    async def run(self) -> Stream | Examiner | Finding:
         """Return a connection to the coordinator, the coordinator that was started here, or why there is none."""
         while True:
             answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
-            connections = [answer for answer in answers if not isinstance(answer[0], str)]
-            for _, writer in connections[1:]:
-                writer.close()
+            connections = [answer for answer in answers if isinstance(answer, Stream)]
+            for stream in connections[1:]:
+                stream.writer.close()
             if connections:
                 return connections[0]
             self.result, self.reason = min(answers, key=lambda answer: _MOST_CERTAIN.index(answer[0]))
@@ -159,7 +159,7 @@ class CoordinatorSearch:
             fix = "end this process if it is left of an earlier run, or use another --main_process_port on every node"
         return local_finding(topology, code, saw, fix)
 
-    async def _try_rescue_port(self) -> Connection | None:
+    async def _try_rescue_port(self) -> Stream | None:
         """Return a connection to the rescue port of the coordinator, or None.
 
         The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. If it listens
@@ -170,14 +170,14 @@ class CoordinatorSearch:
         if not topology.local_rank and not ipaddress.ip_address(self.ip).is_loopback:  # which is the main address of many runs
             found, is_same = await _find_by_broadcast(topology, self.token)
             self.other_main = "" if found == self.ip else found
-        if isinstance(direct[0], str):
+        if not isinstance(direct, Stream):
             connection = await try_port(self.other_main, port, self.token) if is_same and self.other_main else direct
-            return None if isinstance(connection[0], str) else connection
+            return connection if isinstance(connection, Stream) else None
         if self.result == OTHER_PROGRAM:  # node 0 reports this
             return direct
         again = await try_port(self.ip, topology.main_port, self.token)  # node 0 may have started in the meantime
-        if not isinstance(again[0], str):
-            direct[1].close()
+        if isinstance(again, Stream):
+            direct.writer.close()
             return again
         if again[0] != OTHER_PROGRAM:
             how = {DROPPED: "drops packets to", REFUSED: "rejects connections to"}.get(again[0], "blocks")
@@ -219,7 +219,7 @@ async def is_torch_store(ip: str, port: int) -> bool:
 
 
 async def follow_coordinator(
-    connection: Connection, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
+    connection: Stream, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
     measures_bandwidth: bool, print_progress: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """Send `hello` and the facts to the coordinator, answer its requests, and return its verdict.

@@ -7,7 +7,6 @@ and finally sends the verdict. Every step has a time limit.
 import asyncio
 import contextlib
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from accel_ddp.doctor.coordinator import Coordinator, Member, Message, Responder
 from accel_ddp.doctor.findings import ERROR, Finding, Outcome, has_errors, sort_findings
 from accel_ddp.doctor.host import HOST
 from accel_ddp.nodes import messages
+from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import describe_ranks, find_nodes
 
 GRACE_SECONDS = 15.0  # for nodes that are still starting, when the findings are already errors: they report the errors too
@@ -46,8 +46,8 @@ class Examiner(Coordinator):
     """Runs on the main node. `open` starts it; `finished` is done when every node has received the verdict."""
 
     def __init__(self, token: bytes, wait_seconds: float, print_progress: Callable[[str], None]):
-        super().__init__(token, _SILENCE_SECONDS)
-        self.wait_seconds, self.print_progress = wait_seconds, print_progress
+        super().__init__(lambda node: token, _SILENCE_SECONDS)
+        self.token, self.wait_seconds, self.print_progress = token, wait_seconds, print_progress
         self.is_rescue = False  # the main port cannot be used; nodes are only told why
         self.responder: Responder | None = None
         self.is_complete = False  # a node that connects from now on is late
@@ -67,9 +67,7 @@ class Examiner(Coordinator):
             except OSError:
                 if port == ports[-1]:
                     raise
-        with contextlib.suppress(ValueError, OSError):  # each rank of a large world needs an open file
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit[1], 65536) if limit[1] > 0 else 65536, limit[1]))
+        raise_file_limit()  # each rank of a large world needs an open file
         self.ip, self.address, self.is_rescue = ip, f"{shown_ip}:{port}", port == rescue_port
         if rescue_port and not ip.startswith("127."):
             if not self.is_rescue:
@@ -120,7 +118,7 @@ class Examiner(Coordinator):
             is_failed = self.outcome and self.outcome.has_errors
             await member.send(_verdict_message(self.outcome if is_failed else late, member))
             await member.send({"do": "close"})
-            await messages.close(member.writer)
+            await member.stream.close()
             raise ConnectionError("it is late")
         await super().join(member)
         self._number_nodes()
@@ -268,7 +266,7 @@ class Examiner(Coordinator):
             *compare_nodes.check_duplicates(self.hellos),
             *compare_nodes.check_counts(hellos, has_all),
         ]
-        counts, copied = compare_nodes.count_ranks(hellos), ("node", "host", "ip", "ports", "interface", "open")
+        counts, copied = compare_nodes.count_ranks(hellos), ("node", "host", "ip", "ports", "interface", "open", "key")
         roster = [{**{name: m[name] for name in copied}, "ranks": counts[m["node"]]} for m in hellos]
         outcome = Outcome(findings, roster=roster)
         is_whole = has_all and len(hellos) == len(mains) and not compare_nodes.check_duplicates(hellos)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -10,7 +11,18 @@ from typing import Any
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import Job, follow_lines
-from accel_ddp.launch.manifests import CONTAINER, INSTANCE, TRAINER, fail, make_objects, object_name, read_settings, render
+from accel_ddp.launch.manifests import (
+    CONTAINER,
+    INSTANCE,
+    TRAINER,
+    fail,
+    make_objects,
+    object_name,
+    read_settings,
+    render,
+    token_name,
+)
+from accel_ddp.nodes.run_secret import TOKEN
 
 _TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
 _POLL_SECONDS = 2
@@ -43,6 +55,15 @@ def launch(cluster: Cluster, job: Job) -> int:
     _check_volume_and_secrets(cluster, settings, kubectl)
     created: list[str] = []
     create = lambda one: kubectl.start("create", "-f", "-", "-o", "name", text=json.dumps(one))
+    token = {
+        "metadata": {"name": token_name(name), "namespace": settings["namespace"]},
+        "stringData": {TOKEN: secrets.token_hex(32)},
+    }
+    done = create({"apiVersion": "v1", "kind": "Secret", **token}) if len(cluster.nodes) > 1 else None
+    if done and done.returncode and "exists" not in done.stderr:  # one that exists remains of an earlier job, and serves as well
+        reason = kubectl.explain("create", done.stderr)
+        print(f"note: without the secret {token_name(name)}, the pods exchange keys when they start: {reason}", file=sys.stderr)
+    created += done.stdout.split() if done else []
     for one in make_objects(cluster, job):
         deadline = time.monotonic() + _RUNTIME_SECONDS
         # The webhook of Kubeflow Trainer may not see a TrainingRuntime yet that was created a moment before.
@@ -161,6 +182,7 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
         kubectl.run("delete", resource, "--ignore-not-found", "--cascade=foreground", f"--timeout={seconds + 60}s", timeout=0)
     # The job goes first: Kubernetes keeps a TrainingRuntime that a TrainJob uses.
     kubectl.run("delete", runtime, "--ignore-not-found")
+    kubectl.start("delete", f"secret/{token_name(name)}", "--ignore-not-found")  # users who may not do this have created none
     print(f"stopped: {resource}")
     return 0
 

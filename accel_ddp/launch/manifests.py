@@ -150,7 +150,7 @@ def _train_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) 
     """
     rank, address, port = map(Shell, ("$PET_NODE_RANK", "$PET_MASTER_ADDR", "$PET_MASTER_PORT"))
     words = launcher_words(cluster, job, node_rank=rank, address=address, port=port)
-    container = _container(cluster, settings)
+    container = _container(cluster, settings, name)
     resources, env = container.pop("resources", None), container.pop("env")
     labels = {f"{TRAINER}/trainjob-ancestor-step": "trainer"}
     template = {"metadata": {"labels": labels}, "spec": _job_spec(cluster, settings, name, container)}
@@ -214,8 +214,16 @@ def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: 
     }
 
 
-def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
+def token_name(name: str) -> str:
+    """Return the name of the Secret by which the pods of a job recognize each other. `launch` creates it; a job runs without it too."""
+    return f"{name}-token"
+
+
+def _container(cluster: Cluster, settings: dict[str, Any], name: str) -> dict[str, Any]:
     node = cluster.nodes[0]
+    sources = [{"secretRef": {"name": secret}} for secret in settings["secrets"]]
+    if len(cluster.nodes) > 1:  # first: a secret of the user takes precedence
+        sources.insert(0, {"secretRef": {"name": token_name(name), "optional": True}})
     variables = {
         **job_commands.node_environment(cluster, node),
         "PYTHONUNBUFFERED": "1",
@@ -227,7 +235,7 @@ def _container(cluster: Cluster, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()],
-        **({"envFrom": [{"secretRef": {"name": secret}} for secret in settings["secrets"]]} if settings["secrets"] else {}),
+        **({"envFrom": sources} if sources else {}),
         # Kubeflow Trainer sets numProcPerNode to 1 if there are limits without requests.
         **({"resources": {"requests": amounts, "limits": dict(amounts)}} if amounts else {}),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # `accel-ddp status` prints the end of the log of a failed pod

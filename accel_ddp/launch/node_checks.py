@@ -107,7 +107,7 @@ async def listen(port: int, word: str) -> tuple[asyncio.Server | None, str]:
             await asyncio.wait_for(reader.read(), CONNECT_SECONDS)
         writer.close()
 
-    try:
+    try:  # on all addresses: it is not known here which of them, or of a router, main_address is
         return await asyncio.start_server(answer, None, port), ""
     except OSError as error:
         return None, "it is in use by another program" if error.errno == errno.EADDRINUSE else _reason(error)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import secrets
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from accel_ddp.launch.host_jobs import stop_all
 from accel_ddp.launch.job_commands import Job
 from accel_ddp.launch.job_record import Record
 from accel_ddp.launch.node_output import Console
+from accel_ddp.nodes.run_secret import TOKEN, read_secret
 from accel_ddp.text import counted, listed
 
 STOP_SECONDS = 10.0  # how long the other nodes may save after one node has failed
@@ -67,6 +69,7 @@ class Session:
     def __init__(self, cluster: Cluster, job: Job, is_detached: bool):
         self.cluster, self.job, self.is_detached = cluster, job, is_detached
         self.console = Console()
+        self.secret = read_secret() or secrets.token_hex(32)  # of this run; it travels with the other variables, over ssh's stdin
         self.connections: list[Connection] = []
         self.codes: dict[int, int] = {}  # exit code of each node that has ended, in the order in which they ended
         self.reasons: dict[str, str] = {}  # host -> why its part of the job was stopped; "" if it ended by itself
@@ -190,7 +193,7 @@ class Session:
         shown_as["TERM"] = os.environ.get("TERM") or "dumb"
         return {
             "words": words, "kinds": [kinds.get(word, "") if at <= script else "" for at, word in enumerate(words)],
-            "env": {**(shown_as if terminal else {}), **job_commands.node_environment(cluster, node)},
+            "env": {TOKEN: self.secret, **(shown_as if terminal else {}), **job_commands.node_environment(cluster, node)},
             "run_folder": self.job.run_folder, "host": node.host,
             "output": cluster.output, "job": self.job.name, "rank": node.rank, "processes": node.processes, "detach": detach,
             "first_rank": sum(one.processes for one in cluster.nodes[: node.rank]), "time_limit": cluster.time_limit,

@@ -42,6 +42,9 @@ export FOLDER=@folder SCRIPT=@script
 # The launchers give their ranks as long to save as Slurm gives the job.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@signal_seconds
 @exports
+# The nodes recognize each other by a secret of this run. srun gives it to them with the other variables.
+export ACCEL_DDP_TOKEN="${ACCEL_DDP_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
+
 # The first node of the list is the main node. The port depends on the job id, so that jobs on one node do not collide.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n @nodes | paste -sd ,)
 export MAIN_ADDRESS=@address MAIN_PORT=@port

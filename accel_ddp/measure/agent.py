@@ -5,12 +5,11 @@ import time
 from typing import Any
 
 from accel_ddp.doctor.collective_launch import WorkerProcesses
-from accel_ddp.doctor.coordinator import Connection, CoordinatorClient, describe_loss, try_port
+from accel_ddp.doctor.coordinator import CoordinatorClient, describe_loss, try_port
 from accel_ddp.errors import INTERRUPTED
 from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import JOIN_SECONDS, SILENCE_SECONDS
-from accel_ddp.nodes import messages
-from accel_ddp.nodes.messages import printable
+from accel_ddp.nodes.messages import Stream, printable
 
 WORKER_MODULE = "accel_ddp.measure.trial_worker"  # see `doctor.collective_launch`, which starts it
 
@@ -21,19 +20,19 @@ class Agent:
     def __init__(self, processes: WorkerProcesses, out: str):
         self.processes, self.out = processes, out
 
-    async def run(self, ip: str, port: int, token: bytes, info: dict[str, Any], interrupted: asyncio.Future) -> int:
+    async def run(self, ip: str, port: int, key: bytes, info: dict[str, Any], interrupted: asyncio.Future) -> int:
         """Answer the coordinator at this address until it closes the connection, and return the exit code.
 
         `info` describes this node. The result of `interrupted` is the name of the signal with which the user ends this agent.
         Raises OSError if the coordinator does not accept a connection.
         """
-        self.client = client = CoordinatorClient(await _connect(ip, port, token), SILENCE_SECONDS)
+        self.client = client = CoordinatorClient(await _connect(ip, port, key, info["node"]), SILENCE_SECONDS)
         following = asyncio.ensure_future(client.follow(info, self._answer))
         try:
             await asyncio.wait([following, interrupted], return_when=asyncio.FIRST_COMPLETED)
             if interrupted.done():
                 reason = f"was ended by {interrupted.result()}"
-                await messages.send(client.writer, {"event": "leaving", "reason": reason}, 2)
+                await client.stream.send({"event": "leaving", "reason": reason}, 2)
                 print(f"Ended by {interrupted.result()}. The tuning ends on the other nodes too.", flush=True)
                 return INTERRUPTED
             ended = following.result()
@@ -71,10 +70,10 @@ def _print(text: str) -> None:
     print("\n".join(printable(line) for line in text.split("\n")), flush=True)
 
 
-async def _connect(ip: str, port: int, token: bytes) -> Connection:
+async def _connect(ip: str, port: int, key: bytes, node: int) -> Stream:
     """Return a connection to the coordinator. Raises OSError if it does not accept one within JOIN_SECONDS."""
     deadline = time.monotonic() + JOIN_SECONDS
-    while isinstance((connection := await try_port(ip, port, token))[0], str):
+    while not isinstance(connection := await try_port(ip, port, key, node), Stream):
         if time.monotonic() > deadline:
             reason = connection[1] or connection[0]
             raise ConnectionError(f"the main node does not accept a connection at {ip}:{port}: {reason}")

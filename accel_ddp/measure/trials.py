@@ -48,15 +48,16 @@ class TuningEnded(Exception):
 class TuneCoordinator(Coordinator):
     """The main node's side of the tuning. `members` are in the order of the nodes once all of them are connected."""
 
-    def __init__(self, nodes: int, token: bytes):
-        super().__init__(token, SILENCE_SECONDS)
-        self.nodes = nodes
+    def __init__(self, keys: dict[int, bytes]):
+        """`keys` are those that this node shares with each node, also with itself."""
+        super().__init__(keys.get, SILENCE_SECONDS)
+        self.nodes = len(keys)
 
     def read_hello(self, message: Message) -> Message:
         return {**message, "node": whole_number(message["node"], self.nodes - 1), "host": printable(message["host"], 100)}
 
     async def join(self, member: Member) -> None:
-        if any(member.hello["node"] == one.hello["node"] for one in self.members):
+        if any(member.hello["node"] == one.hello["node"] for one in self.members) or member.hello["node"] != member.stream.node:
             raise ValueError("not expected")
         await super().join(member)
         self.members.sort(key=lambda one: one.hello["node"])

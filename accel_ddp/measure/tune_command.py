@@ -19,7 +19,7 @@ from accel_ddp.measure.trials import TuneCoordinator
 from accel_ddp.measure.tune_options import TuneOptions, build_parser, options_from
 from accel_ddp.measure.tune_results import TUNED_VARIABLES
 from accel_ddp.measure.tuner import Tuner
-from accel_ddp.nodes.messages import make_token
+from accel_ddp.nodes.run_secret import NodeKeys
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.nodes.spawn import clean_environment
 
@@ -58,6 +58,7 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
     same = {name: getattr(given, name) for name in ("minutes", "trial_seconds", "model_bytes", "tokens")}
     same |= {"try": given.tries, "tune_backend": given.backend}
     checks.recipe |= {name: str(value) for name, value in same.items()}
+    checks.keys = NodeKeys(checks.secret)
     if reason := _why_not_writable(options.out):  # a finding ends all nodes; an error here would leave the others waiting
         checks.findings.append(host.local_finding(topology, "E_OUT", f"--out {options.out}: {reason}"))
     outcome = await check_cluster(topology, checks, print_progress)
@@ -72,7 +73,7 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
     if sum(outcome.ranks_of_nodes) == 1:
         raise UserError(ONE_RANK)
     print(f"preflight: {f'{nodes} nodes have' if nodes > 1 else 'this node has'} no errors", flush=True)
-    return await connect_and_tune(outcome, make_token(outcome.deep_port, "accel-ddp tune", checks.secret), options)
+    return await connect_and_tune(outcome, checks.keys, options)
 
 
 def _why_not_writable(folder: str) -> str:
@@ -86,15 +87,20 @@ def _why_not_writable(folder: str) -> str:
     return "" if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
 
 
-async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions) -> int:
+async def connect_and_tune(outcome: Outcome, own_keys: NodeKeys, options: TuneOptions) -> int:
     """Run the agent of this node, and on node 0 also the coordinator and the tuner. Return the exit code."""
-    node, nodes, port = outcome.node_rank or 0, len(outcome.roster), outcome.deep_port
+    node, port = outcome.node_rank or 0, outcome.deep_port
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
     loop = asyncio.get_running_loop()
     interrupted: asyncio.Future = loop.create_future()  # its result will be the name of the first signal
     for number, name in {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.items():
         loop.add_signal_handler(number, lambda name=name: interrupted.done() or interrupted.set_result(name))
-    coordinator, tuning = TuneCoordinator(nodes, token), None
+    shared = lambda peer: own_keys.shared_with(peer["key"], f"tune {port}", (node, peer["node"]))
+    try:
+        keys = {peer["node"]: shared(peer) for peer in outcome.roster}
+    except ValueError as error:
+        raise UserError(f"a node has sent an invalid key: {error}. Type the same command again on every node.") from None
+    coordinator, tuning = TuneCoordinator(keys), None
     try:
         if node == 0:
             await coordinator.listen(main_ip, port)
@@ -107,7 +113,7 @@ async def connect_and_tune(outcome: Outcome, token: bytes, options: TuneOptions)
         processes = WorkerProcesses(WORKER_MODULE, node, outcome.ranks_of_nodes, main_ip, environment, allowed)
         tuned = {name: os.environ[name] for name in TUNED_VARIABLES if os.environ.get(name)}
         info = {"node": node, "host": host.HOST, "out": options.out, "environment": tuned}
-        code = await Agent(processes, options.out).run(main_ip, port, token, info, interrupted)
+        code = await Agent(processes, options.out).run(main_ip, port, keys[0], info, interrupted)
         if tuning:  # it may still be sending the end to the other nodes
             await asyncio.wait([tuning], timeout=10)
             if tuning.done():

@@ -1,7 +1,9 @@
-"""Messages over TCP: JSON of bounded size, exchanged only with a peer that proves that it has the run's token.
+"""Messages over TCP: JSON of bounded size, exchanged only with a peer that proves that it has the key.
 
-A process without the token receives nothing but a random number. Its connection is closed after a few seconds and a few bytes. The
-functions at the top validate received values: each returns the value, or raises ValueError.
+A process without the key receives nothing but a random number. Its connection is closed after a few seconds and a few bytes. Each
+message has a MAC with a key of this connection and the number of the message, so nobody can add, change or repeat one. Messages are
+not encrypted. `run_secret` has the keys. The functions at the top validate received values: each returns the value, or raises
+ValueError.
 """
 
 import asyncio
@@ -12,6 +14,8 @@ import json
 import os
 import socket
 import struct
+import types
+from collections.abc import Callable
 from typing import Any
 
 LONGEST_TEXT = 2000  # characters
@@ -48,13 +52,33 @@ def bounded_list(value: Any, most: int) -> list[Any]:
     return value
 
 
-MAGIC = b"accel-ddp messages 3\n"  # the number changes with the format of the messages
+def check_shape(value: Any, shape: Any) -> None:
+    """Raise ValueError unless a value has a shape.
+
+    A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}.
+    """
+    if isinstance(shape, (list, tuple)):
+        is_right = isinstance(value, list) and (isinstance(shape, list) or len(value) == len(shape))
+        parts = zip(value, shape * len(value) if isinstance(shape, list) else shape) if is_right else ()
+    elif isinstance(shape, dict):
+        is_right = isinstance(value, dict) and shape.keys() <= value.keys()
+        parts = ((value[key], inner) for key, inner in shape.items()) if is_right else ()
+    else:
+        is_right, parts = isinstance(value, shape) if isinstance(shape, type | types.UnionType) else shape(value), ()
+    if not is_right:
+        raise ValueError(f"{str(value)[:40]!r} is not as expected")
+    for part, inner in parts:
+        check_shape(part, inner)
+
+
+MAGIC = b"accel-ddp messages 4\n"  # the number changes with the format of the messages
 LARGEST_MESSAGE = 1 << 20  # bytes
 # The largest TCP segment of `small_segments` connections. Control messages then pass a network path that drops large packets,
 # which is one of the faults that the doctor reports.
 SMALL_SEGMENT = 536
-_NONCE, _PROOF = 16, 32  # bytes
+_NODE, _NONCE, _PROOF = 4, 16, 32  # bytes
 _HANDSHAKE_SECONDS = 3.0
+MOST_UNVERIFIED = 256  # connections of a server at once without a completed handshake
 
 
 class HandshakeError(Exception):
@@ -62,81 +86,123 @@ class HandshakeError(Exception):
 
 
 def make_token(port: int, script: str, secret: str) -> bytes:
-    """Return the token that the processes of one run share.
+    """Return the key of the doctors of one run.
 
-    Only `secret` (--token) keeps other users out. Port and script only keep two jobs apart.
+    Only `secret` (ACCEL_DDP_TOKEN) keeps other users out. Port and script only keep two jobs apart.
     """
     return hashlib.sha256(json.dumps(["accel-ddp", port, os.path.basename(script), secret]).encode()).digest()
 
 
-def make_proof(token: bytes, role: bytes, *nonces: bytes) -> bytes:
-    """Return the bytes by which a client or a server proves that it has the token, without sending the token."""
-    return hmac.new(token, b"".join([role, *nonces]), "sha256").digest()
+def make_proof(key: bytes, role: bytes, *parts: bytes) -> bytes:
+    """Return the bytes that only a process with the key can make. Parts of one role always have the same lengths, except the last."""
+    return hmac.digest(key, b"".join([role, *parts]), "sha256")
 
 
-async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, is_client: bool) -> None:
-    """Prove to the other side that this process has the token, and require the same. Raises HandshakeError."""
-    mine = os.urandom(_NONCE)
+class Stream:
+    """A connection after the handshake. `node` is the node that the other side has the key of, if nodes have different keys."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, is_client: bool, node: int = 0):
+        self.reader, self.writer, self.node = reader, writer, node
+        self._own, self._other = (make_proof(key, role) for role in ((b"up", b"down") if is_client else (b"down", b"up")))
+        self._num_written = self._num_read = 0
+
+    def write(self, message: dict[str, Any]) -> None:
+        """Send a message without waiting. Raises ConnectionError if it is too large."""
+        data = json.dumps(message).encode()
+        if len(data) > LARGEST_MESSAGE:
+            raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
+        self.writer.write(struct.pack(">I", len(data)) + data + make_proof(self._own, struct.pack(">Q", self._num_written), data))
+        self._num_written += 1
+
+    async def send(self, message: dict[str, Any], seconds: float = 10) -> None:
+        """Send a message. Raises OSError if the connection is closed, and asyncio.TimeoutError if the peer does not read."""
+        self.write(message)
+        await asyncio.wait_for(self.writer.drain(), seconds)
+
+    async def receive(self, seconds: float) -> dict[str, Any]:
+        """Return the next message.
+
+        Raises ConnectionError if the peer closed the connection or sent an invalid message, and asyncio.TimeoutError.
+        """
+
+        async def read_frame() -> tuple[bytes, bytes]:
+            (size,) = struct.unpack(">I", await self.reader.readexactly(4))
+            if size > LARGEST_MESSAGE:
+                raise ConnectionError(f"received a message of {size} bytes, more than the limit of {LARGEST_MESSAGE}")
+            return await self.reader.readexactly(size), await self.reader.readexactly(_PROOF)
+
+        try:
+            data, proof = await asyncio.wait_for(read_frame(), seconds)
+            if not hmac.compare_digest(proof, make_proof(self._other, struct.pack(">Q", self._num_read), data)):
+                raise ConnectionError("received a message that the other side has not sent now")
+            self._num_read += 1
+            message = json.loads(data)
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionError("the connection was closed") from error
+        except (ValueError, RecursionError) as error:
+            raise ConnectionError("received a message that is not JSON") from error
+        if not isinstance(message, dict):
+            raise ConnectionError("received a message that is not a JSON object")
+        return message
+
+    async def close(self) -> None:
+        """Close the connection and wait up to a second until its buffers are sent."""
+        self.writer.close()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self.writer.wait_closed(), 1)
+
+
+async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, node: int = 0) -> Stream:
+    """Prove to a server that this process, on this node, has the key, and require the same. Raises HandshakeError."""
+    mine = struct.pack(">I", node) + os.urandom(_NONCE)
     try:
-        if is_client:
-            writer.write(MAGIC + mine)
-            theirs = await asyncio.wait_for(reader.readexactly(_NONCE), _HANDSHAKE_SECONDS)
-            writer.write(make_proof(token, b"client", mine, theirs))
-            answer = await asyncio.wait_for(reader.readexactly(_PROOF), _HANDSHAKE_SECONDS)
-            if not hmac.compare_digest(answer, make_proof(token, b"server", theirs, mine)):
-                raise HandshakeError("it has another token, or is another program")
-            return
-        opening = await asyncio.wait_for(reader.readexactly(len(MAGIC) + _NONCE), _HANDSHAKE_SECONDS)
-        if opening[: len(MAGIC)] != MAGIC:
-            raise HandshakeError("it is another program, or another version of accel_ddp")
-        theirs = opening[len(MAGIC) :]
-        writer.write(mine)
+        writer.write(MAGIC + mine)
+        theirs = await asyncio.wait_for(reader.readexactly(_NONCE), _HANDSHAKE_SECONDS)
+        writer.write(make_proof(key, b"client", mine, theirs))
         answer = await asyncio.wait_for(reader.readexactly(_PROOF), _HANDSHAKE_SECONDS)
-        if not hmac.compare_digest(answer, make_proof(token, b"client", theirs, mine)):
-            raise HandshakeError("it has another token")
-        writer.write(make_proof(token, b"server", mine, theirs))
     except asyncio.IncompleteReadError as error:
-        closed_after_nonce = is_client and error.expected == _PROOF
-        raise HandshakeError("it refused our token" if closed_after_nonce else "it closed the connection") from error
+        raise HandshakeError("it refused our token" if error.expected == _PROOF else "it closed the connection") from error
     except (asyncio.TimeoutError, TimeoutError) as error:
         raise HandshakeError(f"it did not answer within {_HANDSHAKE_SECONDS:.0f} s") from error
+    if not hmac.compare_digest(answer, make_proof(key, b"server", mine, theirs)):
+        raise HandshakeError("it has another token, or is another program")
+    return Stream(reader, writer, make_proof(key, b"session", mine, theirs), is_client=True, node=node)
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """Return the bytes of a message. Raises ConnectionError if the message is too large."""
-    data = json.dumps(message).encode()
-    if len(data) > LARGEST_MESSAGE:
-        raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
-    return struct.pack(">I", len(data)) + data
+class Door:
+    """The handshakes of a server. `find_key` returns the key of a node, or None if there is no such node."""
 
+    def __init__(self, find_key: Callable[[int], bytes | None], most_unverified: int = MOST_UNVERIFIED):
+        self.find_key, self.most_unverified = find_key, most_unverified
+        self.unverified: dict[asyncio.StreamWriter, None] = {}  # in the order in which they connected
 
-async def send(writer: asyncio.StreamWriter, message: dict[str, Any], seconds: float = 10) -> None:
-    """Send a message. Raises OSError if the connection is closed, and asyncio.TimeoutError if the peer does not read."""
-    writer.write(encode(message))
-    await asyncio.wait_for(writer.drain(), seconds)
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Stream:
+        """Return the connection of a client that has the key. Raises HandshakeError. Each client has a few seconds."""
+        if len(self.unverified) >= self.most_unverified:  # the oldest connection without a handshake makes room
+            oldest = next(iter(self.unverified))
+            del self.unverified[oldest]
+            oldest.close()
+        self.unverified[writer] = None
+        try:
+            return await asyncio.wait_for(self._verify(reader, writer), 2 * _HANDSHAKE_SECONDS)
+        except (asyncio.IncompleteReadError, asyncio.TimeoutError, TimeoutError) as error:
+            raise HandshakeError("it closed the connection, or did not answer in time") from error
+        finally:
+            self.unverified.pop(writer, None)
 
-
-async def receive(reader: asyncio.StreamReader, seconds: float) -> dict[str, Any]:
-    """Return the next message.
-
-    Raises ConnectionError if the peer closed the connection or sent an invalid message, and asyncio.TimeoutError.
-    """
-
-    async def read_frame() -> bytes:
-        (size,) = struct.unpack(">I", await reader.readexactly(4))
-        if size > LARGEST_MESSAGE:
-            raise ConnectionError(f"received a message of {size} bytes, more than the limit of {LARGEST_MESSAGE}")
-        return await reader.readexactly(size)
-
-    try:
-        message = json.loads(await asyncio.wait_for(read_frame(), seconds))
-    except asyncio.IncompleteReadError as error:
-        raise ConnectionError("the connection was closed") from error
-    except (ValueError, RecursionError) as error:
-        raise ConnectionError("received a message that is not JSON") from error
-    if not isinstance(message, dict):
-        raise ConnectionError("received a message that is not a JSON object")
-    return message
+    async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Stream:
+        opening = await asyncio.wait_for(reader.readexactly(len(MAGIC) + _NODE + _NONCE), _HANDSHAKE_SECONDS)
+        if opening[: len(MAGIC)] != MAGIC:
+            raise HandshakeError("it is another program, or another version of accel_ddp")
+        theirs, mine = opening[len(MAGIC) :], os.urandom(_NONCE)
+        (node,) = struct.unpack(">I", theirs[:_NODE])
+        writer.write(mine)
+        answer = await reader.readexactly(_PROOF)
+        key = self.find_key(node)
+        if key is None or not hmac.compare_digest(answer, make_proof(key, b"client", theirs, mine)):
+            raise HandshakeError("it has another token")
+        writer.write(make_proof(key, b"server", theirs, mine))
+        return Stream(reader, writer, make_proof(key, b"session", theirs, mine), is_client=False, node=node)
 
 
 def find_free_port(ip: str) -> int:
@@ -185,10 +251,3 @@ async def connect(
     except BaseException:
         sock.close()
         raise
-
-
-async def close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection and wait up to a second until its buffers are sent."""
-    writer.close()
-    with contextlib.suppress(Exception):
-        await asyncio.wait_for(writer.wait_closed(), 1)

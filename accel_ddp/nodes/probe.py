@@ -16,7 +16,7 @@ PAYLOAD = 256 << 10  # bytes: many packets of any size that a path may drop
 MOST = 64 << 20  # bytes of one measurement
 _PINGS = 10
 _SMALLEST, _LARGEST, _TRANSFERS, _LONG_ENOUGH, _RATE_SECONDS = 64 << 10, 16 << 20, 6, 0.05, 8.0  # of `measure_rate`
-_MOST_CONNECTIONS = 1024  # at once; those without the token are closed after 3 s
+_MOST_CONNECTIONS = 1024  # at once; those without the token are closed after 6 s
 
 # The results of a probe.
 OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT = "ok", "dropped", "refused", "unreachable", "stalled", "cut"
@@ -26,7 +26,7 @@ class ProbeServer:
     """Ports on the data address of this node, which answer nodes that have the token."""
 
     def __init__(self, token: bytes):
-        self.token = token
+        self.door = messages.Door(lambda node: token, _MOST_CONNECTIONS)  # all nodes probe at once
         self.servers: list[asyncio.Server] = []
         self.ports: list[int] = []
         self.num_connections = 0
@@ -43,8 +43,7 @@ class ProbeServer:
             return
         self.num_connections += 1
         try:
-            await messages.handshake(reader, writer, self.token, is_client=False)
-            await serve_transfers(reader, writer)
+            await serve_transfers(await self.door.admit(reader, writer))
         except (messages.HandshakeError, OSError, ValueError, asyncio.TimeoutError, asyncio.CancelledError):
             pass  # the event loop would print these as errors when it ends
         finally:
@@ -56,22 +55,20 @@ class ProbeServer:
             server.close()
 
 
-async def serve_transfers(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: dict[str, Any] | None = None
-) -> None:
+async def serve_transfers(stream: messages.Stream, request: dict[str, Any] | None = None) -> None:
     """Receive what the other side sends to measure the path. `request` is its first message, if that was already read."""
     for _ in range(4 * _PINGS):  # a bound for peers that send requests without end
-        request = request or await messages.receive(reader, 3 * STALL_SECONDS)
+        request = request or await stream.receive(3 * STALL_SECONDS)
         size = whole_number(request.get("bytes", 0), MOST)
         request, left = None, size
         while left:
             # This timeout is longer than the sender's, because the side that gives up first decides whether the path looks
             # stalled or cut.
-            piece = await asyncio.wait_for(reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
+            piece = await asyncio.wait_for(stream.reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
             if not piece:
                 return
             left -= len(piece)
-        await messages.send(writer, {"got": size})
+        await stream.send({"got": size})
 
 
 def classify_error(error: BaseException) -> str:
@@ -102,17 +99,17 @@ async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict
                 return {**result, "how": classify_error(error)}
             writers.append(writer)
             try:
-                await messages.handshake(reader, writer, token, is_client=True)
+                stream = await messages.handshake(reader, writer, token)
             except (messages.HandshakeError, OSError):
                 return {**result, "how": CUT}
 
         try:
-            result["seconds"] = statistics.median([await _transfer(reader, writer, 0, STALL_SECONDS) for _ in range(_PINGS)])
-            seconds = await _transfer(reader, writer, PAYLOAD, 2 * STALL_SECONDS)
+            result["seconds"] = statistics.median([await _transfer(stream, 0, STALL_SECONDS) for _ in range(_PINGS)])
+            seconds = await _transfer(stream, PAYLOAD, 2 * STALL_SECONDS)
             result["rate"] = PAYLOAD / seconds
             if measures:  # as much as this path transfers in about a third of a second
                 size = int(min(MOST, max(PAYLOAD, 0.3 * PAYLOAD / seconds)))
-                result["rate"] = max(size / await _transfer(reader, writer, size, 10), result["rate"])
+                result["rate"] = max(size / await _transfer(stream, size, 10), result["rate"])
         except asyncio.TimeoutError:
             return {**result, "how": STALLED}
         except OSError:
@@ -124,7 +121,7 @@ async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict
                 writer.close()
 
 
-async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
+async def measure_rate(ip: str, port: int, key: bytes, node: int = 0) -> float | None:
     """Return the bytes per second to a port that calls `serve_transfers`, or None if it does not answer. For use during a training.
 
     It sends as little as possible: four times more each time, until a transfer takes long enough to be measured. The rate is
@@ -136,11 +133,11 @@ async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
         return None
     best, size = 0.0, _SMALLEST
     try:
-        await messages.handshake(reader, writer, token, is_client=True)
+        stream = await messages.handshake(reader, writer, key, node)
         for _ in range(_TRANSFERS):
             began = time.monotonic()
             try:
-                seconds = await _transfer(reader, writer, size, _RATE_SECONDS)
+                seconds = await _transfer(stream, size, _RATE_SECONDS)
             except asyncio.TimeoutError:
                 return best or size / (time.monotonic() - began)  # at most this
             best = max(best, size / seconds)
@@ -155,13 +152,13 @@ async def measure_rate(ip: str, port: int, token: bytes) -> float | None:
     return best
 
 
-async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, size: int, seconds: float) -> float:
+async def _transfer(stream: messages.Stream, size: int, seconds: float) -> float:
     """Send `size` bytes and return the seconds until the other side has confirmed them. Raises asyncio.TimeoutError."""
     began = time.monotonic()
-    await messages.send(writer, {"bytes": size})
+    await stream.send({"bytes": size})
     block = bytes(min(size, 1 << 20))
     for at in range(0, size, len(block) or 1):
-        writer.write(block[: size - at])
-        await asyncio.wait_for(writer.drain(), seconds)
-    await messages.receive(reader, seconds)
+        stream.writer.write(block[: size - at])
+        await asyncio.wait_for(stream.writer.drain(), seconds)
+    await stream.receive(seconds)
     return time.monotonic() - began

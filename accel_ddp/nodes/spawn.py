@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from accel_ddp.nodes.launcher import MPI_VARIABLES
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_TORCHRUN = ("TORCHELASTIC_", "PET_")  # torchrun reads its own options from PET_ variables
 _PR_SET_PDEATHSIG = 1
+_MOST_FILES = 1 << 20  # some systems have a hard limit of 2^30, and programs that close every possible file
 # Loaded here, because loading takes a lock, which must not be taken between fork and exec.
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -46,3 +48,12 @@ def is_pending(pid: int, number: int) -> bool:
         masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
     return False
+
+
+def raise_file_limit() -> None:
+    """Let this process and its children open as many files as the hard limit allows: each connection, also a stranger's, is one."""
+    with contextlib.suppress(ValueError, OSError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

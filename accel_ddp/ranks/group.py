@@ -4,6 +4,7 @@ Accelerate (1.15) does not: it starts N separate trainings with exit code 0 when
 it drops some timeouts, and it has no way to wait for a slow rank without a timeout.
 """
 
+import ipaddress
 import logging
 import os
 import secrets
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from accel_ddp.config.train_config import TrainConfig, options_that_must_match
+from accel_ddp.doctor.host import external_addresses, is_local_address, route_to
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.launcher import check_rank_variables, cpu_is_wanted
+from accel_ddp.nodes.run_secret import TOKEN, TOKEN_FILE, NodeKeys, read_secret
 from accel_ddp.nodes.topology import find_nodes
 from accel_ddp.ranks.agreement import REPORT_EVERY, print_on_main
 from accel_ddp.ranks.failures import Failure, Stopped
@@ -35,10 +38,12 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
     end_if_stopped()
     root = _open_store(cfg, timeout)
+    has_other_nodes = this_rank.num_ranks > this_rank.local_ranks
+    keys = NodeKeys(read_secret()) if this_rank.is_local_main and has_other_nodes else None  # of the monitor
     mine = {
         "host": this_rank.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
         "rank": this_rank.rank, "node": links.node, "local_rank": this_rank.local_rank, "local": this_rank.local_ranks,
-        "nonce": secrets.token_hex(8), "token": secrets.token_hex(16), "run": read_earlier_run(),
+        "nonce": secrets.token_hex(8), "key": keys.public if keys else None, "run": read_earlier_run(),
         "monitor": _start_monitor(cfg) if this_rank.is_local_main else None,
         "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
         "sharding": links.sharding.settings() if links.sharding else {},
@@ -49,7 +54,8 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
     links.store = dist.PrefixStore("accel_ddp", attempt)
-    _join_nodes(ranks)
+    _check_keys(ranks)
+    _join_nodes(ranks, keys)
     links.earlier_run = newest_run([rank["run"] for rank in ranks])
     _check_options(ranks)
     if links.sharding:
@@ -70,20 +76,39 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
 
 
 def _start_monitor(cfg: TrainConfig) -> MonitorAddress | None:
-    """Start the monitor of this node. It listens on the address that leads to the main node."""
-    main = _main_ip()
-    with socket.socket(socket.AF_INET6 if ":" in main else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((main, 9))  # chooses the interface; nothing is sent
-        ip = probe.getsockname()[0]
-    # On the main node, the address may belong to a router that forwards to it.
-    return start_monitor_of_node(cfg, ("::" if ":" in main else "0.0.0.0") if links.node == 0 else ip)
+    """Start the monitor of this node. It listens on the address that leads to the main node.
+
+    On the main node this is the main address, or behind a router the address of the interface to which the router forwards. A name
+    may have another address on other nodes: then the monitor listens on all addresses if this host has several.
+    """
+    main, name = _main_ip(), os.environ["MASTER_ADDR"]
+    one, others = ipaddress.ip_address(main), external_addresses()
+    ip = main if links.node == 0 and is_local_address(main) else route_to(main) or main
+    if links.node == 0 and (one.is_unspecified or (name != main and (one.is_loopback or len(others) != 1))):
+        ip = "::" if ":" in main else "0.0.0.0"
+    return start_monitor_of_node(cfg, ip)
 
 
 def _main_ip() -> str:
     return socket.getaddrinfo(os.environ["MASTER_ADDR"], None, type=socket.SOCK_STREAM)[0][4][0]
 
 
-def _join_nodes(ranks: list[dict]) -> None:
+def _check_keys(ranks: list[dict]) -> None:
+    """Raise UserError if only some nodes have a secret. Print once that there is none."""
+    first = {bool(rank["key"]): rank for rank in reversed(ranks) if rank["key"] is not None}
+    if len(first) > 1:
+        raise UserError(
+            f"{TOKEN} (or {TOKEN_FILE}) is set on {first[False]['host']}, but not on {first[True]['host']}. Set the same value on "
+            "every node, or on none."
+        )
+    if True in first:
+        print_on_main(
+            f"security: the nodes trust the keys that they have exchanged at this start. Set {TOKEN} to the same random text on every "
+            "node to exclude strangers from the beginning (SECURITY.md)."
+        )
+
+
+def _join_nodes(ranks: list[dict], keys: NodeKeys | None) -> None:
     """Set the nodes of all ranks. Connect this rank to the monitor of its node, and the monitors of all nodes to each other.
 
     Launchers number the nodes. Otherwise the numbers follow from the hosts and the local ranks.
@@ -101,13 +126,17 @@ def _join_nodes(ranks: list[dict]) -> None:
     link_to_monitor(monitors[links.node])
     if this_rank.is_local_main:
         hosts = {rank["node"]: rank["host"] for rank in ranks}
+        public = {rank["node"]: rank["key"] for rank in ranks if rank["monitor"]}
+        # Keys of other attempts and runs with the same secret are different.
+        shared = lambda node: keys.shared_with(public[node], ranks[0]["nonce"], (links.node, node)).hex() if keys else ""
         # Each node reaches the main node under the address that it has resolved itself.
         roster = [
-            {"node": node, "host": hosts[node], "address": _main_ip() if node == 0 else monitor.ip, "port": monitor.port}
+            {"node": node, "host": hosts[node], "address": _main_ip() if node == 0 else monitor.ip, "port": monitor.port,
+             "key": shared(node)}
             for node, monitor in monitors.items()
-        ]
+        ]  # fmt: skip
         places = [{name: rank[name] for name in ("rank", "node", "host", "pid")} for rank in ranks]
-        links.tell_monitor({"roster": roster, "ranks": places, "token": ranks[0]["token"], "node": links.node})
+        links.tell_monitor({"roster": roster, "ranks": places, "node": links.node})
 
 
 def connect_single_rank(cfg: TrainConfig) -> None:
@@ -119,7 +148,7 @@ def connect_single_rank(cfg: TrainConfig) -> None:
         return
     link_to_monitor(monitor)
     place = {"rank": 0, "node": 0, "host": this_rank.host}
-    links.tell_monitor({"roster": [place], "ranks": [{**place, "pid": os.getpid()}], "token": ""})
+    links.tell_monitor({"roster": [place], "ranks": [{**place, "pid": os.getpid()}]})
 
 
 def _check_options(ranks: list[dict]) -> None:

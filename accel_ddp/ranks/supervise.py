@@ -2,7 +2,9 @@
 
 import atexit
 import contextlib
+import errno
 import os
+import resource
 import signal
 import sys
 import time
@@ -186,6 +188,13 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
             f"shorter items; in an evaluation a smaller --eval_batch_size. ({_first_line(error)})"
         )
         return report_failure(Failure("error", text))
+    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE) or _mentions(error, ("Too many open files",)):
+        text = (
+            f"{_this_rank()} has too many open files and connections{_where()}: {_first_line(error)}. The limit is "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it with `ulimit -Hn` (as root), or use fewer --num_workers. If "
+            "strangers connect to its ports (`ss -tnp` shows it), close them with a firewall (SECURITY.md)."
+        )
+        return report_failure(Failure("failed", f"RANK_FAILED: {text}"))
     lines = "".join(traceback.format_exception(error)).rstrip()
     text = f"RANK_FAILED: {_this_rank()} failed{_where()}: {type(error).__name__}: {error}\n{lines[-MAX_TRACEBACK:]}"
     # An error of a collective may be the consequence of the failure of another rank.

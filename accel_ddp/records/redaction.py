@@ -91,6 +91,7 @@ def _known_secrets(environment: Mapping[str, str]) -> list[str]:
     )
     found |= {secret for path in files for secret in _secrets_in(path)}
     found |= _content_of(environment.get("HF_TOKEN_PATH") or f"{hub}/token")
+    found |= _content_of(environment.get("ACCEL_DDP_TOKEN_FILE") or os.devnull)
     return sorted((secret for secret in found if len(secret) >= _SHORTEST), key=len, reverse=True)
 
 

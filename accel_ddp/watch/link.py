@@ -14,13 +14,14 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ RETRY_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 MOST_REPORTS = 3  # of messages that cannot be handled
 _FULL_BUFFER = 1 << 18  # bytes; a peer that does not read gets nothing more
+_PING = ">IQ"  # the node that sends a datagram, and the number of the datagram
 
 
 class MonitorAddress(NamedTuple):
@@ -144,8 +146,10 @@ class Peer:
     heard_at: float = 0.0  # when its last message arrived; 0: never
     closed_at: float = 0.0  # when it closed its connection; 0: it is open, or was never opened
     pinged_at: float = 0.0  # when its last datagram arrived
+    ping_number: int = 0  # of that datagram; each one has a higher number, so recorded ones are of no use
     is_done: bool = False  # all its ranks have ended normally
-    writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    stream: messages.Stream | None = None
+    reason: str = ""  # why the last attempt to connect failed
 
     def silent(self, now: float) -> float:
         return now - self.heard_at if self.heard_at and not self.is_done else 0.0
@@ -165,18 +169,19 @@ class _Pings(asyncio.DatagramProtocol):
         self.peers = peers
 
     def datagram_received(self, data: bytes, address: Any) -> None:
-        for peer in self.peers.peers.values():
-            if hmac.compare_digest(data, self.peers.make_ping(peer.node)):
-                peer.pinged_at = time.monotonic()
+        node, number = struct.unpack(_PING, data[: struct.calcsize(_PING)].rjust(struct.calcsize(_PING)))
+        peer = self.peers.peers.get(node)
+        if peer and number > peer.ping_number and hmac.compare_digest(data, self.peers.make_ping(node, node, number)):
+            peer.pinged_at, peer.ping_number = time.monotonic(), number
 
 
 class Peers:
-    """Connects this node to the nodes that coordinate, and them to it."""
+    """Connects this node to the nodes that coordinate, and them to it. `roster` has the key that each node shares with this one."""
 
-    def __init__(
-        self, own_node: int, roster: list[dict[str, Any]], token: bytes, on_message: Callable[[int, dict[str, Any]], None]
-    ):
-        self.own_node, self.token, self.on_message = own_node, token, on_message
+    def __init__(self, own_node: int, roster: list[dict[str, Any]], on_message: Callable[[int, dict[str, Any]], None]):
+        self.own_node, self.on_message = own_node, on_message
+        self.keys = {node["node"]: bytes.fromhex(node["key"]) for node in roster}
+        self.door = messages.Door(self.keys.get)
         mine = own_node < COORDINATORS  # a coordinator is connected to all, the others to the coordinators
         self.peers = {
             node["node"]: Peer(node["node"], node["host"], node["address"], node["port"])
@@ -196,8 +201,10 @@ class Peers:
             loop = asyncio.get_running_loop()
             self.pings, _ = await loop.create_datagram_endpoint(lambda: _Pings(self), local_addr=address, family=sock.family)
 
-    def make_ping(self, node: int) -> bytes:
-        return hmac.new(self.token, f"ping {node}".encode(), "sha256").digest()
+    def make_ping(self, sender: int, other: int, number: int) -> bytes:
+        """Return a datagram of one node. `other` is the node that it is exchanged with."""
+        head = struct.pack(_PING, sender, number)
+        return head + messages.make_proof(self.keys[other], b"ping", head)
 
     def ping_silent(self) -> None:
         """Send a datagram to each node that has been silent for some time."""
@@ -205,7 +212,7 @@ class Peers:
         for peer in self.peers.values():
             if self.pings and peer.silent(now) > 4 * RETRY_SECONDS:
                 with contextlib.suppress(OSError):
-                    self.pings.sendto(self.make_ping(self.own_node), (peer.address, peer.port))
+                    self.pings.sendto(self.make_ping(self.own_node, peer.node, time.monotonic_ns()), (peer.address, peer.port))
 
     def start(self) -> None:
         """Open the connections to the coordinators with a lower number. The others connect to this node."""
@@ -215,34 +222,48 @@ class Peers:
 
     async def _stay_connected(self, peer: Peer) -> None:
         while not self.is_closing and not peer.is_done:
-            with contextlib.suppress(OSError, messages.HandshakeError, asyncio.TimeoutError):
+            writer = None
+            try:
                 reader, writer = await messages.connect(peer.address, peer.port, CONNECT_SECONDS, small_segments=True)
-                await messages.handshake(reader, writer, self.token, is_client=True)
-                writer.write(messages.encode({"node": self.own_node}))
-                await self._read(peer, reader, writer)
+                stream = await messages.handshake(reader, writer, self.keys[peer.node], self.own_node)
+                stream.write({"hello": True})
+                await self._read(peer, stream)
+            except (OSError, messages.HandshakeError, asyncio.TimeoutError) as error:
+                peer.reason = str(error)
+            if writer:
+                writer.close()
             await asyncio.sleep(RETRY_SECONDS)
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection of another node. Connections without the token are closed."""
+        """Serve a connection of another node. Connections without its key are closed."""
         try:
-            await messages.handshake(reader, writer, self.token, is_client=False)
-            opening = await messages.receive(reader, CONNECT_SECONDS)
-            node = opening.get("node")
-            if node in self.peers:
-                await self._read(self.peers[node], reader, writer)
-            elif "bytes" in opening:
-                await probe.serve_transfers(reader, writer, opening)
+            stream = await self.door.admit(reader, writer)
+            opening = await stream.receive(CONNECT_SECONDS)
+            if "bytes" in opening:
+                await probe.serve_transfers(stream, opening)
+            elif stream.node in self.peers and await self._may_replace(self.peers[stream.node]):
+                await self._read(self.peers[stream.node], stream)
         except (OSError, messages.HandshakeError, ValueError, asyncio.TimeoutError):
             pass
         finally:
             writer.close()
 
-    async def _read(self, peer: Peer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer.writers.append(writer)
-        peer.closed_at = 0.0
+    async def _may_replace(self, peer: Peer) -> bool:
+        """Return whether a second connection of a node may replace the first one: only if heartbeats stop to arrive on the first."""
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while peer.stream and time.monotonic() - peer.heard_at < 3 * RETRY_SECONDS:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.1)
+        if peer.stream:
+            peer.stream.writer.close()
+        return True
+
+    async def _read(self, peer: Peer, stream: messages.Stream) -> None:
+        peer.stream, peer.closed_at = stream, 0.0
         try:
             while True:
-                message = await messages.receive(reader, 1e9)
+                message = await stream.receive(1e9)
                 peer.heard_at = time.monotonic()
                 peer.is_done |= bool(message.get("bye"))
                 try:
@@ -256,17 +277,16 @@ class Peers:
         except OSError:
             pass
         finally:
-            peer.writers.remove(writer)
-            writer.close()
-            if not peer.writers:
-                peer.closed_at = time.monotonic()
+            stream.writer.close()
+            if peer.stream is stream:
+                peer.stream, peer.closed_at = None, time.monotonic()
 
     def send(self, node: int, message: dict[str, Any]) -> None:
         """Send to one node, if it is connected. A message that cannot be sent is lost."""
-        for writer in self.peers[node].writers[-1:] if node in self.peers else []:
-            if writer.transport.get_write_buffer_size() < _FULL_BUFFER:
-                with contextlib.suppress(OSError, RuntimeError):  # the connection is lost, or the message is too large
-                    writer.write(messages.encode(message))
+        stream = self.peers[node].stream if node in self.peers else None
+        if stream and stream.writer.transport.get_write_buffer_size() < _FULL_BUFFER:
+            with contextlib.suppress(OSError, RuntimeError):  # the connection is lost, or the message is too large
+                stream.write(message)
 
     def broadcast(self, message: dict[str, Any]) -> None:
         for node in self.peers:
@@ -276,7 +296,7 @@ class Peers:
         """Send that this node is done, wait a moment until that is delivered, and close all connections."""
         self.is_closing = True
         self.broadcast({"bye": True})
-        writers = [writer for peer in self.peers.values() for writer in peer.writers]
+        writers = [peer.stream.writer for peer in self.peers.values() if peer.stream]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*(writer.drain() for writer in writers), return_exceptions=True), 1)
         for writer in writers:

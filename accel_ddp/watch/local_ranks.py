@@ -46,6 +46,8 @@ class LocalRank:
     is_dead: bool = False
     status: int | None = None  # exit code, or minus the signal
     reading: phases.Reading | None = None
+    num_files: int = 0  # that it has open, with its connections
+    most_files: int = 0  # its limit
     collective: asyncio.Future | None = None  # the last collective of the rank, once it has answered
 
     def send(self, message: dict[str, Any]) -> None:
@@ -83,6 +85,7 @@ class LocalRanks(dict[int, LocalRank]):
                 local.reading = phases.read(local.memory)
                 is_stopped = processes.state_of(local.pid) in ("T", "t")
                 local.stopped_at = (local.stopped_at or now) if is_stopped else 0.0
+                local.num_files, local.most_files = processes.count_files(local.pid) or (local.num_files, local.most_files)
 
     def views(self) -> list[RankView]:
         now, found = time.monotonic(), []
@@ -129,6 +132,11 @@ class LocalRanks(dict[int, LocalRank]):
             how = f"If nobody killed it, the machine ran out of memory: see `dmesg -T | grep -i kill` on {self.host}. " + how
         elif local.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL):
             how = "A library crashed; its output may be above. PYTHONFAULTHANDLER=1 prints the Python stack of a crash. " + how
+            if local.most_files and local.num_files > 0.8 * local.most_files:
+                how = (
+                    f"It had {local.num_files} files and connections open, and may have {local.most_files} (ulimit -Hn). If it has no "
+                    f"leak, strangers connect to its ports: see `ss -tnp` on {self.host} and SECURITY.md. "
+                ) + how
         elif local.is_finished and local.status is not None and local.status > 0:
             what = f"has called sys.exit({local.status})"
         elif local.status is not None and local.status >= 0:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp import phases
+from accel_ddp.nodes.messages import check_shape
 from accel_ddp.nodes.terminal import erase_before_line
 from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.incidents import ERROR, INFO, WARNING, Incident, IncidentWriter
@@ -38,6 +39,19 @@ LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a
 UNREACHABLE_SECONDS = 20.0  # a coordinator that has not answered for this long after the start cannot be reached
 FRESH_SECONDS = 2.0  # what another node has observed is true for this long
 MOST_WITNESSES = 9  # nodes that are asked whether they hear a node that is silent here
+_NUMBER, _PLACE = (int, float), {"rank": int, "host": str, "step": int}
+_ROW = (  # of a heartbeat, see `_send_beat`
+    int, int, int, _NUMBER, (*_NUMBER, type(None)), str, _NUMBER, bool, _NUMBER, bool, *[_NUMBER] * len(phases.Timing._fields)
+)  # fmt: skip
+_IS_ROW = lambda row: isinstance(row, list) and len(row) == len(_ROW) and all(map(isinstance, row, _ROW))
+_FAILURE = {"kind": str, "text": str, "line": str, "exit_code": int, **_PLACE}
+# What other monitors send: the key of a message, and the shape of its value.
+_SHAPES = {
+    "ranks": [_IS_ROW], "failure": _FAILURE, "failed": _FAILURE, "event": {"severity": str, "kind": str, "text": str, **_PLACE},
+    "incident": {"level": str, "kind": str, "text": str, **_PLACE}, "stop": str, "want_stack": int, "stack": (int, [str], str),
+    "measure": int, "rate": (int, [int | float]), "traffic": [(str, str, int, int, int)],
+    "silent": [(int, int, int | float, bool)], "relay": [int],
+}  # fmt: skip
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
 
 
@@ -70,7 +84,7 @@ class Monitor:
         self.incidents = IncidentWriter()
         self.recorded: set[tuple[str, str]] = set()  # kind and text of what ranks have reported; many may report the same
         self.ranks = LocalRanks(self.node, self.host, self.launcher)
-        self.peers = Peers(self.node, [], b"", self.receive)  # until `_connect`
+        self.peers = Peers(self.node, [], self.receive)  # until `_connect`
         self.flows = Flows([])
         # (observer, node) -> seconds without an answer, whether packets still arrive from it, when and from whom this was learned
         self.silences: dict[tuple[int, int], tuple[float, bool, float, int]] = {}
@@ -226,7 +240,7 @@ class Monitor:
             if entry["node"] != self.node:
                 self.remote[entry["rank"]] = RankView(entry["rank"], entry["node"], entry["host"], entry["pid"])
         if len(message["roster"]) > 1:
-            self.peers = Peers(self.node, message["roster"], bytes.fromhex(message["token"]), self.receive)
+            self.peers = Peers(self.node, message["roster"], self.receive)
             self.peers.start()
             if self.node_socket is not None:
                 self._keep(self.peers.listen_for_pings(self.node_socket))
@@ -234,17 +248,10 @@ class Monitor:
         self.slow_run = SlowRun(self.node, message, self.peers, self._announce)
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
-        """Handle a message of another monitor."""
-        if "ranks" in message:
-            now = time.monotonic()
-            for rank, step, phase, age, normal, state, stopped, suspended, writing, finished, *timing in message["ranks"]:
-                if view := self.remote.get(rank):
-                    view.step, view.phase, view.age, view.normal, view.state = step, phase, age, normal, state
-                    view.stopped, view.is_suspended, view.writing, view.is_finished = stopped, suspended, writing, finished
-                    self.heard_ranks_at[rank] = now
-                    self.timings[rank] = phases.Timing(*timing)
-        if "traffic" in message:
-            self.flows.add(node, message["traffic"], time.monotonic())
+        """Handle a message of another monitor. Raises ValueError, and changes nothing, if the message is malformed."""
+        for name in message.keys() & _SHAPES.keys():
+            check_shape(message[name], _SHAPES[name])
+        self._read_beat(node, message)
         if "failure" in message and not self.failure:
             self._fail(message["failure"])
         if "failed" in message and not self.failure and self._decides():
@@ -253,8 +260,6 @@ class Monitor:
             self._print(Event(**message["event"]))
             for target in message.get("relay", ()):
                 self.peers.send(target, {"event": message["event"]})
-        for observer, other, *silence in message.get("silent", ()):
-            self.silences[observer, other] = (*silence, time.monotonic(), node)
         if "incident" in message:
             self._record(Incident(**message["incident"]))
         if "stop" in message:
@@ -267,6 +272,19 @@ class Monitor:
             rank, frames, collective = message["stack"]
             self.stacks[rank] = Stack(frames)
             self.stacks[rank].collective = collective
+
+    def _read_beat(self, node: int, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        for rank, step, phase, age, normal, state, stopped, suspended, writing, finished, *timing in message.get("ranks", ()):
+            if view := self.remote.get(rank):
+                view.step, view.phase, view.age, view.normal, view.state = step, phase, age, normal, state
+                view.stopped, view.is_suspended, view.writing, view.is_finished = stopped, suspended, writing, finished
+                self.heard_ranks_at[rank] = now
+                self.timings[rank] = phases.Timing(*timing)
+        if "traffic" in message:
+            self.flows.add(node, message["traffic"], now)
+        for observer, other, *silence in message.get("silent", ()):
+            self.silences[observer, other] = (*silence, now, node)
 
     def _spread_stop(self, reason: str, source: int | None = None) -> None:
         if self.stop_reason:
@@ -315,7 +333,8 @@ class Monitor:
             for peer in self.peers.peers.values():
                 if not peer.heard_at and not peer.is_done:
                     text = (
-                        f"the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect. Faults of one node "
+                        f"the monitors of {self.host} and {peer.host} ({peer.address}:{peer.port}) cannot connect"
+                        f"{f': {peer.reason}' * bool(peer.reason)}. Faults of one node "
                         "are not reported on the other. Allow all TCP between the nodes."
                     )
                     self.printer.put(f"warning: {text}")

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -45,6 +46,15 @@ def describe_exit(status: int | None) -> str:
         return f"ended with exit code {status}"
     names = {int(each): each.name for each in signal.Signals}
     return f"was killed by {names.get(-status, f'signal {-status}')}"
+
+
+def count_files(pid: int) -> tuple[int, int] | None:
+    """Return how many files and connections a process has open, and its limit. None: it has ended, or belongs to another user."""
+    try:
+        number = os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))  # the size is 0 before Linux 6.2
+        return (number, resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]) if number else None
+    except OSError:
+        return None
 
 
 def _stat(pid: int) -> list[str]:

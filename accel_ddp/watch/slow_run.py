@@ -140,7 +140,8 @@ class SlowRun:
         peer, rates = self.roster[target], []
         with contextlib.suppress(asyncio.TimeoutError, OSError):
             for _ in range(3):
-                rate = await asyncio.wait_for(measure_rate(peer["address"], peer["port"], self.peers.token), MEASURE_SECONDS)
+                measured = measure_rate(peer["address"], peer["port"], self.peers.keys[target], self.node)
+                rate = await asyncio.wait_for(measured, MEASURE_SECONDS)
                 if rate is None:
                     break
                 rates.append(rate)

@@ -6,6 +6,7 @@ fail     the same, and when all ranks of the node have started, the last rank fa
 ignore   wait, and ignore SIGINT and SIGTERM
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ received = {
     "home": os.environ["HOME"],
     "variables": {name: value for name, value in os.environ.items() if name.startswith("TEST_")},
     "secret": len(os.environ.get("WANDB_API_KEY", "")),
+    "token": hashlib.sha256(os.environ.get("ACCEL_DDP_TOKEN", "").encode()).hexdigest()[:20],
     "world": [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")],
     "user": os.getuid(),
 }
