@@ -46,12 +46,12 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
             print(f"error: {error}", file=sys.stderr, flush=True)
         if not has_valid_options:  # otherwise the preflight has already reported it to the other nodes
             cluster.report_to_other_nodes(str(error))
-        _report_user_error(f"error: {error}")
+        _report_end(f"error: {error}")
         sys.exit(USER_ERROR)
     except SystemExit as exit:  # raised by tyro, which has printed the reason, or by --help
         if exit.code == USER_ERROR:
             cluster.report_to_other_nodes("its command line is invalid")
-            _report_user_error("error: invalid command line (see the error above)")
+            _report_end("error: invalid command line (see the error above)")
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -82,7 +82,7 @@ def _act_on_early_stop(number: signal.Signals) -> None:
         text = f"stopped: received {number.name} on {socket.gethostname()} before the first step."
         if is_local_main():
             print(f"{text} The same command, or --resume, continues.", file=sys.stderr, flush=True)
-        write_error_file(text)
+        _report_end(text, "stopped", STOPPED)
         os._exit(STOPPED)
 
     signal.signal(number, end)
@@ -91,10 +91,10 @@ def _act_on_early_stop(number: signal.Signals) -> None:
         end()
 
 
-def _report_user_error(text: str) -> None:
+def _report_end(text: str, kind: str = "error", code: int = USER_ERROR) -> None:
     """Store the error for the launcher, which prints it as the root cause and does not start the ranks again."""
     write_error_file(text)
-    outcome = {"kind": "error", "text": text, "exit_code": USER_ERROR, "step": None, "rank": int(os.environ.get("RANK", 0))}
+    outcome = {"kind": kind, "text": text, "exit_code": code, "step": None, "rank": int(os.environ.get("RANK", 0))}
     write_outcome(launcher_pid(), {**outcome, "host": socket.gethostname(), "time": time.time()})
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not is_local_main():
         time.sleep(2)  # the launcher ends all ranks when one exits, and the first rank of the node must print before

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
+from accel_ddp.doctor.collective_launch import WorkerProcesses
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.run_secret import NodeKeys, read_secret
 from accel_ddp.saving.checkpoint_format import list_checkpoints
@@ -82,10 +83,10 @@ def test_a_stranger_cannot_end_stop_or_change_a_run(jobs, tmp_path, secret):
     start = lambda *more: jobs.ranks([0, 1], *options, "--output_dir", *more, ACCEL_DDP_TOKEN=secret)
     recorder = stranger(jobs.cluster.nodes[0], "record")
     assert recorder.stdout.readline() == "records\n"
-    with start(tmp_path / "attacked", "--step_seconds", 0.15) as job:
+    with start(tmp_path / "attacked", "--step_seconds", 0.6 if secret else 0.15) as job:
         limit = resource.prlimit(job.rank_pid(0), resource.RLIMIT_NOFILE)
         assert limit[0] == min(limit[1], 1 << 20) > 512, "the soft limit of open files is raised"
-        found = attacked(jobs, job, recorder, 5)
+        found = attacked(jobs, job, recorder, 100 if secret else 5)
         assert ("security: the nodes trust the keys" in job.text(0)) == (not secret), job.text(0)
         assert found["accepted"] == []
         assert found["learned"] <= 16, "a process without the key receives nothing but a random number"
@@ -229,6 +230,24 @@ def test_malformed_messages_of_a_node_change_nothing_and_are_reported_once(capfd
     printed = capfd.readouterr().err
     assert "Traceback" not in printed
     assert 1 <= printed.count("a message of the monitor of node1 cannot be handled") <= 3, printed
+
+
+def test_the_log_of_nccl_is_in_a_private_folder(tmp_path):
+    """The doctor names the file, and NCCL, which may run as root, writes it."""
+    code = "import json, os\nname = os.path.dirname(os.environ['NCCL_DEBUG_FILE'])\nmode = os.stat(name).st_mode & 0o777\n"
+    (tmp_path / "shows.py").write_text(f"{code}print(json.dumps({{'name': name, 'mode': mode}}))\n")
+    events: list[dict] = []
+
+    async def run() -> None:
+        workers = WorkerProcesses("shows", 0, [1], "127.0.0.1", {**os.environ, "PYTHONPATH": str(tmp_path)})
+        for _ in range(2):
+            workers.start(0, 1, {}, {"nccl_debug": "INFO"}, events.append)
+            await workers.running
+
+    asyncio.run(run())
+    reports = [event["report"] for event in events if event["event"] == "worker_report"]
+    assert [report["mode"] for report in reports] == [0o700] * 2, events
+    assert reports[0]["name"] != reports[1]["name"]
 
 
 # ---- the secret

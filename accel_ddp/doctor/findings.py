@@ -148,7 +148,7 @@ CODES = {
     "I_HOST_NAME": Code("As W_HOST_NAME; the preflight has set the variables for this run.", "nothing, or correct /etc/hosts"),
     "E_PORT": Code("This node cannot listen on a port.", "use a --main_process_port above 1023, or another GLOO_SOCKET_IFNAME"),
     # This node: its limits, disks and GPUs.
-    "W_OPEN_FILES": Code("The limit of open files is too low for data workers.", "ulimit -n 65536"),
+    "W_OPEN_FILES": Code("The hard limit of open files is too low for data workers.", "ulimit -Hn 65536 as root"),
     "W_MEMLOCK": Code(
         "This host has InfiniBand, but the limit of locked memory is too low for NCCL.",
         "ulimit -l unlimited (docker: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK)",

@@ -287,9 +287,9 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
     """
     found: list[Finding] = []
     add = lambda code, saw: found.append(local_finding(topology, code, saw))
-    files, locked = (resource.getrlimit(which)[0] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    if 0 <= files < 1024:
-        add("W_OPEN_FILES", f"ulimit -n is {files}: data workers need more")
+    files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if 0 <= files < 1024:  # the hard limit, to which ranks raise the soft one
+        add("W_OPEN_FILES", f"ulimit -Hn is {files}: data workers need more")
     if locked != resource.RLIM_INFINITY and any(Path("/sys/class/infiniband").glob("*")):
         add("W_MEMLOCK", f"this host has InfiniBand, but ulimit -l is {locked // 1024} KiB: NCCL cannot register memory")
     with contextlib.suppress(OSError):

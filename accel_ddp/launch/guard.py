@@ -75,11 +75,9 @@ class JobOnNode:
 
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
-        self.kill_seconds, self.look_seconds = (
-            request.get("kill_seconds", KILL_SECONDS),
-            request.get("look_seconds", LOOK_SECONDS),
-        )
-        self.is_killed = self.is_interrupted = False  # by a second and by the first Ctrl-C of the user
+        self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
+        self.look_seconds = request.get("look_seconds", LOOK_SECONDS)
+        self.is_killed = self.is_interrupted = False  # is_interrupted: the stop was a Ctrl-C
         self.record = Record(request["run_folder"], request["host"])
         self.why = ""  # the reason of the first stop
         self.process: asyncio.subprocess.Process | None = None

@@ -110,7 +110,7 @@ def hold(targets: list[str], number: int) -> None:
         for one in range(number):
             with_data = socket.create_connection((address, int(port)), timeout=5)
             held.append(with_data)
-            time.sleep(0.01 if number > 20 else 0)  # a flood that lasts some seconds
+            time.sleep(0.01 if number > 100 else 0)  # a flood that lasts some seconds
             if one % 2:
                 with_data.shutdown(socket.SHUT_WR)
     print(f"holds {len(held)} connections", flush=True)
