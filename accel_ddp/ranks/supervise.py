@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -90,14 +91,19 @@ def _exit(code: int) -> None:
 
 
 def _leaves_with_others() -> bool:
-    """Return whether a rank may leave with code 0: after `fit`, or if every rank leaves it within a second."""
-    if not ending.early_exit or not links.store:
-        return True
-    deadline, left = time.monotonic() + LEAVE_SECONDS, links.store.add("left", 1)
-    while left < this_rank.num_ranks and time.monotonic() < deadline:
-        time.sleep(0.02)
-        left = links.store.add("left", 0)
-    return left >= this_rank.num_ranks
+    """Return whether a rank may leave with code 0: after `fit`, or if every rank leaves it at about the same time."""
+    return not ending.early_exit or not links.store or _all_arrive("left", LEAVE_SECONDS)
+
+
+def _all_arrive(place: str, seconds: float) -> bool:
+    """Return whether all ranks get here within some seconds. The store answers when the last one does, so no rank polls it."""
+    if links.store.add(place, 1) == this_rank.num_ranks:
+        links.store.set(f"{place}/all", "")
+    try:
+        links.store.wait([f"{place}/all"], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _finish(exits: bool) -> int:
@@ -112,10 +118,7 @@ def _finish(exits: bool) -> int:
             # A rank that ended earlier would interrupt the last collective of the others, and a launcher waits 300 s for a node that
             # failed at the end.
             links.store.set(f"finished/{this_rank.rank}", "")
-            links.store.add("done", 1)
-            deadline = time.monotonic() + 60
-            while links.store.add("done", 0) < this_rank.num_ranks and time.monotonic() < deadline:
-                time.sleep(0.02)
+            _all_arrive("done", 60)
             if this_rank.is_main:
                 time.sleep(0.2)  # rank 0 may host the store, which the other ranks have just read
     ending.is_leaving.set()
