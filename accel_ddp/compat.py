@@ -38,15 +38,11 @@ def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) ->
     model._apply(function)
 
 
-def batch_norms(model: "nn.Module") -> dict[str, "nn.Module"]:
-    """Return the batch norm layers of a model by name. Its public classes have no public base class. Tested with torch 2.13."""
+def has_batch_norm(model: "nn.Module") -> bool:
+    """Return whether a model has batch norm. Its public classes have no public base class. Tested with torch 2.13."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-
-
-def has_batch_norm(model: "nn.Module") -> bool:
-    return bool(batch_norms(model))
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
 def storage_key(tensor: "Tensor") -> int:

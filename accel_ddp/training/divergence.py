@@ -61,9 +61,9 @@ class ParameterCheck:
         named = {name: p for name, p in self._trained.items() if local(p).numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
-        norms, saved = compat.batch_norms(module), module.state_dict()
-        buffers = {name for name, buffer in module.named_buffers() if name in saved and buffer.numel()}
-        self._module, self._buffers = module, sorted(name for name in buffers - ignored if name.rpartition(".")[0] not in norms)
+        saved = {name for name, buffer in module.named_buffers() if buffer.numel()} & module.state_dict().keys()
+        norms = {name for name, one in module.named_modules() if compat.has_batch_norm(one) and not any(one.children())}
+        self._module, self._buffers = module, sorted(name for name in saved - ignored if name.rpartition(".")[0] not in norms)
         is_copied = len(self._copies[0]) > 1 and bool(self._trained)
         self.is_on = cfg.check_every > 0 and this_rank.num_ranks > 1 and (is_copied or bool(self._buffers))
         if self.is_on:
