@@ -194,7 +194,7 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
     if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE) or _mentions(error, ("Too many open files",)):
         text = (
             f"{_this_rank()} has too many open files and connections{_where()}: {_first_line(error)}. The limit is "
-            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it with `ulimit -Hn` (as root), or use fewer --num_workers. If "
+            f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it (`ulimit -Hn 65536` as root), or use fewer --num_workers. If "
             "strangers connect to its ports (`ss -tnp` shows it), close them with a firewall (SECURITY.md)."
         )
         return report_failure(Failure("failed", f"RANK_FAILED: {text}"))
