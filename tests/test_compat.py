@@ -221,9 +221,10 @@ def test_the_allocator_leaves_a_failed_capture():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with pytest.raises(RuntimeError):
             torch.ones(2, device="cuda").item()  # a capture cannot contain it
-        with contextlib.suppress(RuntimeError):  # torch 2.11 raises nothing
+        with contextlib.suppress(RuntimeError):  # torch 2.11 raises nothing, and its allocator then leaves the capture
             graph.capture_end()
-    compat.end_failed_capture(torch.cuda.current_device(), pool)
+    with contextlib.suppress(RuntimeError):
+        compat.end_failed_capture(torch.cuda.current_device(), pool)
     held = torch.cuda.memory_reserved()
     big = torch.empty(2**28, device="cuda")
     del big

@@ -203,7 +203,7 @@ def weights_kept(model: nn.Module, what: str) -> Iterator[None]:
     """Raise UserError on every rank if the block, forward passes in eval mode, changes a weight or a persistent buffer.
 
     Checkpoints and exports before and after such a pass would differ. It reads all weights twice and copies none: 8B parameters in
-    16 bits take 2 x 4 ms on an H200, and 2 x 1 s on a CPU that reads 16 GB/s. Every rank must call it.
+    16 bits take 2 x 8 ms on an H200, and 2 x 0.2 s on 16 CPU cores. Every rank must call it.
     """
     # Without shards, rank 0 computes all that others compute, and only its buffers stay as they are: the others get copies of them.
     is_compared = this_rank.is_main or is_sharded(model)
@@ -224,7 +224,13 @@ def weights_kept(model: nn.Module, what: str) -> Iterator[None]:
 def _checksums(model: nn.Module) -> dict[str, int]:
     """Return the sum of the bits of each tensor that is saved, of a sharded one the part of this rank."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor) and local(value).numel()}
-    return {name: int(_bits(tensor).sum()) for name, tensor in state.items()}
+    return {name: int(_in_8_bytes(_bits(tensor).flatten()).sum()) for name, tensor in state.items()}
+
+
+def _in_8_bytes(bits: Tensor) -> Tensor:
+    """Return integers of 8 bytes if the size allows it. torch sums them 20 times as fast on a CPU, and 3 times on a GPU."""
+    is_whole = all(number * bits.element_size() % 8 == 0 for number in (bits.numel(), bits.storage_offset()))
+    return bits.view(torch.int64) if is_whole else bits
 
 
 # ---- --on_nonfinite
