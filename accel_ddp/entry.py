@@ -81,7 +81,7 @@ def _act_on_early_stop(number: signal.Signals) -> None:
     def end(*_: object) -> None:
         text = f"stopped: received {number.name} on {socket.gethostname()} before the first step."
         if is_local_main():
-            print(f"{text} The same command, or --resume, continues.", file=sys.stderr, flush=True)
+            os.write(2, f"{text} The same command, or --resume, continues.\n".encode())  # `print` may have been interrupted
         _report_end(text, "stopped", STOPPED)
         os._exit(STOPPED)
 

@@ -96,7 +96,9 @@ def test_manifests_state_what_a_job_on_several_nodes_needs(tmp_path):
     assert {one["name"]: one["mountPath"] for one in container["volumeMounts"]} == {"shared-memory": "/dev/shm", "runs": "/data"}
     env = {one["name"]: one["value"] for one in container["env"]}
     assert pod["terminationGracePeriodSeconds"] == 120 > int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60
-    own = {"secretRef": {"name": "classify-token", "optional": True}}  # a manifest that is printed and created by hand has none
+    own = {
+        "secretRef": {"name": "accel-ddp-classify-token", "optional": True}
+    }  # a manifest that is printed and created by hand has none
     assert container["envFrom"] == [own, {"secretRef": {"name": "wandb"}}]
     amounts = {"cpu": "16", "memory": "128Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "4"}
     assert container["resources"] == {"requests": amounts, "limits": amounts}
@@ -462,7 +464,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(api, command
     assert f"accel-ddp stop {file} --name classify" in done.stdout
     assert api.names() == ["TrainingRuntime/classify", "TrainJob/classify"]
     (token,) = [one for one in api.objects.values() if one["kind"] == "Secret"]
-    assert token["metadata"]["name"] == "classify-token"
+    assert token["metadata"]["name"] == "accel-ddp-classify-token"
     value = token["stringData"]["ACCEL_DDP_TOKEN"]
     assert re.fullmatch(r"[0-9a-f]{64}", value)
     assert value not in done.stdout + done.stderr + str([one for one in api.objects.values() if one["kind"] != "Secret"])

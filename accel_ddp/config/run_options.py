@@ -63,7 +63,7 @@ class MultiNodeConfig:
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
     bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
-    find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower, and never needed")
+    find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")
     broadcast_buffers: Literal["auto", "on", "off"] = option(
         "auto", "DDP: copy rank 0's buffers to all ranks; auto: for models with batch norm", affects_result=True

@@ -166,7 +166,7 @@ class RecipeConfig(ModelConfig):
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.lora_alpha != type(self).lora_alpha and not self.lora_r:
             raise UserError(
-                f"--lora_alpha {self.lora_alpha}: needs --lora_r, for example --lora_r 16. Without it all weights are trained."
+                f"--lora_alpha {self.lora_alpha}: needs --lora_r, for example --lora_r 16. Adapters in --model keep their own."
             )
         if self.log_predictions > MOST_PREDICTIONS:
             raise UserError(f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less.")

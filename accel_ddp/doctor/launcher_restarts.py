@@ -219,7 +219,7 @@ def return_exit_code_of_ranks() -> None:
             codes = [one.exitcode for one in sorted(error.failures.values(), key=lambda failure: failure.timestamp)]
         elif isinstance(error, SignalException):  # sent to the launcher, which has forwarded it and waited for its ranks
             codes = _find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or []
-            if {*codes} <= {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}:  # the ranks did not handle signals yet
+            if codes and {*codes} <= {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}:  # the ranks did not handle signals yet
                 print_progress(f"stopped: the launcher received {error.sigval.name}, and its ranks ended before they could save")
                 codes = [INTERRUPTED if error.sigval == signal.SIGINT else STOPPED]
         if not (code := choose_exit_code(codes)):

@@ -59,8 +59,9 @@ def launch(cluster: Cluster, job: Job) -> int:
         "metadata": {"name": token_name(name), "namespace": settings["namespace"]},
         "stringData": {TOKEN: secrets.token_hex(32)},
     }
+    kubectl.start("delete", f"secret/{token_name(name)}", "--ignore-not-found")  # of an earlier job
     done = create({"apiVersion": "v1", "kind": "Secret", **token}) if len(cluster.nodes) > 1 else None
-    if done and done.returncode and "exists" not in done.stderr:  # one that exists remains of an earlier job, and serves as well
+    if done and done.returncode:
         reason = kubectl.explain("create", done.stderr)
         print(f"note: without the secret {token_name(name)}, the pods exchange keys when they start: {reason}", file=sys.stderr)
     created += done.stdout.split() if done else []

@@ -216,7 +216,7 @@ def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: 
 
 def token_name(name: str) -> str:
     """Return the name of the Secret by which the pods of a job recognize each other. `launch` creates it; a job runs without it too."""
-    return f"{name}-token"
+    return f"accel-ddp-{name}-token"
 
 
 def _container(cluster: Cluster, settings: dict[str, Any], name: str) -> dict[str, Any]:

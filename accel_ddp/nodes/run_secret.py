@@ -18,7 +18,7 @@ def read_secret() -> str:
     """Return the secret of this run, or "" if there is none. Raises UserError if its file cannot be used."""
     path = os.path.expanduser(os.environ.get(TOKEN_FILE, ""))
     if os.environ.get(TOKEN) or not path:
-        return os.environ.get(TOKEN, "")
+        return os.environ.get(TOKEN, "").strip()
     try:
         with open(path, encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

@@ -284,10 +284,10 @@ def _wait_for_parts(save: PartialSave, partial: Path) -> dict[int, dict[str, Any
                 links.store.delete_key(save.key(rank))
         except dist.DistError as error:
             for path in partial.glob("part-*.json"):
-                rank = int(path.stem[5:])
-                found[rank] = checkpoint_format.read_json(path)
-                missing.pop(rank, None)
-                path.unlink()
+                if (report := checkpoint_format.read_json(path)) is not None:  # None: it is being written
+                    found[rank := int(path.stem[5:])] = report
+                    missing.pop(rank, None)
+                    path.unlink()
             before, size = size, sum(path.stat().st_size for path in partial.glob("*/*"))
             grown_at = time.monotonic() if size != before else grown_at
             if missing and time.monotonic() - grown_at > MAX_DELAY_OF_DISK:

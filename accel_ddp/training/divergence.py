@@ -252,10 +252,11 @@ class NonfiniteSteps(Hook):
 
     def on_update(self, numbers: Numbers, pace: Pace | None = None) -> None:
         """Count the step if its update was skipped. This is a collective if the loss is not finite."""
-        if not numbers.items > 0:
+        if numbers.items < 0 or (numbers.items == 0 and self.cfg.on_nonfinite == "stop"):
             raise UserError(
                 f"step {numbers.step}: `count` returned {numbers.items:g} items for the global batch, so its loss has no mean. "
-                "`count(batch)` must return how many items `loss_sum` adds up, for example len(batch) or the number of labels."
+                "`count(batch)` must return how many items `loss_sum` adds up, for example len(batch) or the number of labels. If "
+                "some steps have no labels, --on_nonfinite skip leaves these out."
             )
         if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):
             self.saved.skipped_in_a_row = 0

@@ -39,14 +39,7 @@ NEVER_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # 16 bits have no s
 ALLOWED_IN_FLOAT64 = 1e-6  # some models compute parts in float32
 TRIED = 32  # items of a dataset whose lengths are not known
 MOST_TEXTS = 8  # that are compared
-LIMITS = (
-    "window",
-    "chunk",
-    "block",
-    "stride",
-    "segment",
-    "original_max_position",
-)  # in names of a config, at which a model changes
+LIMITS = ("window", "chunk", "block", "stride", "segment", "original_max_position")  # in names of a config: a model changes there
 
 
 def require_independence(

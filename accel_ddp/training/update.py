@@ -84,7 +84,7 @@ def update(
     """
     enter(FORWARD)
     num_ranks, device = accelerator.num_processes, accelerator.device
-    rates = _learning_rates(optimizer)
+    rates, used = _learning_rates(optimizer), _of_ddp(model)
     if isinstance(loss_sum, WholeBatch):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
     _settle_buckets(accelerator, model, optimizer, batches[0], loss_sum)
@@ -119,7 +119,7 @@ def update(
 
     _check_backward(model, times_before)
     enter(OPTIMIZER)
-    if used := _of_ddp(model):
+    if used:
         used.complete(model)
     if _learning_rates(optimizer) != rates:
         raise UserError(
@@ -209,6 +209,9 @@ def _step_if_finite(
         for buffer, before in _pair_buffers(model, buffers):
             buffer.copy_(before)
     stepper.zero_grad()
+    for group in optimizer.param_groups:  # an optimizer of the user may keep gradients of zeros
+        for parameter in group["params"]:
+            parameter.grad = None
     if accelerator.scaler:
         accelerator.scaler.update()
 
@@ -328,7 +331,8 @@ class _DdpParameters:
     """Lets DDP complete a step in which this rank has not used every parameter: an expert without a token, or a layer without a use.
 
     DDP waits until each parameter of a bucket has a gradient. An unused one contributes zeros. This costs one number in an all-reduce
-    while all are used, whereas `--find_unused_parameters` searches the graph of every step.
+    while a rank has used all, whereas `--find_unused_parameters` searches the graph of every step. If no rank has used all, the host
+    waits for the GPU in this step.
     """
 
     def __init__(self, model: DistributedDataParallel):
@@ -340,19 +344,22 @@ class _DdpParameters:
 
     def complete(self, model: DistributedDataParallel) -> None:
         """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums."""
-        places = compat.without_gradient(model)
-        self._unused = {self._trained[place] for place in places if self._trained[place].grad is None}
-        if not places:
-            return
-        missing, names = [self._trained[place] for place in places], [self._names[place] for place in places]
-        if frozen := [name for name, p in zip(names, missing) if not p.requires_grad]:
-            raise UserError(
-                f"requires_grad of {shorten(', '.join(frozen), 200)} was turned off during training, but DDP expects its gradient. "
-                "Freeze parameters before `fit`, with --freeze or requires_grad_(False)."
-            )
-        with phases.phase(SYNC):
-            torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
-        self._report(names)
+        self._unused, found = set(), []
+        while places := compat.without_gradient(model):  # at most 100 at once
+            missing = [self._trained[place] for place in places]
+            if frozen := [self._names[place] for place in places if not self._trained[place].requires_grad]:
+                raise UserError(
+                    f"requires_grad of {shorten(', '.join(frozen), 200)} was turned off during training, but DDP expects its "
+                    "gradient. Freeze parameters before `fit`, with --freeze or requires_grad_(False)."
+                )
+            if set(places) & set(found):
+                raise RuntimeError(f"DDP waits for the gradient of {self._names[places[0]]}, although it has got zeros")
+            self._unused |= {p for p in missing if p.grad is None}
+            with phases.phase(SYNC):
+                torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
+            found += places
+        if found:
+            self._report([self._names[place] for place in found])
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return 1 if this rank has not used a parameter, otherwise 0."""
@@ -374,11 +381,11 @@ class _DdpParameters:
         if self._is_reported or not this_rank.is_main:
             return
         self._is_reported = True
-        words = words_to_freeze(names, [name for name in self._names if name not in names])
-        how = f"--freeze {shorten(' '.join(words), 100)}" if words else "requires_grad_(False)"
+        words = " ".join(words_to_freeze(names, [name for name in self._names if name not in names]))
+        how = f"--freeze {words}" if 0 < len(words) < 100 else "requires_grad_(False)"
         print(
             f"{counted(len(names), 'parameter')} got no gradient in this step: {shorten(', '.join(names), 150)}. A step that does not "
-            f"use a parameter leaves it as it is, on any number of ranks. If no step uses it, {how} saves memory and communication.",
+            f"use a parameter leaves it as it is, on any number of ranks. If no step uses it, {how} saves memory and time.",
             flush=True,
         )
 

@@ -178,8 +178,11 @@ class _Pings(asyncio.DatagramProtocol):
 class Peers:
     """Connects this node to the nodes that coordinate, and them to it. `roster` has the key that each node shares with this one."""
 
-    def __init__(self, own_node: int, roster: list[dict[str, Any]], on_message: Callable[[int, dict[str, Any]], None]):
-        self.own_node, self.on_message = own_node, on_message
+    def __init__(
+        self, own_node: int, roster: list[dict[str, Any]], on_message: Callable[[int, dict[str, Any]], None],
+        report: Callable[[str], None] = print,
+    ):  # fmt: skip
+        self.own_node, self.on_message, self.report = own_node, on_message, report
         self.keys = {node["node"]: bytes.fromhex(node["key"]) for node in roster}
         self.door = messages.Door(self.keys.get)
         mine = own_node < COORDINATORS  # a coordinator is connected to all, the others to the coordinators
@@ -272,8 +275,7 @@ class Peers:
                     text = f"{type(error).__name__}: {error}"
                     if text not in self.reported and len(self.reported) < MOST_REPORTS:  # heartbeats arrive twice a second
                         self.reported.add(text)
-                        warning = f"warning: a message of the monitor of {peer.host} cannot be handled: {text}"
-                        print(warning, file=sys.stderr, flush=True)
+                        self.report(f"warning: a message of the monitor of {peer.host} cannot be handled: {text}")
         except OSError:
             pass
         finally:

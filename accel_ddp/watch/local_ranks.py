@@ -119,11 +119,12 @@ class LocalRanks(dict[int, LocalRank]):
         seen = phases.read(local.memory)
         what = processes.describe_exit(local.status)
         how = f"Continue from the last checkpoint with --resume --output_dir {shlex.quote(self.output_dir)}"
-        if cgroups := local.kills.happened():
+        is_killed = local.status in (-signal.SIGKILL, None)
+        if is_killed and (cgroups := local.kills.happened()):
             size = f" of {format_bytes(limit)}" if (limit := processes.memory_limit(cgroups)) else ""
             what = f"was killed by the kernel, because its cgroup (container, Slurm job) used more memory than its limit{size},"
             how = "Use a smaller --micro_batch_size or fewer --num_workers, or raise the limit. " + how
-        elif local.status in (-signal.SIGKILL, None) and local.kills.happened_on_machine():
+        elif is_killed and local.kills.happened_on_machine():
             how = (
                 f"The kernel has killed a process on {self.host} since the run began, because the machine or a cgroup (container, "
                 f"Slurm job) had too little memory (oom_kill in /proc/vmstat): probably this one. {how}"

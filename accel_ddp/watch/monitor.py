@@ -43,7 +43,9 @@ _NUMBER, _PLACE = (int, float), {"rank": int, "host": str, "step": int}
 _ROW = (  # of a heartbeat, see `_send_beat`
     int, int, int, _NUMBER, (*_NUMBER, type(None)), str, _NUMBER, bool, _NUMBER, bool, *[_NUMBER] * len(phases.Timing._fields)
 )  # fmt: skip
-_IS_ROW = lambda row: isinstance(row, list) and len(row) == len(_ROW) and all(map(isinstance, row, _ROW))
+_IS_ROW = lambda row: (
+    isinstance(row, list) and len(row) == len(_ROW) and all(map(isinstance, row, _ROW)) and 0 <= row[2] < len(phases.NAMES)
+)
 _FAILURE = {"kind": str, "text": str, "line": str, "exit_code": int, **_PLACE}
 # What other monitors send: the key of a message, and the shape of its value.
 _SHAPES = {
@@ -240,7 +242,7 @@ class Monitor:
             if entry["node"] != self.node:
                 self.remote[entry["rank"]] = RankView(entry["rank"], entry["node"], entry["host"], entry["pid"])
         if len(message["roster"]) > 1:
-            self.peers = Peers(self.node, message["roster"], self.receive)
+            self.peers = Peers(self.node, message["roster"], self.receive, self.printer.put)
             self.peers.start()
             if self.node_socket is not None:
                 self._keep(self.peers.listen_for_pings(self.node_socket))
@@ -386,7 +388,7 @@ class Monitor:
                 self._report_unreachable(now)
                 if not self.failure and now > self.quiet_until:
                     if self._decides():
-                        self._judge(now, now - last)
+                        self._try_to_judge(now, now - last)
                     else:  # the coordinator decides again, so what this node has reported while it was cut off is over
                         for event in self.judge.close([self.remote[rank] for rank in self.heard_ranks_at]):
                             self.printer.put(str(event))
@@ -416,6 +418,16 @@ class Monitor:
         more = {"silent": silent} if silent else {}
         self.peers.broadcast({"ranks": rows, **({"traffic": traffic} if traffic else {}), **more})
         self.peers.ping_silent()
+
+    def _try_to_judge(self, now: float, seconds: float) -> None:
+        """Judge. A mistake in a diagnosis must not end the monitor, which would look like a lost node."""
+        try:
+            self._judge(now, seconds)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            if ("", text) not in self.recorded:
+                self.recorded.add(("", text))
+                self.printer.put(f"warning: the monitor of {self.host} cannot diagnose this run: {text}")
 
     def _judge(self, now: float, seconds: float) -> None:
         """Report what keeps all the ranks and nodes that are known here from progress."""
