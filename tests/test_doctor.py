@@ -259,8 +259,8 @@ def test_2e_one_of_three_links_is_rejected(nodes):
     assert ended.verdict(0).count("E_PATH") == 1
 
 
-def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes, tmp_path):
-    """This is Debian's default. Both nodes then train over the interface that the preflight chose."""
+def test_2f_a_host_name_that_resolves_to_loopback_is_reported(nodes):
+    """This is Debian's default."""
     nodes.require("host names")
     for node in nodes.nodes[:2]:
         node.hosts({node.name: "127.0.1.1"})
@@ -268,6 +268,14 @@ def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes
     assert ended.codes == {0: 0, 1: 0}
     assert "W_HOST_NAME  [node0, machine_rank 0] the host name node0 resolves to 127.0.1.1" in ended.verdict(1)
     assert "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0" in ended.verdict(0)
+
+
+@pytest.mark.slow
+def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes, tmp_path):
+    """Both nodes train over the interface that the preflight chose."""
+    nodes.require("host names")
+    for node in nodes.nodes[:2]:
+        node.hosts({node.name: "127.0.1.1"})
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
     script = [PROGRAMS / "goes_wrong.py", "--output_dir", tmp_path / "run"]
     ended = DoctorRun(nodes, {n: [*launch, "--machine_rank", n, *script] for n in (0, 1)}, {})

@@ -516,7 +516,7 @@ def test_a_job_is_submitted_shown_followed_and_stopped_with_kubectl(api, command
     assert "its ranks have 300 s to save a checkpoint" in stopped.stdout
     assert api.names() == []
     deletions = [request.split("?")[0].split("/")[-2] for request in api.requests if request.startswith("DELETE")]
-    assert deletions == ["trainjobs", "trainingruntimes", "secrets"], "the job goes first"
+    assert deletions == ["secrets", "trainjobs", "trainingruntimes", "secrets"], "an old secret, and later the job first"
     refused(command("stop", file), "there is no trainjob.*/classify in the namespace default")
 
 

@@ -34,6 +34,7 @@ def difference(one: Path, other: Path) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
+@pytest.mark.slow  # in CI, three ranks start without a launcher
 def test_two_ranks_on_a_node_and_one_on_another_give_the_result_of_one_rank(nodes, tmp_path, one_rank):
     nodes.require("host names")
     folder = tmp_path / "run"

@@ -180,7 +180,7 @@ class Peers:
 
     def __init__(
         self, own_node: int, roster: list[dict[str, Any]], on_message: Callable[[int, dict[str, Any]], None],
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
     ):  # fmt: skip
         self.own_node, self.on_message, self.report = own_node, on_message, report
         self.keys = {node["node"]: bytes.fromhex(node["key"]) for node in roster}
