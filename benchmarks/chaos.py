@@ -32,9 +32,10 @@ from tests.nodes import Nodes
 FAULTS = {
     "kill rank": (True, 3), "exception": (True, 2), "exit": (True, 2), "segv": (True, 2), "stop 4 s": (False, 2),
     "stop": (True, 2), "kill launcher": (True, 1), "kill node": (True, 1), "link down 3 s": (False, 2), "link down": (True, 2),
-    "data": (True, 2), "straggler": (False, 2), "gil": (False, 1),
+    "data": (True, 2), "straggler": (False, 2), "gil": (False, 1), "hang": (True, 1), "barrier": (True, 1), "worker": (True, 1),
+    "leave": (True, 1), "skip": (True, 1), "abort": (True, 1), "one way": (True, 1), "drop": (True, 1), "freeze node 3 s": (False, 1),
 }  # fmt: skip
-OF_LINKS = {"link down 3 s", "link down"}
+OF_LINKS = {"link down 3 s", "link down", "one way", "drop"}
 PATIENCE = 300.0  # seconds until training must have continued
 RETURN_SECONDS = 2.0  # until a launcher that has ended is started again
 
@@ -61,9 +62,12 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="report after 1.5 s and abort after 4 s instead of the default limits"
     )
+    parser.add_argument("--once", action="store_true", help="inject each of the faults once, in a random order")
     parser.add_argument("--only", nargs="*", default=[], help=f"choose from these faults: {', '.join(FAULTS)}")
     parser.add_argument("--show_output", action="store_true", help="print the output of both nodes at the end")
     options = parser.parse_args()
+    if options.once:
+        options.faults = len(options.only or FAULTS)
     steps = options.steps or 25 * (options.faults + 1)
     with Nodes(2) as cluster, tempfile.TemporaryDirectory() as folder:
         jobs = Jobs(cluster)
@@ -94,6 +98,8 @@ class Chaos:
         self.job: Job = jobs.job([self.start(number) for number in (0, 1)], jobs.cluster.nodes)
         self.ended_at: dict[int, float] = {}
         self.starts = 2
+        names = options.only or list(FAULTS)
+        self.left = self.random.sample(names, len(names)) if options.once else []
 
     def run(self) -> bool:
         began = time.monotonic()
@@ -146,6 +152,8 @@ class Chaos:
         return is_same and codes == [0, 0]
 
     def choose(self) -> str:
+        if self.options.once:
+            return self.left.pop()
         names = self.options.only or list(FAULTS)
         if self.jobs.cluster.kind == "loopback":
             names = [name for name in names if name not in OF_LINKS]
@@ -153,37 +161,19 @@ class Chaos:
 
     def inject(self, fault: str) -> Row:
         """Inject one fault and wait until training continues."""
-        job, target, node = self.job, self.random.randrange(2), None
+        job, target = self.job, self.random.randrange(2)
         is_fatal = FAULTS[fault][0]
-        row = Row(fault, target, job.last_step())
-        pid, began = job.rank_pid(target), time.monotonic()
-        if fault == "kill rank":
-            kill(pid)
-        elif fault.startswith("stop"):
-            kill(pid, signal.SIGSTOP)
-            if not is_fatal:
-                time.sleep(4)
-                kill(pid, signal.SIGCONT)
-        elif fault == "kill launcher":
-            kill(job.processes[target].pid)
-        elif fault == "kill node":
-            for other in self.jobs.cluster.nodes[target].pids():
-                kill(other)
-        elif fault.startswith("link"):
-            node = self.jobs.cluster.nodes[target]
-            node.link(False)
-            if not is_fatal:
-                time.sleep(3)
-                node.link(True)
-        else:
-            self.request(target, {"straggler": "straggler 0.3", "gil": "gil 3"}.get(fault, f"{fault} 9999"))
+        row, began = Row(fault, target, job.last_step()), time.monotonic()
+        self.begin(fault, target)
         if is_fatal:
             self.wait(lambda: any(d.level == "error" for d in job.diagnoses(began)), "a diagnosis")
             abort = next(d for d in job.diagnoses(began) if d.level == "error")
             row.abort = abort.seconds - began
-            if node:
+            if fault in OF_LINKS:
                 time.sleep(1)
-                node.link(True)
+                for node in self.jobs.cluster.nodes:
+                    node.link(True)
+                    node.firewall()
             self.wait(lambda: any(seconds > abort.seconds + 1 for seconds, _ in job.steps()), "training again")
             again = next((seconds, step) for seconds, step in job.steps() if seconds > abort.seconds + 1)
             row.again, row.lost = again[0] - began, max(0, job_step(job, abort.seconds) - again[1] + 1)
@@ -196,6 +186,35 @@ class Chaos:
         row.diagnosed = " ".join(dict.fromkeys(f"{d.level[0]}:{d.kind}" for d in found))
         row.report = found[0].seconds - began if found else None
         return row
+
+    def begin(self, fault: str, target: int) -> None:
+        """Inject a fault into a rank, or into the node with the same number. One that ends by itself is over after this."""
+        pid, node = self.job.rank_pid(target), self.jobs.cluster.nodes[target]
+        if fault in ("kill rank", "abort"):
+            kill(pid, signal.SIGKILL if fault == "kill rank" else signal.SIGABRT)
+        elif fault in ("stop", "stop 4 s", "freeze node 3 s"):
+            stopped, seconds = ([pid], 4) if "node" not in fault else (node.pids(), 3)
+            for one in stopped:
+                kill(one, signal.SIGSTOP)
+            if fault != "stop":
+                time.sleep(seconds)
+                for one in stopped:
+                    kill(one, signal.SIGCONT)
+        elif fault == "kill launcher":
+            kill(self.job.processes[target].pid)
+        elif fault == "kill node":
+            for other in node.pids():
+                kill(other)
+        elif fault.startswith("link"):
+            node.link(False)
+            if fault == "link down 3 s":
+                time.sleep(3)
+                node.link(True)
+        elif fault in ("one way", "drop"):
+            for one in self.jobs.cluster.nodes if fault == "drop" else [node]:
+                one.firewall("drop")
+        else:
+            self.request(target, {"straggler": "straggler 0.3", "gil": "gil 3"}.get(fault, f"{fault} 9999"))
 
     def request(self, rank: int, text: str) -> None:
         (self.faults / ".new").write_text(text)

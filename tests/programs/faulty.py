@@ -24,6 +24,7 @@ FAULTS = {
     "segv": "SIGSEGV in a C function",
     "exit": "os._exit(3), without a message",
     "exception": "an exception",
+    "leave": "sys.exit(0)",
     "oom": "more memory than the limit of its memory cgroup",
     "stop": "SIGSTOP; --fault_seconds later SIGCONT, if another process is there to send it",
     "hang": "Python code that waits --fault_seconds",
@@ -110,6 +111,8 @@ class Faults:
             ctypes.string_at(0)
         elif name == "exit":
             os._exit(3)
+        elif name == "leave":
+            sys.exit(0)
         elif name == "exception":
             raise RuntimeError("a fault of this test")
         elif name == "oom":
