@@ -221,7 +221,7 @@ def test_launchers_of_several_ranks_print_one_line_for_a_wrong_option_and_a_repo
     fails = [PROGRAMS / "endings.py", "--uses_run", "--how", "raise", "--output_dir", tmp_path / "run"]
     commands = [torchrun(*wrong), torchrun(*to_files, *wrong), torchrun(*fails)]
     ended = run_all(commands, [clean_environment(OMP_NUM_THREADS="1")] * 3)
-    assert ended.codes == [2, 2, 1]
+    assert ended.codes == [2, 2, 1], ended.text
     message = "error: --lr high: must be a number. For example: --lr 0.01."
     one, hidden, failed = ended.texts
     assert one.count(message) == 1
