@@ -221,7 +221,7 @@ FSDP1 = {
 
 
 @pytest.mark.parametrize(
-    "chosen", [["fsdp1", "deepspeed", "sizes"], pytest.param(["option", "megatron"], marks=pytest.mark.slow)], ids=" ".join
+    "chosen", [["fsdp1", "deepspeed"], pytest.param(["sizes", "option", "megatron"], marks=pytest.mark.slow)], ids=" ".join
 )
 def test_a_launcher_refuses_a_config_before_it_starts_a_rank(chosen, tmp_path):
     """DeepSpeed is not installed. `accelerate launch` would end with a traceback that asks the user to install it."""

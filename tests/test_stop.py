@@ -239,6 +239,7 @@ def test_two_runs_never_share_a_folder_and_a_killed_run_does_not_block_it(tmp_pa
     assert "holds another run" in refused.text, "a run was resumed in the folder of another run"
 
 
+@pytest.mark.slow  # in CI, tests/test_launch_ssh.py and test_cli.py press Ctrl-C
 def test_ctrl_c_in_a_terminal_reaches_a_launcher_of_several_ranks(tmp_path):
     """torchrun starts each rank in a new session and forwards the signal."""
     folder = tmp_path / "run"

@@ -58,7 +58,7 @@ def test_settings_are_quoted_for_the_shell(tmp_path):
     assert subprocess.run(["sh", "-ec", command], capture_output=True, text=True, check=True).stdout.strip() == value
 
 
-@pytest.mark.slow  # in CI, tests/test_docs.py runs the documented `tune` command
+@pytest.mark.slow
 def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_path, tiny_model):
     """One --try works and one fails, and on node 0 a tuned.env exists already."""
     outs = [tmp_path / "0", tmp_path / "1"]
