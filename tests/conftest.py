@@ -56,13 +56,15 @@ class Ended:
         return self
 
 
-port_numbers = itertools.count(os.getpid() * 101)  # sessions and workers start at different ports
+port_numbers = itertools.count(os.getpid() * 101)  # sessions start at different ports, and workers have different ones
+WORKER, WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def free_port() -> int:
     """Return a free port below 32768. The kernel assigns none of these, so the port stays free until a launcher binds it."""
     while True:
-        port = 10_000 + next(port_numbers) % 19_000
+        size = 19_000 // WORKERS
+        port = 10_000 + WORKER * size + next(port_numbers) % size
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
