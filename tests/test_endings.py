@@ -164,21 +164,16 @@ def test_a_run_without_a_launcher_uses_the_threads_that_the_user_has_set(tmp_pat
     assert "(CPU, 2 threads;" in ended.text
 
 
-def test_matrix_products_use_every_core_unless_the_user_has_set_the_threads(tmp_path):
+@pytest.mark.parametrize(
+    "more", [[], pytest.param(["--num_cpu_threads_per_process", "1"], marks=pytest.mark.slow)], ids=["all", "one"]
+)
+def test_matrix_products_use_every_core_unless_the_user_has_set_the_threads(tmp_path, more):
     """`accelerate launch` sets one thread if the user has not set a number. A single rank needs no process group."""
-    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "local.yaml"]
-    options = [PROGRAMS / "multiplies.py", "--output_dir"]
-    commands = [
-        [*command, *options, tmp_path / "all"],
-        [*command, "--num_cpu_threads_per_process", "1", *options, tmp_path / "option"],
-    ]
-    given = [clean_environment(OMP_NUM_THREADS=None)] * 2
-    found = [
-        re.search(r"(\d+) threads of (\d+) have multiplied: DistributedType.NO", text).groups()
-        for text in run_all(commands, given).well().texts
-    ]
-    cores = str(len(os.sched_getaffinity(0)))
-    assert found == [(cores, cores), ("1", "1")]
+    command = [BIN / "accelerate", "launch", "--config_file", ROOT / "accelerate_configs" / "local.yaml", *more]
+    command += [PROGRAMS / "multiplies.py", "--output_dir", tmp_path / "run"]
+    text = run_all([command], [clean_environment(OMP_NUM_THREADS=None)]).well().text
+    cores = "1" if more else str(len(os.sched_getaffinity(0)))
+    assert re.search(r"(\d+) threads of (\d+) have multiplied: DistributedType.NO", text).groups() == (cores, cores)
 
 
 WAITS = """

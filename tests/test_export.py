@@ -155,6 +155,7 @@ def adapters(tiny_model, cache, tmp_path_factory) -> tuple[Path, str, list[str]]
     return moved, text, [*map(str, options)]
 
 
+@pytest.mark.slow  # in CI, tests/test_recipes.py runs the printed line of every recipe
 def test_the_printed_line_works_in_a_shell_with_a_row_of_the_users_data(adapters, tmp_path):
     folder, text, options = adapters
     secret = Path(options[1]).parent
