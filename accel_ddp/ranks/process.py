@@ -143,7 +143,7 @@ class Ending:
         self.has_failed = threading.Event()  # set together with `failure`
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
-        self.early_exit: SystemExit | None = None  # the program has called sys.exit inside of `fit`
+        self.early_exit: SystemExit | None = None  # the program has called sys.exit inside `fit`
         self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the run folder lasts as long as the process
         self.callbacks: list[ExitCallback] = []

@@ -222,7 +222,7 @@ def _require_memory(size: int, device: torch.device) -> None:
 
 
 def _limits_of(model: nn.Module) -> list[int]:
-    """Return the lengths at which the config of a model, or a config inside of it, suggests that the model changes."""
+    """Return the lengths at which the config of a model, or a config inside it, suggests that the model changes."""
     config, found = getattr(model, "config", None), set()
     parts = [config.to_dict()] if hasattr(config, "to_dict") else []
     for part in parts:  # the list grows
