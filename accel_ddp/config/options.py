@@ -71,6 +71,7 @@ class Properties:
     affects_result: bool = True  # a resumed run must keep the value; False: it changes only rounding or dropout masks
     per_node: bool = False  # nodes may have different values
     at_least: float | None = None
+    legacy: Any = None  # the value of runs that are older than the option, or than its default `auto`; None: the default
     also: tuple[str, ...] = ()  # names that users of other toolkits type; OTHER_NAMES has those of the options of every run
 
 
@@ -82,11 +83,13 @@ def option(
     affects_result: bool | None = None,
     per_node: bool | None = None,
     at_least: float | None = None,
+    legacy: Any = None,
     also: tuple[str, ...] | None = None,
 ) -> Any:
     """Return a dataclass field with these properties. A field that overrides an inherited one keeps what is not given."""
     given = {
-        "help": help, "group": group, "affects_result": affects_result, "per_node": per_node, "at_least": at_least, "also": also,
+        "help": help, "group": group, "affects_result": affects_result, "per_node": per_node, "at_least": at_least, "legacy": legacy,
+        "also": also,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata={name: value for name, value in given.items() if value is not None})
 

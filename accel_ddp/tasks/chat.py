@@ -1,7 +1,6 @@
 """Rows for causal language models: chats, instructions and plain texts as tokens, with labels for the answers."""
 
 import logging
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,56 +8,24 @@ import torch
 from torch import nn
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources.data import describe_columns
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE
+from accel_ddp.tasks.chat_rows import (
+    UNSUPPORTED_COLUMNS,
+    USUAL_COLUMNS,
+    UnusableRow,
+    check_message,
+    check_text,
+    choose_columns,
+    without_none,
+)
+from accel_ddp.tasks.chat_template import Rendered, tokenize
 from accel_ddp.tasks.examples import shorten
-from accel_ddp.text import nearest
 
 if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
-
-# Usual names of columns in public datasets, tried in this order if the option is empty.
-USUAL_COLUMNS = {
-    "messages_column": ("messages", "conversations", "conversation"),
-    "prompt_column": ("prompt", "instruction", "question"),
-    "answer_column": ("answer", "output", "completion", "response"),
-    "text_column": ("text",),
-}
-# Columns that a chat template may use and that this module does not pass to it. Rows with content there are refused.
-UNSUPPORTED_COLUMNS = ("tools", "functions", "documents", "system", "history", "chat_template_kwargs")
-
-
-class Rendered(NamedTuple):
-    """A row as text. Each of its answers is a pair: the text before the answer, and the text until the end of the answer."""
-
-    text: str
-    answers: list[tuple[str, str]]
-    problem: str = ""
-
-
-def _choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return the kind of the rows and their columns: those that are `given`, otherwise the usual ones. Raise UserError without any."""
-    for option, column in given.items():
-        if column and column not in rows.column_names:
-            raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
-    usual = {option: next((name for name in names if name in rows.column_names), "") for option, names in USUAL_COLUMNS.items()}
-    messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
-    is_open = not any(given.values())
-    if messages and (given["messages_column"] or is_open):
-        return "chats", (messages,)
-    if prompt and answer and (given["prompt_column"] or given["answer_column"] or is_open):
-        more = ("input",) if prompt == "instruction" and "input" in rows.column_names else ()
-        return "instructions", (prompt, *more, answer)
-    if text:
-        return "texts", (text,)
-    raise UserError(
-        "The data need a column of chats (--messages_column), columns of prompts and answers (--prompt_column, "
-        f"--answer_column), or a column of texts (--text_column). "
-        f"{describe_columns(rows, {'prompt_column': 'prompt', 'answer_column': 'answer'})}"
-    )
 
 
 class Format:
@@ -67,7 +34,7 @@ class Format:
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any):
         self.tokenizer, self.max_length, self.train_on_prompts = tokenizer, cfg.max_length, cfg.train_on_prompts
         given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        self.kind, self.columns = _choose_columns(rows, given)
+        self.kind, self.columns = choose_columns(rows, given)
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
         if ignored:
             raise UserError(
@@ -300,110 +267,3 @@ def format_samples(samples: list[Sample], before: list[str] | None, after: list[
         lines += [f"  before  {one_line(before[i])}"] if before else []
         lines += [f"  after   {one_line(after[i])}"]
     return "\n".join(lines)
-
-
-# ---- messages and texts of a row, before a chat template gets them
-
-ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-
-# What a chat template may use and this module does not pass to it. Rows with content there are refused.
-UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-UNSUPPORTED_ROLES = ("tool_call", "function_call")
-
-
-class UnusableRow(Exception):
-    """Why a row cannot be used."""
-
-
-def check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
-    if value is not None and not isinstance(value, str):
-        raise UnusableRow(f"its {column} is {value!r:.40}, not text")
-    if not (value or "").strip() and not may_be_empty:
-        raise UnusableRow(f"its {column} is empty")
-    return value or ""
-
-
-def check_message(message: Any) -> dict[str, Any]:
-    """Return the message with `role`, `content` as one text, and its other keys, which the chat template may use.
-
-    The keys `from` and `value` and the roles of ShareGPT are translated.
-    """
-    if not isinstance(message, dict):
-        raise UnusableRow("a message has no role and content")
-    role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
-    if not isinstance(role, str):
-        raise UnusableRow(f"a message has no role (its keys are {', '.join(message)})")
-    role = SHAREGPT_ROLES.get(role, role)
-    near = nearest(role.lower(), ROLES, cutoff=0.8)
-    if role not in ROLES and near and abs(len(role) - len(near)) < 3:  # a template may define further roles
-        raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
-    if found := next((key for key in UNSUPPORTED_KEYS if message.get(key)), role if role in UNSUPPORTED_ROLES else ""):
-        raise UnusableRow(f"a message has {found}, which sft cannot learn yet")
-    if message.get("weight") not in (None, 1):
-        raise UnusableRow(f"a message has the weight {message['weight']}, but all answers of a chat are learned equally")
-    others = {key: value for key, value in without_none(message).items() if key not in ("role", "from", "content", "value")}
-    text = _join_parts(content)
-    if role == "user" and not text:
-        raise UnusableRow("a message of the user is empty")
-    return {**others, "role": role, "content": text}
-
-
-def _join_parts(content: Any) -> str:
-    """Return the content of a message as one text. Parts of it that are texts are joined."""
-    if not isinstance(content, list):
-        if not isinstance(content, str | None):
-            raise UnusableRow(f"the content of a message is {content!r:.40}, not text")
-        return content or ""
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise UnusableRow(f"a message has a part of the type {kind or type(part).__name__!r}, and only texts can be learned")
-    return "".join(part["text"] for part in content)
-
-
-def without_none(value: Any) -> Any:
-    """Return the value without the keys whose value is None, which a table adds if other rows have these keys."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tuple[list[int], list[int], str]]:
-    """Return token ids, labels and the problem of each row. With `learn_all` all tokens are learned, and not only the answers.
-
-    Parts of a text that are tokenized separately may have other tokens than the whole text. The whole text is therefore
-    tokenized. Its beginnings are tokenized too, from their last special token on, to find the places of the answers.
-    """
-    # Tokenizers split a text at these tokens before anything else. A slow one has none.
-    added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    words = sorted((token.content for token in added if not (token.normalized or token.single_word)), key=len, reverse=True)
-    special = re.compile("|".join(map(re.escape, words)) or r"(?!)")
-    find_last = lambda text: max((found.start() for found in special.finditer(text)), default=0)
-    encoded = tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
-    beginnings = {text: find_last(text) for row in rows for answer in row.answers for text in answer}
-    tails = list({text[start:]: 0 for text, start in beginnings.items()})
-    tokens = dict(zip(tails, tokenizer(tails, add_special_tokens=False)["input_ids"])) if tails else {}
-
-    def compare(number: int, text: str) -> tuple[int, int]:
-        """Return how many tokens the beginning of a row has, and how many of these are the same in the whole row."""
-        start, ids = beginnings[text], encoded["input_ids"][number]
-        place = (encoded.char_to_token(number, start) or 0) if start else 0
-        tail = tokens[text[start:]]
-        pairs = enumerate(zip(tail, ids[place : place + len(tail)]))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(tail), len(ids) - place))
-        return place + len(tail), place + same
-
-    done = []
-    for number, row in enumerate(rows):
-        ids, problem = [] if row.problem else encoded["input_ids"][number], row.problem
-        labels = list(ids) if learn_all else [-100] * len(ids)
-        for before, until in row.answers:
-            start, same = compare(number, before)
-            if same < start:
-                # In use the prompt is tokenized alone, so the model would get tokens that it was not trained on.
-                problem = "the tokens of its prompt change if the answer follows, which often begins with white space"
-            end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
-            labels[start:end] = ids[start:end]
-        done.append(([], [], problem) if problem else (ids, labels, ""))
-    return done
