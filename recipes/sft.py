@@ -26,10 +26,12 @@ class Config(RecipeConfig):
     prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
     answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
+    separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int = option(
         128, "tokens per row; longer rows are truncated, longer plain texts become several rows", group="data", at_least=1
     )
+    row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
         "evaluation prompts whose answers are printed before and after training",

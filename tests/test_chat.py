@@ -86,7 +86,7 @@ KINDS = ["byte level", "byte level with a space", "prepend", "metaspace first", 
 
 
 def form_of(tokenizer, column: str = "messages", max_length: int = 1000, **more: object):
-    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, **more}
+    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, "separator": "", "row_format": 2, **more}
     columns = {"messages_column": "", "prompt_column": "", "answer_column": "", "text_column": ""}
     return chat.Format(
         datasets.Dataset.from_dict({name: [""] for name in column.split()}), tokenizer, SimpleNamespace(**columns, **given)
@@ -141,7 +141,7 @@ def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_
     bare = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     first = [] if "ByT5" in type(tokenizer).__name__ else tokenizer("a")["input_ids"][: -len(bare("a"))]
     rows = {"prompt": TEXTS, "answer": [text.strip() for text in TEXTS[::-1]]}
-    form = form_of(tokenizer, "prompt answer")
+    form = form_of(tokenizer, "prompt answer", separator=r"\n")
     done, number = form.encode(rows), 0
     for prompt, wanted, ids, labels, problem in zip(*rows.values(), done["input_ids"], done["labels"], done["problem"]):
         if not problem:
@@ -173,23 +173,36 @@ def test_samples_are_generated_from_the_tokens_of_the_chat_template():
     assert chat.generate(model, tokenizer, [sample.ids], 5) == [tokenizer.decode(wanted, skip_special_tokens=True)]
 
 
-def test_what_the_chat_template_would_not_get_is_refused_and_other_keys_reach_it():
+def test_messages_that_cannot_be_used_are_named_and_keys_that_the_template_uses_reach_it():
     tokenizer = make_tokenizer("byte level")
     tokenizer.chat_template = CHATML
-    call = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     parts = [{"type": "text", "text": "Hi", "image": None}, {"type": "text", "text": " there", "image": None}]
     bad = {
-        "a message has tool_calls": [user("Hi"), answer(None, tool_calls=call), answer("Hello")],
-        "a message has function_call": [user("Hi"), answer("", function_call="{}")],
-        "a message has reasoning_content": [user("Hi"), answer("Hello", reasoning_content="They greet me.")],
-        "a message has thinking": [user("Hi"), answer("Hello", thinking="They greet me.")],
-        "a message has the weight 0": [user("Hi"), answer("Hello", weight=0)],
+        "the arguments of a tool call cannot be read as JSON\tmessage 2, call 1: '{x'": [
+            user("Hi"), answer(None, tool_calls=[{"function": {"name": "add", "arguments": "{x"}}])
+        ],
+        "the arguments of a tool call are not a JSON object\tmessage 2, call 1: [1]": [
+            user("Hi"), answer("", function_call={"name": "add", "arguments": "[1]"})
+        ],
+        "a tool call has no function with a name\tmessage 2, call 1": [user("Hi"), answer("", tool_calls=[{"type": "function"}])],
+        "a tool call cannot be read as JSON\tmessage 2, 'add(1)'": [user("Hi"), {"from": "function_call", "value": "add(1)"}],
+        "different texts in reasoning_content, thinking": [user("Hi"), answer("Hello", thinking="a", reasoning="b")],
+        "the weight of a message is 0.5": [user("Hi"), answer("Hello", weight=0.5)],
+        "none of its answers has the weight 1": [user("Hi"), answer("Hello", weight=0)],
+        "it has only answers": [answer("Hello"), answer("Hello")],
+        "no message has the role assistant": [user("Hi")],
+        "it has no messages": [],
+        "an answer is empty\tmessage 2": [user("Hi"), answer(" ")],
         "a message has no role (its keys are content)": [{"content": "Hi"}, answer("Hello")],
-        "the content of a message is 7": [user(7), answer("Hello")],
+        "a message has no role and content": ["Hi", answer("Hello")],
+        "a message has the role 'asistant' (did you mean 'assistant'?)": [user("Hi"), {"role": "asistant", "content": "Hello"}],
+        "the key 'tool_cals', which the chat template does not use (did you mean": [user("Hi", tool_cals=1), answer("a")],
+        "the key 'colour', which the chat template does not use (remove it)": [user("Hi", colour="red"), answer("Hello")],
+        "the content of a message is not text\tmessage 1, 7": [user(7), answer("Hello")],
         "a message of the user is empty": [user(None), answer("Hello")],
-        "a part of the type 'image'": [user([{"type": "image", "image": "x.png"}, *parts]), answer("Hello")],
-        "which the chat template does not join": [user(parts), answer("Hello")],
-    }
+        "sft trains text only, and a message has an image\tmessage 1": [user([{"type": "image_url"}, *parts]), answer("Hello")],
+        "a part of the type 'tool_result'": [user([{"type": "tool_result"}]), answer("Hello")],
+    }  # fmt: skip
     done = form_of(tokenizer).encode({"messages": list(bad.values())})
     for reason, problem in zip(bad, done["problem"]):
         assert reason in problem
@@ -198,11 +211,7 @@ def test_what_the_chat_template_would_not_get_is_refused_and_other_keys_reach_it
     assert done["problem"] == [""]
     assert done["input_ids"] == [tokenizer.apply_chat_template(good, return_dict=False)]
     assert "Ann" in tokenizer.decode(done["input_ids"][0])
-    done = form_of(tokenizer).encode({"messages": [good] * 2, "tools": [call, []], "system": [None, "Be brief."]})
-    assert ["column tools" in done["problem"][0], "column system" in done["problem"][1]] == [True, True]
-    in_parts = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
-    tokenizer.chat_template = CHATML.replace("{{ m.content }}", in_parts)
-    rows = [user(parts), answer("Hello")]
-    done = form_of(tokenizer).encode({"messages": [rows]})
-    assert done["problem"] == [""]
-    assert done["input_ids"] == [tokenizer.apply_chat_template(rows, return_dict=False)]
+    rows = [[user(parts), answer("Hello")], [user("Hi there"), answer("Hello")]]
+    done = form_of(tokenizer).encode({"messages": rows})
+    assert done["problem"] == ["", ""]
+    assert done["input_ids"][0] == done["input_ids"][1]

@@ -10,15 +10,7 @@ from torch import nn
 from accel_ddp.errors import UserError
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE
-from accel_ddp.tasks.chat_rows import (
-    UNSUPPORTED_COLUMNS,
-    USUAL_COLUMNS,
-    UnusableRow,
-    check_message,
-    check_text,
-    choose_columns,
-    without_none,
-)
+from accel_ddp.tasks.chat_rows import OPTIONAL_COLUMNS, USUAL_COLUMNS, Chat, Pair, UnusableRow, choose_columns, read_row
 from accel_ddp.tasks.chat_template import Rendered, tokenize
 from accel_ddp.tasks.examples import shorten
 
@@ -33,8 +25,11 @@ class Format:
 
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any):
         self.tokenizer, self.max_length, self.train_on_prompts = tokenizer, cfg.max_length, cfg.train_on_prompts
+        self.row_format = cfg.row_format
+        # Runs before this option had a newline there.
+        self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t") if self.row_format > 1 else "\n"
         given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        self.kind, self.columns = choose_columns(rows, given)
+        self.kind, self.columns = choose_columns(rows, given, self.row_format)
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
         if ignored:
             raise UserError(
@@ -46,10 +41,14 @@ class Format:
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for "
                 "chats, or set tokenizer.chat_template and save the tokenizer in a folder."
             )
-        others = [column for column in rows.column_names if column not in self.columns]
+        used = self.columns if self.kind == "texts" else (*self.columns, *OPTIONAL_COLUMNS)
+        others = [column for column in rows.column_names if column not in used]
         if others:
             log.info(f"rows are {self.kind} of {', '.join(self.columns)}. These columns are not used: {', '.join(others)}.")
         uses_template = self.kind != "texts" and tokenizer.chat_template
+        if cfg.separator and (uses_template or self.kind != "instructions"):
+            reason = "the chat template separates prompts and answers" if uses_template else f"the rows are {self.kind}"
+            raise UserError(f"--separator {cfg.separator!r}: would be ignored, because {reason}. Leave it out.")
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
 
     def _find_first_ids(self, name: str) -> list[int]:
@@ -73,7 +72,8 @@ class Format:
     @property
     def identity(self) -> list[Any]:
         """What the encoded rows depend on besides the vocabulary, for the cache key of tokenized data."""
-        return [self.kind, self.columns, self.first_ids, self.max_length, self.train_on_prompts, self.tokenizer.chat_template]
+        own = [self.kind, self.columns, self.first_ids, self.max_length, self.train_on_prompts, self.row_format, self.separator]
+        return [*own, self.tokenizer.chat_template]
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids`, `attention_mask` and `labels`, which are -100 for tokens that are not learned.
@@ -124,14 +124,11 @@ class Format:
         for i, rendered in self._usable(some):
             if self.kind == "texts":
                 return " ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8])
-            if not self.tokenizer.chat_template:
+            row = self._read(some, i)
+            if not isinstance(row, Chat):
                 return rendered.answers[0][0]
-            if self.kind == "instructions":
-                asked = [some[column][i] for column in self.columns[:-1]]
-                return [{"role": "user", "content": shorten("\n\n".join(text for text in asked if text))}]
-            messages = [check_message(message) for message in some[self.columns[0]][i]]
-            first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-            return [{**message, "content": shorten(message["content"])} for message in messages[:first]]
+            first = row.trained.index(True)
+            return [{**message, "content": shorten(message["content"])} for message in row.messages[:first]]
         return "Hi"
 
     def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
@@ -142,60 +139,40 @@ class Format:
     def _render(self, rows: dict[str, list], i: int) -> Rendered:
         """Return row `i` as one text, or the reason why it cannot be used."""
         try:
-            for column in UNSUPPORTED_COLUMNS:
-                is_ignored = self.kind != "texts" and column in rows and column not in self.columns
-                if is_ignored and rows[column][i] not in (None, "", [], {}, "[]", "{}"):
-                    raise UnusableRow(
-                        f"its column {column} has content, which {self.kind} cannot include yet. Remove the column to train without it"
-                    )
-            return self._format(tuple(rows[column][i] for column in self.columns))
+            return self._format(self._read(rows, i))
         except UnusableRow as error:
             return Rendered("", [], str(error))
 
-    def _format(self, row: tuple) -> Rendered:
-        end = self.tokenizer.eos_token or ""
-        if self.kind == "texts":
-            return Rendered(check_text(row[0], self.columns[0]) + end, [])
-        if self.kind == "chats":
-            if not isinstance(row[0], list):
-                raise UnusableRow(f"the column {self.columns[0]} is not a list of messages")
-            return self._apply_template(row[0])
-        may_be_empty = self.columns[1:-1]  # the column `input` of Alpaca
-        *asked, answer = (check_text(value, column, column in may_be_empty) for value, column in zip(row, self.columns))
-        prompt = "\n\n".join(text for text in asked if text)
-        if self.tokenizer.chat_template:
-            return self._apply_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
-        return Rendered(f"{prompt}\n{answer}{end}", [(prompt + "\n", f"{prompt}\n{answer}{end}")])
+    def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
+        row = {column: values[i] for column, values in rows.items()}
+        return read_row(self.kind, self.columns, row, self.tokenizer.chat_template or "", self.row_format)
 
-    def _apply_template(self, given: list[Any]) -> Rendered:
+    def _format(self, row: Chat | Pair | str) -> Rendered:
+        end = self.tokenizer.eos_token or ""
+        if isinstance(row, str):
+            has_end = self.row_format > 1 and row.endswith(end)
+            return Rendered(row if has_end else row + end, [])
+        if isinstance(row, Chat):
+            return self._apply_template(row)
+        prompt = row.prompt + self.separator
+        return Rendered(f"{prompt}{row.answer}{end}", [(prompt, f"{prompt}{row.answer}{end}")])
+
+    def _apply_template(self, chat: Chat) -> Rendered:
         """Return the whole chat as text. An answer reaches from the end of the generation prompt through the end-of-turn token."""
-        messages = [check_message(message) for message in given]
-        text = self._fill_template(messages) if messages else ""
-        if any(isinstance(message.get("content") or message.get("value"), list) for message in given):
-            try:
-                is_same = self._fill_template([without_none(message) for message in given]) == text
-            except UnusableRow:
-                is_same = False
-            if not is_same:
-                raise UnusableRow("a message has its content in parts, which the chat template does not join. Write one text")
+        messages, options = chat.messages, {"tools": chat.tools, **chat.template_options}
+        text = self._fill_template(messages, **options)
         answers = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for i in range(len(messages)):
+            if not chat.trained[i]:
                 continue
-            if not message["content"].strip():
-                raise UnusableRow("an answer is empty")
-            if i == 0:
-                raise UnusableRow("it begins with an answer")
-            before = self._fill_template(messages[:i], add_generation_prompt=True)
-            until = text if i == len(messages) - 1 else self._fill_template(messages[: i + 1])
+            before = self._fill_template(messages[:i], add_generation_prompt=True, **options)
+            until = text if i == len(messages) - 1 else self._fill_template(messages[: i + 1], **options)
             if not (text.startswith(until) and until.startswith(before)):
                 raise UnusableRow("the chat template changes earlier turns when later turns follow, so answers are not marked")
             answers.append((before, until))
-        if not answers:
-            raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
         return Rendered(text, answers)
 
-    def _fill_template(self, messages: list[dict[str, Any]], **options: bool) -> str:
+    def _fill_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:  # a template is a program and can fail in many ways
