@@ -263,3 +263,63 @@ def test_the_trained_tokens_of_a_chat_are_those_of_its_template(name):
             assert [bit if bits[i] is None else bits[i] for i, bit in enumerate(trained)] == trained, (title, shown)
             for word in ("sky made of", "naïve", "warm in", "Bye", *FIELDS["system"], *FIELDS["tools"], *FIELDS["tool"]):
                 assert word not in shown, (title, shown)
+
+
+def kept(example: tuple[list[int], list[int], str], tokenizer: Any) -> str:
+    """Return the trained tokens of an example as text."""
+    ids, labels, problem = example
+    assert not problem
+    return tokenizer.decode([id for id, label in zip(ids, labels) if label != -100])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_control_tokens_in_a_text_stay_text(name):
+    """A user who writes an end-of-turn token ends no turn: it has the tokens of its characters, and the chat reads the same."""
+    tokenizer = make_tokenizer(OWN[name].read_text())
+    control = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    end = re.search(ANSWERS[family_of(tokenizer.chat_template)], render(tokenizer, CHATS["one turn"][0], None), flags=re.DOTALL)[1]
+    written = next((token for token in control if end.endswith(token)), "<|user|>")
+    chats = [[user(f"Is {text} a token?"), answer(f"Yes, {text} is one.")] for text in (written, "it")]
+    (tricky,), (plain,) = encode(tokenizer, [{"messages": messages} for messages in chats])
+    number = [sum(id in tokenizer.added_tokens_decoder for id in example[0]) for example in (tricky, plain)]
+    assert number[0] == number[1], "a text has made a control token"
+    assert tokenizer.decode(tricky[0]) == tokenizer.decode(plain[0]).replace("Is it", f"Is {written}").replace("s, it", f"s, {written}")
+    assert kept(tricky, tokenizer) == kept(plain, tokenizer).replace("it", written, 1)
+
+
+def test_the_same_chat_has_the_same_tokens_in_every_format():
+    tokenizer = make_tokenizer(OWN["qwen2_5"].read_text())
+    messages = [SYSTEM, QUESTION, answer("Mostly nitrogen."), WORLD, answer("Très bien.")]
+    sharegpt = [{"from": name, "value": message["content"]} for name, message in zip(["system", *["human", "gpt"] * 2], messages)]
+    system, ask, first, more, last = (message["content"] for message in messages)
+    alpaca = {"instruction": more, "input": "", "output": last, "system": system, "history": [[ask, first]]}
+    rows = [{"messages": messages}, {"conversations": sharegpt}, {"conversations": sharegpt[1:], "system": system}, alpaca]
+    found = [encode(tokenizer, [row])[0] for row in rows]
+    assert [len(examples) for examples in found] == [1] * len(rows)
+    assert kept(found[0][0], tokenizer) == f"{first}<|im_end|>{last}<|im_end|>"
+    assert all(examples == found[0] for examples in found)
+    halves = [{"prompt": messages[:-1], "completion": messages[-1:]}, {"prompt": messages[:4], "completion": messages}]
+    for row in halves:
+        (example,) = encode(tokenizer, [row])[0]
+        assert example[0] == found[0][0][0]
+        assert kept(example, tokenizer) == f"{last}<|im_end|>", "the answers of the prompt are context"
+    texts = {"prompt": ask, "completion": first}
+    assert encode(tokenizer, [texts]) == encode(tokenizer, [{"messages": messages[1:3]}])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "chatml_generation"])
+def test_the_trained_answers_are_those_that_were_chosen(name):
+    """Compare `weight` and `--train_on` with all answers. The other answers are context, with the same tokens."""
+    tokenizer = make_tokenizer(OWN[name].read_text())
+    messages, _ = CHATS["three turns"]
+    texts = lambda row, **options: [kept(example, tokenizer) for example in encode(tokenizer, [row], **options)[0]]
+    end = lambda text: text + "<|im_end|>"
+    empty = "<think>\n\n</think>\n\n" if name == "qwen3" else ""
+    every = [empty + end(message["content"]) for message in messages if message["role"] == "assistant"]
+    joined = lambda parts: parts if name == "qwen3" else ["".join(parts)]
+    assert texts({"messages": messages}) == joined(every)
+    weighted = [message | ({"weight": int(i == 3)} if message["role"] == "assistant" else {}) for i, message in enumerate(messages)]
+    assert texts({"messages": weighted}) == joined(every[1:2])
+    assert texts({"messages": messages}, train_on="all") == joined(every)
+    assert texts({"messages": messages}, train_on="last") == joined(every[2:])
+    assert texts({"messages": messages}, train_on=2) == joined(every[1:])
