@@ -10,6 +10,7 @@ Only the answers are learned. The loss is the mean over their tokens, however th
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.options import option
@@ -30,6 +31,9 @@ class Config(RecipeConfig):
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int = option(
         128, "tokens per row; longer rows are truncated, longer plain texts become several rows", group="data", at_least=1
+    )
+    packing: Literal["auto", "on", "off"] = option(
+        "auto", "short plain texts share rows of at most --max_length tokens and do not see each other", group="data"
     )
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
@@ -63,7 +67,8 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor)
+            is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
+            self.model = build_model(cfg, accelerator, self.processor, is_packed)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
@@ -73,8 +78,7 @@ class Task:
         self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        return self.head.loss_sum(model, inputs, accel_ddp.losses.next_tokens(batch["labels"]), batch)
+        return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
@@ -90,7 +94,7 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        logits = model(**inputs_of(batch)).logits
         losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
@@ -132,15 +136,33 @@ def build_data(cfg: Config, tokenizer):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
+    if (
+        form.kind == "texts"
+        and cfg.row_format > 1
+        and accel_ddp.model_kinds.can_pack(cfg.packing, accel_ddp.models.load_config(cfg))
+    ):
+
+        def pack(rows):
+            return accel_ddp.tokenization.pack_documents(rows, cfg.max_length)
+
+        usable = [accel_ddp.tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in usable]
     return (*usable, samples, form.first_prompt(tables[1]))
 
 
-def build_model(cfg: Config, accelerator, tokenizer):
+def inputs_of(batch):
+    """Return what the model is given. The documents of packed rows are found by their positions, if there is no mask."""
+    where = "position_ids" if "position_ids" in batch else "attention_mask"
+    return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
+
+
+def build_model(cfg: Config, accelerator, tokenizer, is_packed=False):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
     accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    if is_packed:
+        accel_ddp.model_kinds.require_separate(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 

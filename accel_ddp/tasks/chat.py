@@ -85,10 +85,10 @@ class Format:
         done: dict[str, list] = {name: [] for name in ("input_ids", "attention_mask", "labels", "cut", "problem", SOURCE)}
         for number, row in enumerate(self._tokenize([self._render(rows, i) for i in range(len(rows[self.columns[0]]))])):
             ids, labels, problem = row
-            # A plain text becomes as many rows as it needs. Other rows are truncated.
-            starts = range(0, max(len(ids), 1), self.max_length) if self.kind == "texts" else (0,)
-            for start in starts:
+            for start in self._part_starts(len(ids)):
                 part = slice(start, start + self.max_length)
+                if self.kind == "texts" and self.row_format > 1:
+                    labels[start : start + 1] = [-100]  # the context of a part, or a first token, which nothing predicts
                 learns = any(label != -100 for label in labels[part][1:])
                 if start and not learns:
                     continue  # the last token alone: no token before it predicts it
@@ -100,6 +100,15 @@ class Format:
                 done["cut"].append(0 if not loses else 1 if learns else 2)
                 done["problem"].append(problem or ("" if learns or loses else "it contains nothing to learn"))
         return done
+
+    def _part_starts(self, number: int) -> range:
+        """Return where the parts of a row of tokens begin. A text becomes as many parts as it needs. Other rows are truncated.
+
+        A part begins with the last token of the part before it, so every token but the first one is predicted.
+        """
+        if self.kind != "texts" or self.row_format == 1:
+            return range(0, max(number, 1), self.max_length if self.kind == "texts" else max(number, 1))
+        return range(0, max(number - 1, 1), max(self.max_length - 1, 1))
 
     def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
         """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
