@@ -22,7 +22,6 @@ from tests.test_chat_templates import OWN, answer, expected, make_tokenizer, res
 from tests.test_recipes import FSDP, evaluations, sentence, write_jsonl
 
 SFT = ROOT / "recipes" / "sft.py"
-MAX_LENGTH = 2048
 TOOLS = [tool("forecast", "town"), tool("convert", "unit")]
 
 
@@ -67,6 +66,7 @@ class Kind(NamedTuple):
     template: str  # of tests/chat_templates, or "" for a base model
     row: Callable[[int], dict[str, Any]]
     written: Callable[[int], dict[str, Any]] | None = None  # how the row stands in the file, if otherwise
+    max_length: int = 2048
 
 
 KINDS = {
@@ -75,7 +75,7 @@ KINDS = {
     "reasoning": Kind("qwen3", reasoning),
     "generation tags": Kind("chatml_generation", everything),
     "prompts": Kind("", lambda i: {"prompt": sentence(i, 3), "completion": " " + sentence(i, 1 + i % 9)}),
-    "texts": Kind("", lambda i: {"text": sentence(i, 1 + 7 * (i % 6))}),
+    "texts": Kind("", lambda i: {"text": sentence(i, 1 + 7 * (i % 6))}, max_length=64),  # short ones share rows, long ones are split
 }
 
 
@@ -104,7 +104,7 @@ def run(tmp_path_factory, cache) -> Callable[..., Path]:
     def run_once(name: str, ranks: int = 1, *more: str, sharded: bool = False) -> Path:
         kind = KINDS[name]
         out = folder / f"{name} {ranks} {' '.join(more).replace('/', ' ')[-40:]} {sharded}"
-        given = ["--model", model(kind.template), "--max_length", MAX_LENGTH, "--mixed_precision", "no", "--samples", "0"]
+        given = ["--model", model(kind.template), "--max_length", kind.max_length, "--mixed_precision", "no", "--samples", "0"]
         given += ["--steps", "4", "--save_every", "2", "--eval_every", "4", "--global_batch_size", "8", "--micro_batch_size", "2"]
         given += ["--eval_batch_size", "4", "--optimizer", "sgd", "--lr", "0.1", "--no_dropout", "--keep_last", "3"]
         for part, first, number in (("train", 0, 32), ("eval", 32, 9)):
@@ -118,23 +118,26 @@ def run(tmp_path_factory, cache) -> Callable[..., Path]:
     return run_once
 
 
-def examples_of(tokenizer: Any, row: dict[str, Any]) -> list[tuple[list[int], list[bool | None]]]:
+def examples_of(tokenizer: Any, row: dict[str, Any], max_length: int) -> list[tuple[list[int], list[bool | None]]]:
     """Return the tokens of a row and whether each is trained, without the code of `accel_ddp`."""
     if "messages" in row:
         return expected(tokenizer, row["messages"], row.get("tools"))
     before, after = row.get("prompt", ""), row.get("completion") or row["text"]
     encoded = tokenizer(before + after + tokenizer.eos_token, add_special_tokens=False, return_offsets_mapping=True)
-    return [(encoded["input_ids"], [start >= len(before) for start, _ in encoded["offset_mapping"]])]
+    ids, bits = encoded["input_ids"], [start >= len(before) for start, _ in encoded["offset_mapping"]]
+    # A part of a long text begins with the last token of the part before it, so every token but the first is predicted once.
+    starts = range(0, len(ids) - 1, max_length - 1)
+    return [(ids[start : start + max_length], bits[start : start + max_length]) for start in starts]
 
 
-def plain_loss(folder: Path, rows: list[dict[str, Any]]) -> float:
+def plain_loss(folder: Path, rows: list[dict[str, Any]], max_length: int) -> float:
     """Return the mean loss over the trained tokens of these rows, one row at a time, in float64."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).double().eval()
     total, number = 0.0, 0
     for row in rows:
-        for ids, bits in examples_of(tokenizer, row):
+        for ids, bits in examples_of(tokenizer, row, max_length):
             assert None not in bits
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids])).logits[0]
@@ -151,7 +154,7 @@ def test_the_loss_is_what_plain_pytorch_computes(name, run):
     folder, rows = run(name), [KINDS[name].row(i) for i in range(32, 41)]
     base = json.loads((folder / "config.json").read_text())["model"]
     found = [evaluation["loss"] for evaluation in evaluations(folder)]
-    wanted = [plain_loss(Path(place), rows) for place in (base, folder / "model")]
+    wanted = [plain_loss(Path(place), rows, KINDS[name].max_length) for place in (base, folder / "model")]
     assert found == pytest.approx(wanted, abs=1e-6, rel=0)
     assert wanted[1] < wanted[0] - 0.05, "the comparison means little if the model has learned nothing"
 

@@ -5,11 +5,14 @@ returns. Trained is the template's own mask where it has `{% generation %}` tags
 assistant and the end of its turn, found by a regular expression in the rendered text and by the character offsets of the tokens.
 """
 
+import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ TRL = {path.stem: path for path in sorted((Path(_package.origin).parent / "chat_
 # What a model writes, from the role of the assistant through the end of its turn. The first one whose beginning occurs in a
 # template is used.
 ANSWERS = {
-    "<end_of_utterance>": r"Assistant: (.*?<end_of_utterance>)",
+    "<end_of_utterance>": r"Assistant:(.*?<end_of_utterance>)",
     "<|im_start|>": r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)",
     "<|start_header_id|>": r"<\|start_header_id\|>assistant<\|end_header_id\|>\n\n(.*?<\|eot_id\|>)",
     "<start_of_turn>": r"<start_of_turn>model\n(.*?<end_of_turn>)",
@@ -82,6 +85,7 @@ CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "open": ([QUESTION, answer("Mostly nitrogen."), WORLD], None),
     "tools unused": ([QUESTION, answer("Mostly nitrogen.")], TOOLS),
     "tools": ([WARM, answer("", tool_calls=calls("forecast")), result("minus", "forecast"), answer("It freezes.")], TOOLS),
+    "calls alone": ([WARM, answer("", tool_calls=calls("forecast")), result("minus", "forecast"), answer("It freezes.")], None),
     "two calls": (
         [SYSTEM, WARM, answer("", tool_calls=calls("forecast", "convert")), result("minus", "forecast"),
          result("kelvin", "convert", "call00002"), answer("It freezes."), user("Bye"), answer("Farewell.")], TOOLS,
@@ -161,14 +165,43 @@ def encode(tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> list[l
 
 
 def apply(tokenizer: Any, messages: list[dict], tools: list[dict] | None, **more: Any) -> Any:
-    """Return what the template makes of this chat. Tool arguments are dicts, or JSON where the template cannot take dicts."""
-    try:
-        return tokenizer.apply_chat_template(messages, tools=tools, **more)
-    except TypeError:
-        text = json.loads(json.dumps(messages))
-        for call in (call for message in text for call in message.get("tool_calls", [])):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        return tokenizer.apply_chat_template(text, tools=tools, **more)
+    """Return what the template makes of this chat, in the form that the template needs."""
+    return tokenizer.apply_chat_template(form_for(tokenizer.chat_template)(messages), tools=tools, **more)
+
+
+@functools.cache
+def form_for(template: str) -> Callable[[list[dict]], list[dict]]:
+    """Return a function that gives messages the form in which the template writes texts and tool calls.
+
+    Content is a text or a list of parts. Arguments of tool calls are dicts or JSON, and empty content beside a call is a text, None
+    or missing. The first form is used that appears in the text, neither as a printed dict nor as JSON inside JSON.
+    """
+    tokenizer = make_tokenizer(template)
+
+    def change(messages: list[dict], in_parts: bool, as_json: bool, empty: dict[str, Any]) -> list[dict]:
+        done = json.loads(json.dumps(messages))
+        for message in done:
+            for call in message.get("tool_calls", []) if as_json else ():
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            if message.get("tool_calls") and not message["content"]:
+                del message["content"]
+                message.update(empty)
+            if in_parts:
+                message["content"] = [{"type": "text", "text": message.get("content") or ""}]
+        return done
+
+    for in_parts, as_json, empty in itertools.product((False, True), (False, True), ({"content": ""}, {"content": None}, {})):
+        changed = functools.partial(change, in_parts=in_parts, as_json=as_json, empty=empty)
+        with contextlib.suppress(Exception):
+            text = tokenizer.apply_chat_template(changed(CHATS["tools"][0]), tools=TOOLS, tokenize=False)
+            if "Bergen" in text and not re.search(r"'town'|\\\"town|None", text):
+                return changed
+    for in_parts in (False, True):
+        changed = functools.partial(change, in_parts=in_parts, as_json=False, empty={"content": ""})
+        with contextlib.suppress(Exception):
+            if "nitrogen" in tokenizer.apply_chat_template(changed(CHATS["one turn"][0]), tokenize=False):
+                return changed
+    raise AssertionError("the template writes no answers")
 
 
 def render(tokenizer: Any, messages: list[dict], tools: list[dict] | None, **more: Any) -> str:
@@ -191,7 +224,9 @@ def mask_of(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> t
     assert places["input_ids"] == encoded["input_ids"]
     spans = [found.span(1) for found in re.finditer(ANSWERS[family_of(tokenizer.chat_template)], text, flags=re.DOTALL)]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if "<|turn>" in text and tools:  # Gemma 4: calls, results and the answer share one turn
+    is_called = any(message.get("tool_calls") for message in messages)
+    if is_called and ("<|turn>" in text or "<｜tool▁calls▁begin｜>" in text):
+        # In Gemma 4 and DeepSeek-R1 calls, results and the answer share one turn. Only what may not be trained is checked.
         return encoded["input_ids"], [None] * len(encoded["input_ids"])
     assert len(spans) == len(answers), text
     bits: list[bool | None] = [False] * len(places["input_ids"])
