@@ -33,7 +33,8 @@ def chats(i: int) -> dict[str, Any]:
 
 
 def called(i: int, arguments: dict[str, Any] | str) -> list[dict[str, Any]]:
-    return [{"id": f"call{i:05}", "type": "function", "function": {"name": ("forecast", "convert")[i % 2], "arguments": arguments}}]
+    function = {"name": ("forecast", "convert")[i % 2], "arguments": arguments}
+    return [{"id": f"call{i:05}", "type": "function", "function": function}]
 
 
 def tools(i: int) -> dict[str, Any]:
@@ -75,7 +76,8 @@ KINDS = {
     "reasoning": Kind("qwen3", reasoning),
     "generation tags": Kind("chatml_generation", everything),
     "prompts": Kind("", lambda i: {"prompt": sentence(i, 3), "completion": " " + sentence(i, 1 + i % 9)}),
-    "texts": Kind("", lambda i: {"text": sentence(i, 1 + 7 * (i % 6))}, max_length=64),  # short ones share rows, long ones are split
+    # Short texts share rows, and long ones are split.
+    "texts": Kind("", lambda i: {"text": sentence(i, 1 + 7 * (i % 6))}, max_length=64),
 }
 
 
@@ -95,8 +97,8 @@ def run(tmp_path_factory, cache) -> Callable[..., Path]:
             tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_backend()), **names)
         torch.manual_seed(0)
         shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        options = {"vocab_size": len(tokenizer), "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-        LlamaForCausalLM(LlamaConfig(**shape, **options)).save_pretrained(folder / f"model {template}")
+        tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+        LlamaForCausalLM(LlamaConfig(**shape, **tokens, initializer_range=0.2)).save_pretrained(folder / f"model {template}")
         tokenizer.save_pretrained(folder / f"model {template}")
         return folder / f"model {template}"
 
