@@ -33,7 +33,10 @@ class Config(RecipeConfig):
         128, "tokens per row; longer rows are truncated, longer plain texts become several rows", group="data", at_least=1
     )
     packing: Literal["auto", "on", "off"] = option(
-        "auto", "short plain texts share rows of at most --max_length tokens and do not see each other", group="data"
+        "auto",
+        "short plain texts share rows of at most --max_length tokens and do not see each other",
+        group="data",
+        also=("sample_packing", "neat_packing"),
     )
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(

@@ -190,10 +190,26 @@ class Format:
     def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], str]]:
         """Return token ids, labels and the problem of each row, with the tokens that the tokenizer puts before every text."""
         done = []
-        for ids, labels, problem in tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts"):
+        tokenized = tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
+        for row, (ids, labels, problem) in zip(rows, tokenized):
+            if problem and not row.problem and self.row_format > 1 and not self.tokenizer.chat_template:
+                ids, labels, problem = self._tokenize_apart(row, problem)
             first = [] if problem or ids[: len(self.first_ids)] == self.first_ids else self.first_ids
             done.append(([*first, *ids], [-100] * len(first) + labels, problem))
         return done
+
+    def _tokenize_apart(self, row: Rendered, problem: str) -> tuple[list[int], list[int], str]:
+        """Return the tokens of a prompt and those of its answer, if together they are the text of the row.
+
+        In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
+        """
+        ((prompt, whole),), mark = row.answers, self.tokenizer.eos_token or ""
+        split = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        before, answer = split(prompt), whole[len(prompt) :]
+        for after in (split(answer), split(mark + answer)[len(split(mark)) :]):
+            if self.tokenizer.decode(before + after) == self.tokenizer.decode(split(whole)):
+                return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after, ""
+        return [], [], problem
 
     def _prompt_ids(self, text: str) -> list[int]:
         """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
