@@ -42,6 +42,12 @@ class Config(RecipeConfig):
     train_on: int | Literal["all", "last"] = option(
         "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
+    packing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "short plain texts share rows of at most --max_length tokens and do not see each other",
+        group="data",
+        also=("sample_packing", "neat_packing"),
+    )
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
@@ -76,7 +82,8 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
-            self.model = build_model(cfg, accelerator, self.processor)
+            is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
+            self.model = build_model(cfg, accelerator, self.processor, is_packed)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
@@ -86,8 +93,7 @@ class Task:
         self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        return self.head.loss_sum(model, inputs, accel_ddp.losses.next_tokens(batch["labels"]), batch)
+        return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
@@ -103,7 +109,7 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        logits = model(**inputs_of(batch)).logits
         losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
@@ -145,15 +151,33 @@ def build_data(cfg: Config, tokenizer, today):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
+    if (
+        form.kind == "texts"
+        and cfg.row_format > 1
+        and accel_ddp.model_kinds.can_pack(cfg.packing, accel_ddp.models.load_config(cfg))
+    ):
+
+        def pack(rows):
+            return accel_ddp.tokenization.pack_documents(rows, cfg.max_length)
+
+        usable = [accel_ddp.tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in usable]
     return (*usable, samples, form.first_prompt(tables[1]))
 
 
-def build_model(cfg: Config, accelerator, tokenizer):
+def inputs_of(batch):
+    """Return what the model is given. The documents of packed rows are found by their positions, if there is no mask."""
+    where = "position_ids" if "position_ids" in batch else "attention_mask"
+    return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
+
+
+def build_model(cfg: Config, accelerator, tokenizer, is_packed=False):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
     accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    if is_packed:
+        accel_ddp.model_kinds.require_separate(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 

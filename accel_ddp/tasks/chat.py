@@ -16,9 +16,21 @@ from accel_ddp.sources import models
 from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, map_once
-from accel_ddp.tasks import chat_template
 from accel_ddp.tasks.chat_rows import OPTIONAL_COLUMNS, USUAL_COLUMNS, Chat, Pair, UnusableRow, choose_columns, read_row
-from accel_ddp.tasks.chat_template import TEMPLATES, Rendered, Template, set_template, tokenize
+from accel_ddp.tasks.chat_template import (
+    CONTROL,
+    NO_END,
+    NO_PREFIX,
+    SPLIT,
+    TEMPLATES,
+    THOUGHTS,
+    Rendered,
+    Template,
+    encode_marked,
+    set_template,
+    tokenize,
+    unmarked,
+)
 from accel_ddp.tasks.examples import shorten
 
 if TYPE_CHECKING:
@@ -176,51 +188,54 @@ class Format:
 
     def _report(self, tables: list["datasets.Dataset"]) -> None:
         """State once how the template treats the rows, with their numbers."""
-        notes, sources = ([*map(values, tables)] for values in (lambda rows: _column(rows, "notes"), row_numbers))
-        count = lambda bit: sum(int((some & bit > 0).sum()) for some in notes)
-        chats = lambda bit: sum(len(np.unique(where[some & bit > 0])) for some, where in zip(notes, sources))
-        if count(chat_template.SPLIT):
-            more = (
-                f" Thoughts of earlier answers are left out of {count(chat_template.THOUGHTS):,} of them, as in use."
-                if count(chat_template.THOUGHTS)
-                else ""
-            )
+        notes = np.concatenate([_column(rows, "notes") for rows in tables])
+        sources = np.concatenate(
+            [row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)]
+        )  # different rows of both tables
+        count = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END)}
+        if count[SPLIT]:
+            number = len(np.unique(sources[notes & SPLIT > 0]))
+            log.info(f"the template rewrites earlier turns: {number:,} chats become {count[SPLIT]:,} examples, one per answer")
+        if count[THOUGHTS]:
             log.info(
-                f"the template rewrites earlier turns: {chats(chat_template.SPLIT):,} chats become {count(chat_template.SPLIT):,} examples, one per answer.{more}"
+                f"the template removes thoughts of earlier answers, as in use: {count[THOUGHTS]:,} examples begin without them"
             )
-        elif count(chat_template.THOUGHTS):
+        if count[NO_PREFIX]:
             log.info(
-                f"the template leaves thoughts of answers that are not learned out of {count(chat_template.THOUGHTS):,} rows."
+                f"the generation prompt is not the beginning of {count[NO_PREFIX]:,} chats (the template adds or changes something): "
+                "their answers are trained from the first character that differs"
             )
-        if count(chat_template.NO_PREFIX) and self.template:
-            log.info(
-                f"the generation prompt of the template ends with {self.template.lost_prompt!r}, which {count(chat_template.NO_PREFIX):,} rows do "
-                "not contain: answers are trained from where they begin to differ."
-            )
-        if count(chat_template.NO_END):
+        if count[NO_END]:
+            warn(f"In {count[NO_END]:,} rows no token that ends the answer is trained, so the model may not learn to stop.")
+        if count[CONTROL]:
+            rows = np.unique(sources[notes & CONTROL > 0] % 2**40) + 1
             warn(
-                f"in {count(chat_template.NO_END):,} rows the template marks no token that ends the answer, so the model may not learn to stop."
-            )
-        if count(chat_template.CONTROL):
-            rows = sorted(
-                {int(number) + 1 for some, where in zip(notes, sources) for number in where[some & chat_template.CONTROL > 0]}
-            )
-            warn(
-                f"control tokens stand in the texts of {len(rows):,} rows (the first are {', '.join(map(str, rows[:5]))}). They are "
-                "trained as ordinary text, and the text itself is unchanged."
+                f"Control tokens stand in the texts of {len(rows):,} rows (the first are {', '.join(map(str, rows[:5]))}). They are "
+                "trained as ordinary text: the text is the same, and its tokens are not those of the chat template."
             )
 
     def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
         """Return rows of at most `width` tokens. A text becomes as many rows as it needs. Other rows are truncated."""
         done: dict[str, list] = {name: [] for name in (*TOKENS, SOURCE)}
         for number, (ids, mask, labels) in enumerate(zip(*(rows[name] for name in TOKENS))):
-            for start in range(0, max(len(ids), 1), width) if self.kind == "texts" else (0,):
+            for start in self._part_starts(len(ids), width):
                 part = slice(start, start + width)
+                if start and self.row_format > 1:
+                    labels[start] = -100  # the context of a part
                 if start and all(label == -100 for label in labels[part][1:]):
                     continue  # the last token alone: no token before it predicts it
                 for name, value in zip(done, (ids[part], mask[part], labels[part], number)):
                     done[name].append(value)
         return done
+
+    def _part_starts(self, number: int, width: int) -> range:
+        """Return where the parts of a row of tokens begin.
+
+        A part begins with the last token of the part before it, so every token but the first one is predicted.
+        """
+        if self.kind != "texts" or self.row_format == 1:
+            return range(0, max(number, 1), width if self.kind == "texts" else max(number, 1))
+        return range(0, max(number - 1, 1), max(width - 1, 1))
 
     def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
         """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
@@ -236,7 +251,7 @@ class Format:
                 prompt, answer = rendered.prompt or before, end[len(before) :]
             ids = self._prompt_ids(prompt) if prompt else []
             if ids and len(ids) <= max_tokens:
-                found.append(Sample(prompt, answer, ids))
+                found.append(Sample(unmarked(prompt), unmarked(answer), ids))
         return found
 
     def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
@@ -280,14 +295,30 @@ class Format:
     def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], str]]:
         """Return token ids, labels and the problem of each row, with the tokens that the tokenizer puts before every text."""
         done = []
-        for ids, labels, problem in tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts"):
+        tokenized = tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
+        for row, (ids, labels, problem) in zip(rows, tokenized):
+            if problem and not row.problem and self.row_format > 1 and not self.tokenizer.chat_template:
+                ids, labels, problem = self._tokenize_apart(row, problem)
             first = [] if problem or ids[: len(self.first_ids)] == self.first_ids else self.first_ids
             done.append(([*first, *ids], [-100] * len(first) + labels, problem))
         return done
 
+    def _tokenize_apart(self, row: Rendered, problem: str) -> tuple[list[int], list[int], str]:
+        """Return the tokens of a prompt and those of its answer, if together they are the text of the row.
+
+        In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
+        """
+        ((prompt, whole),), mark = row.answers, self.tokenizer.eos_token or ""
+        split = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        before, answer = split(prompt), whole[len(prompt) :]
+        for after in (split(answer), split(mark + answer)[len(split(mark)) :]):
+            if self.tokenizer.decode(before + after) == self.tokenizer.decode(split(whole)):
+                return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after, ""
+        return [], [], problem
+
     def _prompt_ids(self, text: str) -> list[int]:
         """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode_marked(self.tokenizer, text)
         return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
 
 

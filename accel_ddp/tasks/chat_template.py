@@ -53,6 +53,10 @@ LEFT, RIGHT = "\U000f0000", "\U000f0001"
 _MARKED, _MARKS = re.compile(f"{LEFT}([^{LEFT}{RIGHT}]+){RIGHT}"), str.maketrans("", "", LEFT + RIGHT)
 
 
+def unmarked(text: str) -> str:
+    return text.translate(_MARKS)
+
+
 class Rendered(NamedTuple):
     """A row as text. Each of its answers is a pair: the text before the answer, and the text until the end of the answer."""
 
@@ -143,7 +147,10 @@ class Template:
         self.ends = sorted({*written, self.end} - {""}, key=len, reverse=True)
         self.lost_prompt = prompt[len(_common(prompt, text)) :]  # <think> in DeepSeek
         prompt_part = prompt.removesuffix(self.lost_prompt)
-        self.header, self.opening = prompt_part.removeprefix(self._try([ask])), text.partition("Reply2")[0].removeprefix(prompt_part)
+        self.header, self.opening = (
+            prompt_part.removeprefix(self._try([ask])),
+            text.partition("Reply2")[0].removeprefix(prompt_part),
+        )
         # Answers of plain chats can be found in the text, if only the template can write what is before and behind them.
         self.has_limits = bool(found and self.controls.search(self.header) and not self.lost_prompt)
         structure = [token for token in written if token in text or token in prompt]
@@ -227,7 +234,7 @@ class Template:
             chat = self._mark(chat)
             notes = CONTROL if chat is not plain else 0
         text, spans = self.render(chat)
-        if notes and text.translate(_MARKS) != self.render(plain)[0]:
+        if notes and unmarked(text) != self.render(plain)[0]:
             raise UnusableRow("a control token stands in its text, and the chat template does not keep it apart. Remove it")
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         number = {"all": len(answers), "last": 1}.get(str(train_on), train_on)
@@ -315,7 +322,9 @@ class Template:
         answers, prompt = [place[:2] for place in places], places[-1][3]
         if self.is_old:
             return Rendered(text, answers)
-        notes |= NO_PREFIX * any(before != prompt for before, _, _, prompt in places) | self._compare(chat, text, chosen, bool(notes & SPLIT))
+        notes |= NO_PREFIX * any(before != prompt for before, _, _, prompt in places) | self._compare(
+            chat, text, chosen, bool(notes & SPLIT)
+        )
         kept = None
         if self.has_tags:  # marks of the answers that are not chosen are left out
             inside = lambda span: any(span[0] < len(whole) and span[1] > len(before) for before, _, whole, _ in places)
@@ -328,7 +337,7 @@ class Template:
 
     def _compare(self, chat: Chat, text: str, chosen: list[int], is_split: bool) -> int:
         """Raise UnusableRow if the text lacks a field of the chat. Thoughts of answers that are not learned here are noted."""
-        text, notes, squeezed = text.translate(_MARKS), 0, ""
+        text, notes, squeezed = unmarked(text), 0, ""
         for field, place, values in _fields(chat):
             is_missing = field in self.unwritten and not chat.template_options  # options may change what is written
             for value in values if not is_missing else ():
@@ -361,7 +370,7 @@ class Template:
                 if not pattern.search(value):
                     return value
                 is_marked = True
-                return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", value.translate(_MARKS))
+                return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", unmarked(value))
             if isinstance(value, dict):
                 return {key: mark(item, pattern) for key, item in value.items()}
             return [mark(item, pattern) for item in value] if isinstance(value, list) else value
@@ -430,7 +439,7 @@ def encode_marked(tokenizer: Any, text: str) -> list[int]:
     encode = lambda text, **more: tokenizer.encode(text, add_special_tokens=False, verbose=False, **more)
     line, ids = encode("\n"), []
     for i, piece in enumerate(_MARKED.split(text)):
-        piece = piece.translate(_MARKS)
+        piece = unmarked(piece)
         if not piece:
             continue
         # Behind a line break, because some tokenizers put a space before every text.
