@@ -29,11 +29,24 @@ class Config(RecipeConfig):
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
     separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
-    max_length: int = option(
-        128, "tokens per row; longer rows are truncated, longer plain texts become several rows", group="data", at_least=1
+    max_length: int | Literal["auto"] = option(
+        "auto", "tokens per row; longer rows are truncated, longer plain texts become several rows; auto: as the data need, up to the "
+        "model's limit", group="data", at_least=1, legacy=128
+    )  # fmt: skip
+    chat_template: str = option(
+        "", "for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file", group="data"
+    )
+    template_date: str = option(
+        "auto", "YYYY-MM-DD, for chat templates that write the date; auto: today", group="data", legacy="auto"
+    )
+    train_on: int | Literal["all", "last"] = option(
+        "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
     packing: Literal["auto", "on", "off"] = option(
-        "auto", "short plain texts share rows of at most --max_length tokens and do not see each other", group="data"
+        "auto",
+        "short plain texts share rows of at most --max_length tokens and do not see each other",
+        group="data",
+        also=("sample_packing", "neat_packing"),
     )
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
@@ -63,10 +76,12 @@ class Task:
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
+        today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
+            width = 0 if cfg.max_length == "auto" else cfg.max_length
+            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
+            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
             is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
             self.model = build_model(cfg, accelerator, self.processor, is_packed)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
@@ -123,10 +138,10 @@ class Task:
         return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
 
 
-def build_data(cfg: Config, tokenizer):
+def build_data(cfg: Config, tokenizer, today):
     """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt."""
     tables = accel_ddp.data.load_rows(cfg)
-    form = accel_ddp.chat.Format(tables[0], tokenizer, cfg)
+    form = accel_ddp.chat.Format(tables[0], tokenizer, cfg, today)
     form.require_columns(tables[1])
 
     def encode(rows):
@@ -134,7 +149,7 @@ def build_data(cfg: Config, tokenizer):
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
     if (
         form.kind == "texts"

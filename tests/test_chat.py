@@ -1,12 +1,18 @@
 """Tests of the tokens of `sft`: a chat has the tokens of `apply_chat_template`, and what cannot be included is refused."""
 
+import json
+import re
+from collections import Counter
 from types import SimpleNamespace
 
 import datasets
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from accel_ddp.errors import UserError
+from accel_ddp.sources.tokenization import SOURCE, pack_documents
 from accel_ddp.tasks import chat
+from accel_ddp.tasks.chat_rows import USUAL_COLUMNS, Chat, UnusableRow, choose_columns, read_row
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 LLAMA = (  # bos in the template, and an end token in the middle of a chat
@@ -86,7 +92,8 @@ KINDS = ["byte level", "byte level with a space", "prepend", "metaspace first", 
 
 
 def form_of(tokenizer, column: str = "messages", max_length: int = 1000, **more: object):
-    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, "separator": "", "row_format": 2, **more}
+    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, "separator": "", "row_format": 2, "train_on": "all"}
+    given |= {"chat_template": "", "template_date": "auto", **more}
     columns = {"messages_column": "", "prompt_column": "", "answer_column": "", "text_column": ""}
     return chat.Format(
         datasets.Dataset.from_dict({name: [""] for name in column.split()}), tokenizer, SimpleNamespace(**columns, **given)
@@ -98,13 +105,14 @@ def tokenizer(request):
     return make_tokenizer(request.param)
 
 
+@pytest.mark.parametrize("row_format", [1, 2])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, template):
+def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, template, row_format):
     """Compare the ids of whole chats, and what precedes each answer with the prompt that a model is given in use."""
     tokenizer.chat_template = TEMPLATES[template]
     apply = lambda messages, **more: tokenizer.apply_chat_template(messages, return_dict=False, **more)
-    chats = make_chats()
-    done = form_of(tokenizer).encode({"messages": chats})
+    chats = [messages for messages in make_chats() if row_format == 1 or "</s>" not in str(messages)]
+    done = form_of(tokenizer, row_format=row_format).encode({"messages": chats})
     refused = 0
     for messages, ids, labels, problem in zip(chats, done["input_ids"], done["labels"], done["problem"]):
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -121,6 +129,8 @@ def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, templa
         ends = [ids[: i + 1] for i in learned if [*labels, -100][i + 1] == -100]
         for end, last in zip(ends, answers):
             until = apply(messages[: last + 1])
+            if row_format == 2 and template == "chatml":  # without the line break behind the end token
+                until = until[: len(until) - until[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))]
             assert end == until or (until != whole[: len(until)] and end == until[: len(end)])
     assert refused < len(chats) / 4, done["problem"]
 
@@ -141,8 +151,19 @@ def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_
     bare = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     first = [] if "ByT5" in type(tokenizer).__name__ else tokenizer("a")["input_ids"][: -len(bare("a"))]
     rows = {"prompt": TEXTS, "answer": [text.strip() for text in TEXTS[::-1]]}
+    whole = [f"{prompt}{wanted}" for prompt, wanted in zip(*rows.values())]
+    done, number = form_of(tokenizer, "prompt answer").encode(rows), 0
+    for prompt, text, ids, labels, problem in zip(TEXTS, whole, done["input_ids"], done["labels"], done["problem"]):
+        if not problem:  # nothing is put between them, and the prompt has the tokens that it has alone
+            number += 1
+            start = next(i for i, label in enumerate(labels) if label != -100)
+            assert ids[:start] == first + bare(prompt)
+            assert tokenizer.decode(ids) == tokenizer.decode(first + bare(f"{text}</s>"))
+    assert number >= len(TEXTS) - 3, done["problem"]
     form = form_of(tokenizer, "prompt answer", separator=r"\n")
-    done, number = form.encode(rows), 0
+    old = form_of(tokenizer, "prompt answer", row_format=1)  # inserts a line break
+    new, done, number = form.encode(rows), old.encode(rows), 0
+    assert all(problem or a == b for problem, a, b in zip(done["problem"], done["input_ids"], new["input_ids"]))
     for prompt, wanted, ids, labels, problem in zip(*rows.values(), done["input_ids"], done["labels"], done["problem"]):
         if not problem:
             number += 1
@@ -215,3 +236,149 @@ def test_messages_that_cannot_be_used_are_named_and_keys_that_the_template_uses_
     done = form_of(tokenizer).encode({"messages": rows})
     assert done["problem"] == ["", ""]
     assert done["input_ids"][0] == done["input_ids"][1]
+
+
+TALK = [user("Hi"), answer("Hello")]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": None}}}
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "number"}}}}
+IN_JSON = {"function": {"name": "add", "arguments": '{"x": 1, "y": null}'}}
+OTHER = {"function": {"name": "add", "arguments": {"x": 1, "z": None}}}  # Arrow adds z, which other rows have
+
+
+def said(role: str, text: str) -> dict:
+    return {"from": role, "value": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"messages": [*TALK, user("So?"), answer("Yes", weight=0), answer("No", train=True)]}, "uau-a"),
+        ({"messages": json.dumps(TALK), "system": "Be brief."}, "sua"),
+        ({"conversations": [said("system", "Be brief."), said("human", "Hi"), said("chatgpt", "Hello")]}, "sua"),
+        ({"conversations": [said("gpt", "Welcome"), said("human", "Hi"), said("gpt", "Hello")]}, "-ua"),
+        ({"instruction": "Hi", "input": "", "output": "Hello", "history": [["A", "B"]], "system": "Be brief."}, "suaua"),
+        ({"prompt": "Hi", "completion": "Hello"}, "ua"),
+        ({"prompt": [user("A"), answer("B"), user("Hi")], "completion": TALK[1:]}, "u-ua"),
+        ({"prompt": TALK[:1], "completion": "Hello"}, "ua"),
+        ({"prompt": "Hi", "completion": TALK}, "ua"),  # the answer is a whole chat
+    ],
+)
+def test_rows_of_usual_formats_become_chats(row, wanted):
+    """`wanted` has a letter for each message: the role, or - for an answer that is not trained."""
+    kind, columns = choose_columns(datasets.Dataset.from_list([row]), dict.fromkeys(USUAL_COLUMNS, ""))
+    chat = read_row(kind, columns, row, CHATML)
+    letters = [
+        m["role"][0] if m["role"] != "assistant" or is_trained else "-" for m, is_trained in zip(chat.messages, chat.trained)
+    ]
+    assert "".join(letters) == wanted
+    assert {"role": "user", "content": "Hi"} in chat.messages
+    assert not any(m.keys() - {"role", "content"} for m in chat.messages)
+
+
+def test_tools_calls_and_thoughts_have_one_form():
+    """Compare OpenAI's form, its older one and LLaMA-Factory's, also in a table, which fills keys that other rows have."""
+    openai = {
+        "messages": [user("1"), answer(None, tool_calls=[IN_JSON]), {"role": "tool", "content": "2"}, answer("2", thinking="a")]
+    }
+    older = [
+        user("1"),
+        answer("", function_call=IN_JSON["function"]),
+        {"role": "function", "content": "2"},
+        answer("2", reasoning="a"),
+    ]
+    factory = [said("human", "1"), said("function_call", IN_JSON["function"]), said("observation", "2"), said("gpt", "2")]
+    factory[1]["value"] = json.dumps({"name": "add", "arguments": {"x": 1, "y": None}})
+    factory[3]["reasoning_content"] = "a"
+    rows = [
+        {**openai, "tools": [{"type": "function", "function": {**ADD, "strict": None}}], "documents": "[]"},
+        {"messages": older, "functions": [ADD]},
+        {"messages": factory, "tools": json.dumps([ADD]), "chat_template_kwargs": {}},
+    ]
+    chats = [read_row("chats", ("messages",), row, CHATML) for row in rows]
+    assert chats[0] == chats[1] == chats[2]
+    messages, tools, options, trained = chats[0]
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}, "a null that JSON states is kept"
+    assert messages[3] == {"role": "assistant", "content": "2", "reasoning_content": "a", "thinking": "a"}
+    assert (tools, options, trained) == ([{"type": "function", "function": ADD}], {}, (False, True, False, True))
+    table = [
+        {"messages": [*TALK[:1], answer("", tool_calls=[call])]}
+        for call in (OTHER, {"function": {"name": "b", "arguments": {"z": 1}}})
+    ]
+    table = datasets.Dataset.from_list(table)
+    assert read_row("chats", ("messages",), table[0], CHATML).messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    options = {"documents": [{"text": "a", "title": None}], "chat_template_kwargs": '{"enable_thinking": false}'}
+    chat = read_row("chats", ("messages",), {"messages": TALK, **options}, CHATML)
+    assert chat.template_options == {"documents": [{"text": "a"}], "enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": TALK, "tools": "[add"}, "the column tools cannot be read as JSON\t'[add'"),
+        ({"messages": TALK, "tools": [{"x": 1}]}, "the column tools is not a list of tools with names"),
+        ({"messages": TALK, "images": ["a.png"]}, "sft trains text only, and its column images has content"),
+        ({"messages": TALK, "history": [["a", "b"]]}, "its column history has content"),
+        ({"messages": [{"role": "system", "content": "A"}, *TALK], "system": "B"}, "another one in its messages"),
+        ({"messages": TALK, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is not an object"),
+        ({"prompt": "Hi", "answer": "Hello", "history": "[[1]]"}, "the column history is not a list of pairs"),
+        ({"prompt": "Hi", "answer": None}, "its answer is empty"),
+        ({"prompt": 3, "answer": "Hello"}, "message 1"),
+        ({"text": " "}, "its text is empty"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(row, reason):
+    kind, columns = choose_columns(datasets.Dataset.from_list([row]), dict.fromkeys(USUAL_COLUMNS, ""))
+    with pytest.raises(UnusableRow, match=re.escape(reason)):
+        read_row(kind, columns, row, CHATML)
+
+
+def test_prompts_that_need_a_template_are_refused_without_one():
+    assert read_row("instructions", ("prompt", "answer"), {"prompt": "Hi", "answer": "Hello"}) == ("Hi", "Hello")
+    for row in ({"prompt": "Hi", "answer": "Hello", "system": "A"}, {"prompt": TALK[:1], "answer": "Hello"}):
+        with pytest.raises(UnusableRow, match="needs a chat template"):
+            read_row("instructions", ("prompt", "answer"), row)
+
+
+def test_preferences_and_labeled_answers_are_refused_unless_columns_are_named():
+    given = dict.fromkeys(USUAL_COLUMNS, "")
+    refused = {
+        "--prompt_column prompt --answer_column chosen.": {"prompt": "Hi", "chosen": "Hello", "rejected": "Bye"},
+        "--messages_column chosen.": {"chosen": TALK, "rejected": TALK},
+        "--prompt_column conversations --answer_column chosen or": {
+            "conversations": [said("human", "Hi")], "chosen": said("gpt", "Hello"), "rejected": said("gpt", "Bye")
+        },
+        "KTO: column label": {"prompt": "Hi", "completion": "Hello", "label": False},
+        "KTO: column kto_tag": {"messages": TALK, "kto_tag": "true"},
+    }  # fmt: skip
+    for reason, row in refused.items():
+        with pytest.raises(UserError, match=re.escape(reason)):
+            choose_columns(datasets.Dataset.from_list([row]), given)
+    pairs = [refused[reason] for reason in refused if "--prompt_column" in reason]
+    for row, prompt in zip(pairs, ("prompt", "conversations")):
+        named = given | {"prompt_column": prompt, "answer_column": "chosen"}
+        kind, columns = choose_columns(datasets.Dataset.from_list([row]), named)
+        assert read_row(kind, columns, row, CHATML) == Chat(TALK, trained=(False, True))
+    assert choose_columns(datasets.Dataset.from_list([{"text": "a", "label": True}]), given) == ("texts", ("text",))
+
+
+def test_every_token_of_a_text_is_trained_once():
+    """Long texts are split, and their parts and short texts share rows. Compare with the tokens of the texts."""
+    tokenizer = make_tokenizer("byte level")
+    texts = [" ".join(TEXTS[i:] * i) + "</s>" * (i == 3) for i in range(10)][1:]
+    done = form_of(tokenizer, "text", max_length=16).encode({"text": texts})
+    packed = pack_documents({name: done[name] for name in ("input_ids", "attention_mask", "labels")}, 16)
+    assert max(map(len, packed["input_ids"])) == 16
+    assert sum(map(len, packed["input_ids"])) > 0.95 * 16 * (len(packed["input_ids"]) - 1), "rows are filled"
+    trained: list = [[] for _ in texts]
+    for source, ids, labels in zip(done[SOURCE], done["input_ids"], done["labels"]):
+        assert labels[0] == -100
+        assert ids[1:] == labels[1:]
+        if trained[source]:
+            assert ids[0] == trained[source][-1], "a part begins with the last token of the part before it"
+        trained[source] += labels[1:]
+    assert trained == [tokenizer(text.removesuffix("</s>") + "</s>", add_special_tokens=False)["input_ids"] for text in texts]
+    count = lambda labels: Counter(label for row in labels for label in row)
+    assert count(packed["labels"]) == count(done["labels"])
+    old = form_of(tokenizer, "text", max_length=16, row_format=1).encode({"text": texts})
+    assert len(old["input_ids"]) <= len(done["input_ids"])
+    assert [old["input_ids"][i] for i in (0, 1)] == [done["input_ids"][0], done["input_ids"][1][1:] + old["input_ids"][1][-1:]]
