@@ -71,7 +71,8 @@ def _check_options(cfg: TrainConfig) -> list[str]:
     links.sharding = links.sharding or take_plan(this_rank.num_ranks)
     if links.sharding:
         cfg.validate_sharded()  # for a program without `run`
-        cfg.gradient_checkpointing = cfg.gradient_checkpointing or links.sharding.activation_checkpointing
+        if links.sharding.activation_checkpointing:
+            cfg.gradient_checkpointing = True
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
     choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist

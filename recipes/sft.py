@@ -10,6 +10,7 @@ Only the answers are learned. The loss is the mean over their tokens, however th
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.options import option
@@ -44,7 +45,10 @@ class Config(RecipeConfig):
     epochs: float = 4.0
     global_batch_size: int = 16
     lr: float = option(2e-3, "highest learning rate; for pretrained models 1e-5 to 5e-5, for adapters 1e-4 to 1e-3")
-    eval_batch_size: int = 16
+    eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
+    )
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -54,16 +58,19 @@ class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
+    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
-        with accel_ddp.together("load the model and the data") as facts:
+        with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class)
+        with accel_ddp.together("load the model"):
+            self.model = build_model(cfg, accelerator, self.processor)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
@@ -71,8 +78,12 @@ class Task:
         self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
+        return self.head.loss_sum(model, *self.split(batch), batch)
+
+    def split(self, batch):
+        """Return the inputs of the model, and the token that each position predicts."""
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        return self.head.loss_sum(model, inputs, accel_ddp.losses.next_tokens(batch["labels"]), batch)
+        return inputs, accel_ddp.losses.next_tokens(batch["labels"])
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
@@ -88,8 +99,7 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
+        losses = self.head.row_losses(model, *self.split(batch), batch)
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
     def summarize(self, rows):
