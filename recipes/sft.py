@@ -44,7 +44,11 @@ class Config(RecipeConfig):
     max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
     global_batch_size: int = 16
-    lr: float = option(2e-3, "highest learning rate; for pretrained models 1e-5 to 5e-5, for adapters 1e-4 to 1e-3")
+    lr: float | Literal["auto"] = option(
+        "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
+    )
+    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
+    micro_batch_size: int | Literal["auto"] = "auto"
     eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
     gradient_checkpointing: bool | Literal["auto"] = option(
         "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False

@@ -15,14 +15,13 @@ from accel_ddp.errors import UserError
 from accel_ddp.memory.at_start import NAMES
 from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
 from accel_ddp.nodes import recipe_files
-from accel_ddp.nodes.launcher import read_accelerate_config
+from accel_ddp.nodes.launcher import read_accelerate_config, stated_precision
 from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
 from accel_ddp.text import table
 from accel_ddp.words import script_at
 
 USABLE = 0.99  # of the number in the name of a GPU, in GiB
 NUMBERS = [1, 2, 4, 8]
-MODES = {"no": "no", "": "no", "none": "no", "bf16": "bf16", "fp16": "fp16"}  # of mixed_precision in an accelerate config
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -125,12 +124,12 @@ def _read_config(word: str) -> Launch:
             raise UserError(f"--config_file {word}: {name}: {text} is not a number.")
         values[name] = int(text) if text.isdigit() else 0
     number, nodes = values["num_processes"], values["num_machines"] or 1
-    precision = str(config.get("mixed_precision", "no")).lower()
-    if precision not in MODES:
+    precision = stated_precision(config)
+    if precision not in ("", "no", "bf16", "fp16"):
         raise UserError(f"--config_file {word}: mixed_precision: {precision} is not supported. Use no, bf16 or fp16.")
     # The number of ranks is checked for each number of GPUs.
     plan = read_plan(variables_of(config), 0, path)
-    return Launch(plan, (number,) if number else (), nodes, MODES[precision])
+    return Launch(plan, (number,) if number else (), nodes, precision)
 
 
 def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[tuple[Estimate, ShardingPlan | None]]:

@@ -224,7 +224,7 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
 
 
 # What `--eval_batch_size auto` may choose. More tokens at once are not faster.
-EVAL_SIZES, EVAL_TOKENS = (1, 2, 4, 8, 16, 32, 64), 1 << 15
+EVAL_SIZES, EVAL_TOKENS = (1, 4, 16, 64), 1 << 15
 
 
 def _trace_evaluations(
