@@ -69,6 +69,7 @@ def choose(
             with together("find the largest micro-batch that fits"):
                 largest = _largest(sizes, load)
         module.train(was_training)
+        torch.cuda.reset_peak_memory_stats(device)  # sizes that do not fit are no part of the run
         how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
     smallest = min(gather_everywhere(largest))
     if smallest == 0:
