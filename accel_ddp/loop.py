@@ -403,12 +403,14 @@ class TrainingRun:
 
 def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_steps: int) -> None:
     """Print the old and the new learning rate of the next step, if the resumed run has another last step or other options."""
+    if not saved.resumed:
+        return
     names = ("lr", "lr_schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio")
     stored = saved.resumed.get("config", {})
     then = {name: stored.get(name, getattr(type(cfg), name)) for name in names}  # an older version has not stored all of them
     total_before = last_steps(cfg, saved.resumed)[1]
     now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
-    if not saved.resumed or (total_steps, now) == (total_before, before):
+    if (total_steps, now) == (total_before, before):
         return
     text = f"The run now ends after step {total_steps} instead of {total_before}. " if total_steps != total_before else ""
     if now == before:
