@@ -66,7 +66,11 @@ class Config(RecipeConfig):
         "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
     )
     lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
-    eval_batch_size: int = 16
+    micro_batch_size: int | Literal["auto"] = "auto"
+    eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
+    )
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -76,19 +80,22 @@ class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
+    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         today = accel_ddp.chat.agree_on_today()
-        with accel_ddp.together("load the model and the data") as facts:
+        with accel_ddp.together("load the data") as facts:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
             is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
-            self.model = build_model(cfg, accelerator, self.processor, is_packed)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class)
+        with accel_ddp.together("load the model"):
+            self.model = build_model(cfg, accelerator, self.processor, is_packed)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
@@ -112,8 +119,7 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        logits = model(**inputs_of(batch)).logits
-        losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
+        losses = self.head.row_losses(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
     def summarize(self, rows):

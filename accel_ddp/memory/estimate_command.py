@@ -182,12 +182,16 @@ def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | Non
         lines.append("Activations are not included, because the forward pass of this model could not be traced.")
     for size in sorted(sizes):
         usable = size * USABLE * GIB
-        good = [one.title for one, _ in layouts if fits(one, usable)]
+        good = []
+        for one, plan in layouts:
+            settled = estimator.settled(one.ranks, plan, usable)
+            found = settled.estimate(one.ranks, plan)
+            auto = "".join(f", --{name} {value}" for name, (value, _) in settled.choices.items())
+            good += [f"{one.title}{f' ({found.peak / GIB:.1f} GiB{auto})' if auto else ''}"] if fits(found, usable) else []
         if good:
             lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
             continue
-        one, plan = layouts[-1]
-        advice = estimator.suggest(one.ranks, plan, usable)
+        advice = settled.suggest(one.ranks, plan, usable)
         change = f"Use {', or '.join(map(str, advice))}." if advice else "Use larger GPUs, or a smaller model."
         lines.append(f"{size:g} GB: does not fit. {change}")
     return "\n".join(lines)

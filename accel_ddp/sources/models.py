@@ -211,7 +211,7 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
 
 def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module:
     """Return the model with gradient checkpointing, adapters and frozen parameters. It may be on the meta device."""
-    if cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing is True:
         if not getattr(model, "supports_gradient_checkpointing", False):
             in_config = links.sharding and links.sharding.activation_checkpointing
             name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"
