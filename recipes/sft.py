@@ -46,6 +46,10 @@ class Config(RecipeConfig):
     lr: float = option(2e-3, "highest learning rate; for pretrained models 1e-5 to 5e-5, for adapters 1e-4 to 1e-3")
     eval_batch_size: int = 16
 
+    def check_columns(self, *tables):
+        given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
+        accel_ddp.chat_rows.choose_columns(tables[0], given)
+
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
 
