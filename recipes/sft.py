@@ -72,6 +72,10 @@ class Config(RecipeConfig):
         "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
     )
 
+    def check_columns(self, *tables):
+        given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
+        accel_ddp.chat_rows.choose_columns(tables[0], given)
+
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
 
