@@ -32,13 +32,13 @@ class Config(RecipeConfig):
     )
     samples: int = option(
         3,
-        "evaluation prompts whose answers are printed before and after training",
+        "evaluation prompts whose answers are printed at each evaluation; they are in its table too, and contain your data",
         group="evaluation",
         affects_result=False,
         at_least=0,
     )
     log_predictions: int = option(
-        0, "answers in a table of each evaluation, which generates so many (--max_new_tokens); they contain your data"
+        0, "answers in the table of an evaluation, if more than --samples; each evaluation generates so many"
     )
     max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
@@ -62,13 +62,13 @@ class Task:
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
+            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
-        self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
@@ -79,7 +79,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.answers.append(accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer))
+        self.answers = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer)  # on the main rank only
         return metrics
 
     def answer(self, model):
@@ -99,16 +99,7 @@ class Task:
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
-        return accel_ddp.generation_metrics.make_answer_tables(
-            self.cfg.log_predictions, self.samples, self.answers[-1], self.processor
-        )
-
-    def report(self):
-        """Return the answers to the samples, before and after training."""
-        if not self.answers:
-            return ""
-        before = self.answers[0] if self.cfg.eval_first and not self.cfg.resume and len(self.answers) > 1 else None
-        return accel_ddp.chat.format_samples(self.samples[: self.cfg.samples], before, self.answers[-1])
+        return accel_ddp.generation_metrics.make_answer_tables(self.samples, self.answers, self.processor)
 
     @property
     def example(self):

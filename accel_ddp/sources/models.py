@@ -106,6 +106,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
     model._adapters, model._source, model._rows = adapters, name, model_rows
+    model._stored_dtype = config.dtype  # in which the model is exported
     if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
         model._original_config = copy.deepcopy(model.config)
         del model._original_config.quantization_config
