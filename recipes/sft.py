@@ -51,13 +51,13 @@ class Config(RecipeConfig):
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
-        "evaluation prompts whose answers are printed before and after training",
+        "evaluation prompts whose answers are printed at each evaluation; they are in its table too, and contain your data",
         group="evaluation",
         affects_result=False,
         at_least=0,
     )
     log_predictions: int = option(
-        0, "answers in a table of each evaluation, which generates so many (--max_new_tokens); they contain your data"
+        0, "answers in the table of an evaluation, if more than --samples; each evaluation generates so many"
     )
     max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
@@ -100,11 +100,11 @@ class Task:
         accel_ddp.fit_memory(cfg, accelerator, self.model_class)
         with accel_ddp.together("load the model"):
             self.model = build_model(cfg, accelerator, self.processor, is_packed)
+            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
-        self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
         return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
@@ -114,7 +114,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.answers.append(accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer))
+        self.answers = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer)  # on the main rank only
         return metrics
 
     def answer(self, model):
@@ -133,16 +133,7 @@ class Task:
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
-        return accel_ddp.generation_metrics.make_answer_tables(
-            self.cfg.log_predictions, self.samples, self.answers[-1], self.processor
-        )
-
-    def report(self):
-        """Return the answers to the samples, before and after training."""
-        if not self.answers:
-            return ""
-        before = self.answers[0] if self.cfg.eval_first and not self.cfg.resume and len(self.answers) > 1 else None
-        return accel_ddp.chat.format_samples(self.samples[: self.cfg.samples], before, self.answers[-1])
+        return accel_ddp.generation_metrics.make_answer_tables(self.samples, self.answers, self.processor)
 
     @property
     def example(self):

@@ -153,6 +153,9 @@ class ModelConfig(TrainConfig):
     merge_adapters: Literal["auto", "on", "off"] = option(
         "auto", "export the whole model, with merged adapters; auto: if the base model is not on the Hub", affects_result=False
     )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "type of exported weights; auto: as in the files of --model; adapters: as they were trained", affects_result=False
+    )
     quantize: Literal["no", "8bit", "4bit"] = option(
         "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
     )
@@ -173,6 +176,12 @@ class RecipeConfig(ModelConfig):
     log_predictions: int = option(
         0,
         "so many correct, wrong and worst predictions in a table of each evaluation; they contain your data",
+        group="logging",
+        affects_result=False,
+    )
+    show_example: int = option(
+        0,
+        "print so many training rows as the model receives them, with the trained tokens marked",
         group="logging",
         affects_result=False,
     )
