@@ -2,6 +2,7 @@
 
 import argparse
 import filecmp
+import logging
 import os
 import shlex
 import shutil
@@ -108,16 +109,17 @@ def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
     """
     from accel_ddp.doctor.check_options import load_recipe_config
 
+    cfg = None
     try:
         if cfg := load_recipe_config([str(script), *options]):
             from accel_ddp.sources.data import check_inputs
 
             check_inputs(cfg)
-        return cfg
     except UserError:
         raise
-    except Exception:
-        return None
+    except Exception as error:
+        logging.getLogger(__name__).debug("%s: not checked before its ranks start: %r", script, error)
+    return cfg
 
 
 def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[str]:
