@@ -252,10 +252,12 @@ def _export(words: list[str]) -> int:
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
     help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
     parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help=help)
+    help = "type of the weights; auto: as in the files of the model that was trained; adapters: as they were trained"
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     given = parser.parse_args(words)
     from accel_ddp.exporting.export import from_checkpoint
 
-    from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge, given.weights)
+    from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge, given.weights, given.dtype)
     return 0
 
 

@@ -55,6 +55,7 @@ OTHER_NAMES = {
     "eval_file": "validation_file test_file dev_file eval_data test_datasets eval_dataset", "train_split": "dataset_train_split",
     "eval_split": "validation_split dataset_test_split test_split", "max_train_items": "max_train_samples max_samples",
     "max_eval_items": "max_eval_samples max_val_samples", "log_predictions": "log_samples log_sample_predictions eval_table_size",
+    "export_dtype": "save_dtype merge_dtype", "show_example": "show_examples debug_num_examples print_examples",
     "eval_batch_size": "per_device_eval_batch_size",
     "max_length": "max_seq_length sequence_len cutoff_len model_max_length", "attn_implementation": "flash_attention flash_attn",
     "cache_dir": "dataset_prepared_path tokenized_path", "seed": "data_seed random_seed", "text_column": "dataset_text_field",

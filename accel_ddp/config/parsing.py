@@ -111,7 +111,7 @@ def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properti
 
 def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
     """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
-    known = {*properties, *(f"no_{name}" for name, kind in types.items() if kind is bool), "help"}
+    known = {*properties, *(f"no_{name}" for name, kind in types.items() if _is_switch(kind)), "help"}
     if argv and not argv[0].startswith("-"):
         meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
         raise UserError(f"{argv[0]}: is not an option.{meant}")
@@ -140,6 +140,8 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
 
 
 def _is_valid(value: str, kind: Any) -> bool:
+    if kind is bool:
+        return value in ("True", "False")
     if kind in (int, float):
         with contextlib.suppress(ValueError):
             kind(value)
@@ -152,8 +154,15 @@ def _is_valid(value: str, kind: Any) -> bool:
     return True  # a text, or what only tyro knows
 
 
+def _is_switch(kind: Any) -> bool:
+    """Return whether an option needs no value: a bool, or one that may be `auto`."""
+    return kind is bool or bool in typing.get_args(kind)
+
+
 def _choices(kind: Any) -> list[str]:
     """Return the words that an option accepts."""
+    if kind is bool:
+        return ["true", "false"]
     if typing.get_origin(kind) is Literal:
         return [str(word) for word in typing.get_args(kind)]
     return [word for one in typing.get_args(kind) for word in _choices(one)]
@@ -228,6 +237,10 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
     words = ["--help"] if argv[:1] == ["-h"] else []
     for name, values in group_values(argv):
         kind, word = types.get(name), values[0].lower() if values else ""
+        plain = name.removeprefix("no_")
+        if bool in typing.get_args(types.get(plain)) and (not values or word in ("true", "false", "on", "off")):
+            words += [f"--{plain}", str(word not in ("false", "off") and name == plain), *values[1:]]
+            continue
         if kind is bool and values:
             if word not in ("true", "false"):
                 raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")

@@ -21,7 +21,7 @@ class SavingConfig:
     save_every: int = option(0, "updates between checkpoints; 0: save after every epoch")
     keep_last: int = option(2, "number of newest checkpoints to keep", at_least=2)
     keep_best: bool = option(
-        False, "keep the checkpoint with the best --best_metric too, and name it in best.json; of equal ones the first"
+        False, "keep the checkpoint with the best --best_metric too, and export it at the end; of equal ones the first"
     )
     stop_signal: Literal["USR1", "USR2"] = option("USR2", "signal for a checkpoint and a stop, like SIGTERM and Ctrl-C")
     stop_after: int = option(0, "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never")
@@ -105,7 +105,10 @@ class SpeedConfig:
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
     compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
-        "auto", "precision of computation; auto: as in the accelerate config", affects_result=True
+        "auto",
+        "precision of computation; auto: as in the accelerate config, else bf16 if all GPUs have it, and no (float32) on CPUs",
+        affects_result=True,
+        legacy="no",
     )
     tf32: bool = option(True, "use TF32 tensor cores for float32 products", affects_result=True)
     deterministic: bool = option(
