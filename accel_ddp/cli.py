@@ -2,7 +2,6 @@
 
 import argparse
 import filecmp
-import logging
 import os
 import shlex
 import shutil
@@ -109,16 +108,16 @@ def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
     """
     from accel_ddp.doctor.check_options import load_recipe_config
 
-    cfg = None
     try:
-        if cfg := load_recipe_config([str(script), *options]):
-            from accel_ddp.sources.data import check_inputs
-
-            check_inputs(cfg)
+        cfg = load_recipe_config([str(script), *options])
     except UserError:
         raise
-    except Exception as error:
-        logging.getLogger(__name__).debug("%s: not checked before its ranks start: %r", script, error)
+    except Exception:
+        return None
+    if cfg:
+        from accel_ddp.sources.data import check_inputs
+
+        check_inputs(cfg)
     return cfg
 
 

@@ -53,7 +53,8 @@ def check_inputs(cfg: TrainConfig) -> None:
 
 
 def _check_inputs(cfg: Any) -> None:
-    builtin.require_model(cfg.model)
+    if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
+        builtin.require_model(cfg.model)
     files = [(option, path) for option, path in (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file)) if path]
     tables = [(option, path) for option, path in files if Path(path).suffix.lower() in TABLES]
     for option, path in files:
