@@ -7,6 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from tests.conftest import ROOT, run_ranks
+from tests.conftest import PROGRAMS, ROOT, run_ranks
 from tests.test_chat_templates import OWN, answer, expected, make_tokenizer, result, tool, trained_backend, user
 from tests.test_recipes import FSDP, evaluations, sentence, write_jsonl
 
@@ -103,7 +104,7 @@ def run(tmp_path_factory, cache) -> Callable[..., Path]:
         return folder / f"model {template}"
 
     @functools.cache
-    def run_once(name: str, ranks: int = 1, *more: str, sharded: bool = False) -> Path:
+    def run_once(name: str, ranks: int = 1, *more: str, sharded: bool = False, script: Path = SFT) -> Path:
         kind = KINDS[name]
         out = folder / f"{name} {ranks} {' '.join(more).replace('/', ' ')[-40:]} {sharded}"
         given = ["--model", model(kind.template), "--max_length", kind.max_length, "--mixed_precision", "no", "--samples", "0"]
@@ -113,7 +114,7 @@ def run(tmp_path_factory, cache) -> Callable[..., Path]:
             rows = [(kind.written or kind.row)(i) for i in range(first, first + number)]
             given += [f"--{part}_file", write_jsonl(folder / f"{name}.{part}.jsonl", rows)]
         env = FSDP if sharded else {}
-        ended = run_ranks(ranks, SFT, *given, *more, "--output_dir", out, **env).well()
+        ended = run_ranks(ranks, script, *given, *more, "--output_dir", out, **env).well()
         assert "Traceback" not in ended.text
         return out
 
@@ -167,14 +168,17 @@ def weights_of(folder: Path, file: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "tools" else [pytest.mark.slow]) for name in KINDS])
 def test_two_ranks_and_a_resumed_run_learn_what_one_rank_learns(name, run):
+    """The run is resumed on another day, and the chat template of "tools" writes the date."""
     one, two = run(name), run(name, 2)
-    resumed = run(name, 1, "--resume", str(one / "step_00000002"))
+    resumed = run(name, 1, "--resume", str(one / "step_00000002"), script=PROGRAMS / "another_day.py")
     for key, value in weights_of(one, "model.safetensors").items():
         np.testing.assert_allclose(weights_of(two, "model.safetensors")[key], value, atol=1e-6, rtol=0, err_msg=key)
     assert evaluations(two)[-1]["loss"] == pytest.approx(evaluations(one)[-1]["loss"], abs=1e-6)
     for file in ("model.safetensors", "optimizer.safetensors"):
         assert (resumed / "step_00000004" / file).read_bytes() == (one / "step_00000004" / file).read_bytes()
     assert evaluations(resumed)[-1]["loss"] == evaluations(one)[-1]["loss"]
+    config = json.loads((resumed / "config.json").read_text())
+    assert config["template_date"] == (date.today().isoformat() if name == "tools" else "auto")
 
 
 @pytest.mark.slow
