@@ -43,11 +43,9 @@ class Config(RecipeConfig):
         "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
     packing: Literal["auto", "on", "off"] = option(
-        "auto",
-        "short plain texts share rows of at most --max_length tokens and do not see each other",
-        group="data",
-        also=("sample_packing", "neat_packing"),
-    )
+        "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
+        group="data", also=("sample_packing", "neat_packing"), legacy="off",
+    )  # fmt: skip
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
@@ -81,9 +79,11 @@ class Task:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
-            is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
-            self.model = build_model(cfg, accelerator, self.processor, is_packed)
+            rows, self.samples, self.prompt, kind = build_data(cfg, self.processor, today)
+            self.model = build_model(cfg, accelerator, self.processor)
+            if kind == "texts" and cfg.row_format > 1:
+                rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
+            train_rows, eval_rows = rows
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
@@ -151,17 +151,7 @@ def build_data(cfg: Config, tokenizer, today):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
-    if (
-        form.kind == "texts"
-        and cfg.row_format > 1
-        and accel_ddp.model_kinds.can_pack(cfg.packing, accel_ddp.models.load_config(cfg))
-    ):
-
-        def pack(rows):
-            return accel_ddp.tokenization.pack_documents(rows, cfg.max_length)
-
-        usable = [accel_ddp.tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in usable]
-    return (*usable, samples, form.first_prompt(tables[1]))
+    return usable, samples, form.first_prompt(tables[1]), form.kind
 
 
 def inputs_of(batch):
@@ -170,14 +160,12 @@ def inputs_of(batch):
     return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
 
 
-def build_model(cfg: Config, accelerator, tokenizer, is_packed=False):
+def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
     accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
-    if is_packed:
-        accel_ddp.model_kinds.require_separate(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 
