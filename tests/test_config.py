@@ -188,7 +188,7 @@ def test_values_of_several_types_are_accepted():
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("--stepz", "--steps"), ("--learning_rate", "--lr"), ("--learning-rate", "--lr"), ("--packing", "--padding_free"),
+        ("--stepz", "--steps"), ("--learning_rate", "--lr"), ("--learning-rate", "--lr"), ("--remove_padding", "--padding_free"),
         ("--per_device_train_batch_size", "--micro_batch_size"), ("--gradient_accumulation_steps", "--micro_batch_size"),
         ("--num_train_epochs", "--epochs"), ("--max_steps", "--steps"), ("--logging_steps", "--log_every"),
         ("--save_total_limit", "--keep_last"), ("--lr_scheduler_type", "--lr_schedule"), ("--bf16", "--mixed_precision"),

@@ -43,7 +43,7 @@ OTHER_NAMES = {
     "max_grad_norm": "gradient_clip_val clip_grad_norm grad_clip", "on_nonfinite": "skip_nan detect_nan terminate_on_nan",
     "eval_every": "eval_steps evaluation_strategy eval_strategy val_check_interval", "eval_first": "eval_on_start",
     "best_metric": "metric_for_best_model", "early_stopping_patience": "patience",
-    "padding_free": "packing remove_padding group_by_length", "compile": "torch_compile dynamo_backend",
+    "padding_free": "remove_padding group_by_length", "compile": "torch_compile dynamo_backend",
     "mixed_precision": "bf16 fp16 precision", "tf32": "allow_tf32", "deterministic": "full_determinism",
     "gradient_checkpointing": "activation_checkpointing",
     "num_threads": "num_cpu_threads_per_process omp_num_threads torch_num_threads", "num_workers": "dataloader_num_workers",
