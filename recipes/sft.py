@@ -72,7 +72,7 @@ class Config(RecipeConfig):
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
-        accel_ddp.chat_rows.choose_columns(tables[0], given)
+        accel_ddp.chat_rows.choose_columns(tables[0], given, 1 if self.resume else self.row_format)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
