@@ -51,19 +51,30 @@ class Config(RecipeConfig):
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
-        "evaluation prompts whose answers are printed before and after training",
+        "evaluation prompts whose answers are printed at each evaluation; they are in its table too, and contain your data",
         group="evaluation",
         affects_result=False,
         at_least=0,
     )
     log_predictions: int = option(
-        0, "answers in a table of each evaluation, which generates so many (--max_new_tokens); they contain your data"
+        0, "answers in the table of an evaluation, if more than --samples; each evaluation generates so many"
     )
     max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
     global_batch_size: int = 16
-    lr: float = option(2e-3, "highest learning rate; for pretrained models 1e-5 to 5e-5, for adapters 1e-4 to 1e-3")
-    eval_batch_size: int = 16
+    lr: float | Literal["auto"] = option(
+        "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
+    )
+    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
+    micro_batch_size: int | Literal["auto"] = "auto"
+    eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
+    )
+
+    def check_columns(self, *tables):
+        given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
+        accel_ddp.chat_rows.choose_columns(tables[0], given)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -73,24 +84,27 @@ class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
+    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
         today = accel_ddp.chat.agree_on_today()
-        with accel_ddp.together("load the model and the data") as facts:
+        with accel_ddp.together("load the data") as facts:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
             is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
-            self.model = build_model(cfg, accelerator, self.processor, is_packed)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class)
+        with accel_ddp.together("load the model"):
+            self.model = build_model(cfg, accelerator, self.processor, is_packed)
+            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
-        self.answers = []  # to the samples, before training and at each evaluation; on the main rank only
 
     def loss_sum(self, model, batch):
         return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
@@ -100,7 +114,7 @@ class Task:
 
     def evaluate(self, model):
         metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-        self.answers.append(accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer))
+        self.answers = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer)  # on the main rank only
         return metrics
 
     def answer(self, model):
@@ -109,8 +123,7 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        logits = model(**inputs_of(batch)).logits
-        losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
+        losses = self.head.row_losses(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
     def summarize(self, rows):
@@ -120,16 +133,7 @@ class Task:
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
-        return accel_ddp.generation_metrics.make_answer_tables(
-            self.cfg.log_predictions, self.samples, self.answers[-1], self.processor
-        )
-
-    def report(self):
-        """Return the answers to the samples, before and after training."""
-        if not self.answers:
-            return ""
-        before = self.answers[0] if self.cfg.eval_first and not self.cfg.resume and len(self.answers) > 1 else None
-        return accel_ddp.chat.format_samples(self.samples[: self.cfg.samples], before, self.answers[-1])
+        return accel_ddp.generation_metrics.make_answer_tables(self.samples, self.answers, self.processor)
 
     @property
     def example(self):

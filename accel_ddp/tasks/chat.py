@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from accel_ddp import phases
 from accel_ddp.config.choices import choose
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object
@@ -353,22 +354,12 @@ def generate(model: nn.Module, tokenizer: Any, prompts: list[list[int]], max_new
     model.eval()
     answers = []
     for prompt in prompts:
+        phases.HERE.beat()  # each answer is progress, so many of them do not look like a hang
         ids = torch.tensor([prompt], device=model.device)
         made = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-            do_sample=False, pad_token_id=tokenizer.pad_token_id,
+            do_sample=False, pad_token_id=tokenizer.pad_token_id, use_cache=True,
         )  # fmt: skip
         answers.append(tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True))
     model.train(was_training)
     return answers
-
-
-def format_samples(samples: list[Sample], before: list[str] | None, after: list[str]) -> str:
-    """Return prompts with the expected answers and the model's answers before and after training, to print."""
-    one_line = lambda text: " ".join(text.split())[:160]
-    lines = []
-    for i, (prompt, answer, _) in enumerate(samples):
-        lines += [f"prompt  {one_line(prompt)}", f"  wanted  {one_line(answer)}"]
-        lines += [f"  before  {one_line(before[i])}"] if before else []
-        lines += [f"  after   {one_line(after[i])}"]
-    return "\n".join(lines)
