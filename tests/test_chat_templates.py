@@ -39,7 +39,7 @@ ANSWERS = {
     "<|eom|>": r"<\|start\|>assistant(.*?(?:<\|eot\|>|<\|eom\|>(?!<\|start\|>assistant)))",
     "<|channel|>": r"<\|start\|>assistant(.*?(?:<\|return\|>|<\|call\|>|<\|end\|>(?!<\|start\|>assistant)))",
     "<｜Assistant｜>": r"(?:<｜Assistant｜>|<｜tool▁outputs▁end｜>)(.*?<｜end▁of▁sentence｜>)",
-    "[gMASK]": r"<\|assistant\|>(.*?)(?=<\|user\|>|<\|observation\|>|<\|assistant\|>|$)",
+    "[gMASK]": r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>|<\|assistant\|>|$))",  # the next role ends an answer
     "<|assistant|>": r"<\|assistant\|>\n(.*?<\|end\|>)",
     "<|CHATBOT_TOKEN|>": r"<\|CHATBOT_TOKEN\|>(.*?<\|END_OF_TURN_TOKEN\|>)",
     "[INST]": r"(?:\[/INST\]|\[/TOOL_RESULTS\])(.*?</s>)",

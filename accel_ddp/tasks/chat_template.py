@@ -322,9 +322,8 @@ class Template:
         answers, prompt = [place[:2] for place in places], places[-1][3]
         if self.is_old:
             return Rendered(text, answers)
-        notes |= NO_PREFIX * any(before != prompt for before, _, _, prompt in places) | self._compare(
-            chat, text, chosen, bool(notes & SPLIT)
-        )
+        notes |= NO_PREFIX * any(before != prompt for before, _, _, prompt in places)
+        notes |= self._compare(chat, text, chosen, is_split=bool(notes & SPLIT))
         kept = None
         if self.has_tags:  # marks of the answers that are not chosen are left out
             inside = lambda span: any(span[0] < len(whole) and span[1] > len(before) for before, _, whole, _ in places)
