@@ -44,7 +44,7 @@ class Config(RecipeConfig):
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
-        group="data", also=("sample_packing", "neat_packing"), legacy="off",
+        group="data", legacy="off",
     )  # fmt: skip
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
