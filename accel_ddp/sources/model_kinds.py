@@ -150,7 +150,8 @@ def why_mixed(model: nn.Module, tokenizer: Any, device: torch.device) -> str:
     Two rows end with the same document and begin with different ones. Rounding does not change between them, because they have the
     same shape, so a small difference is found too.
     """
-    config, ids = model.config, _ordinary_tokens(model, tokenizer, device)
+    ids = _ordinary_tokens(model, tokenizer, device)
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     if {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"} or len(ids) < 9:
         return "not all of its layers are attention layers"
     rows, positions = torch.stack([ids[:8], torch.cat([ids[5:], ids[4:8]])]), torch.arange(4, device=device).repeat(2, 2)
