@@ -92,7 +92,15 @@ KINDS = ["byte level", "byte level with a space", "prepend", "metaspace first", 
 
 
 def form_of(tokenizer, column: str = "messages", max_length: int = 1000, **more: object):
-    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, "separator": "", "row_format": 2, "train_on": "all"}
+    given = {
+        "model": "tiny",
+        "max_length": max_length,
+        "train_on_prompts": False,
+        "separator": "",
+        "row_format": 2,
+        "train_on": "all",
+        "packing": "auto",
+    }
     given |= {"chat_template": "", "template_date": "auto", **more}
     columns = {"messages_column": "", "prompt_column": "", "answer_column": "", "text_column": ""}
     return chat.Format(
@@ -365,8 +373,8 @@ def test_every_token_of_a_text_is_trained_once():
     """Long texts are split, and their parts and short texts share rows. Compare with the tokens of the texts."""
     tokenizer = make_tokenizer("byte level")
     texts = [" ".join(TEXTS[i:] * i) + "</s>" * (i == 3) for i in range(10)][1:]
-    split = lambda form: form._cut(form.encode({"text": texts}), 16)
-    done = split(form_of(tokenizer, "text"))
+    form = form_of(tokenizer, "text")
+    done = form._cut(form.encode({"text": texts}), 16)
     packed = pack_documents({name: done[name] for name in ("input_ids", "attention_mask", "labels")}, 16)
     assert max(map(len, packed["input_ids"])) == 16
     assert sum(map(len, packed["input_ids"])) > 0.95 * 16 * (len(packed["input_ids"]) - 1), "rows are filled"
@@ -380,6 +388,8 @@ def test_every_token_of_a_text_is_trained_once():
     assert trained == [tokenizer(text.removesuffix("</s>") + "</s>", add_special_tokens=False)["input_ids"] for text in texts]
     count = lambda labels: Counter(label for row in labels for label in row)
     assert count(packed["labels"]) == count(done["labels"])
-    old = split(form_of(tokenizer, "text", row_format=1))
-    assert len(old["input_ids"]) <= len(done["input_ids"])
-    assert [old["input_ids"][i] for i in (0, 1)] == [done["input_ids"][0], done["input_ids"][1][1:] + old["input_ids"][1][-1:]]
+    old = form_of(tokenizer, "text", row_format=1)
+    parts = old._cut(old.encode({"text": texts[:1]}), 16)["input_ids"]
+    assert [token for part in parts for token in part] == done["input_ids"][0] + [
+        token for i in range(1, done[SOURCE].count(0)) for token in done["input_ids"][i][1:]
+    ]

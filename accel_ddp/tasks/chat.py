@@ -74,6 +74,9 @@ class Format:
         if cfg.separator and (uses_template or self.kind != "instructions"):
             reason = "the chat template separates prompts and answers" if uses_template else f"the rows are {self.kind}"
             raise UserError(f"--separator {cfg.separator!r}: would be ignored, because {reason}. Leave it out.")
+        if cfg.packing == "on" and self.kind != "texts":
+            reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
+            raise UserError(f"--packing on: {reason}. Leave it out.")
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
         self.template: Template | None = None
         if uses_template:
