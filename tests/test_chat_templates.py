@@ -4,13 +4,13 @@ What is expected is computed here from the specification, without the code of `a
 returns. Trained is the template's own mask where it has `{% generation %}` tags, elsewhere what stands between the role of the
 assistant and the end of its turn, found by a regular expression in the rendered text and by the character offsets of the tokens.
 """
+# ruff: noqa: RUF001  (control tokens of DeepSeek)
 
 import contextlib
 import functools
 import importlib.util
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +80,9 @@ TOOLS = [tool("forecast", "town"), tool("convert", "town")]
 QUESTION, WORLD, WARM = user("What is the sky made of?"), user("naïve café 👍🏽?"), user("Is it warm in Oslo?")
 CHATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "one turn": ([QUESTION, answer("Mostly nitrogen.")], None),
-    "three turns": ([QUESTION, answer("Mostly nitrogen."), WORLD, answer("Très bien."), user("Bye"), answer("x = 1\n\n  return x")], None),
+    "three turns": (
+        [QUESTION, answer("Mostly nitrogen."), WORLD, answer("Très bien."), user("Bye"), answer("x = 1\n\n  return x")], None,
+    ),
     "system": ([SYSTEM, QUESTION, answer("Mostly nitrogen."), WORLD, answer("Très bien.")], None),
     "open": ([QUESTION, answer("Mostly nitrogen."), WORLD], None),
     "tools unused": ([QUESTION, answer("Mostly nitrogen.")], TOOLS),
@@ -111,8 +113,8 @@ FIELDS = {
     "tool_calls": ["Bergen", "Narvik"],
     "tool": ["minus", "kelvin"],  # the role of results
     "reasoning_content": ["They mean air.", "A riddle."],
-    "content": ["sky made of", "Mostly nitrogen.", "naïve café 👍🏽?", "Très bien.", "return x", "It freezes.", "Let me look.", "Farewell."],
-}
+    "content": ["sky made of", "Mostly nitrogen.", "naïve café 👍🏽?", "Très bien.", "return x", "freezes", "Let me", "Farewell."],
+}  # fmt: skip
 
 
 @functools.cache
@@ -122,8 +124,10 @@ def trained_backend() -> str:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     options = {"vocab_size": 480, "show_progress": False, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    texts = [json.dumps(chat, ensure_ascii=False) for chat in CHATS.values()] + ["user\n\nassistant\nsystem\n<think>\n\n</think>\n\n"]
-    backend.train_from_iterator(texts * 3, trainers.BpeTrainer(**options))
+    texts = [json.dumps(chat, ensure_ascii=False) for chat in CHATS.values()]
+    backend.train_from_iterator(
+        [*texts, "user\n\nassistant\nsystem\n<think>\n\n</think>\n\n"] * 3, trainers.BpeTrainer(**options)
+    )
     return backend.to_str()
 
 
@@ -131,14 +135,15 @@ def family_of(template: str) -> str:
     return next(start for start in ANSWERS if start in template)
 
 
+@functools.cache
 def make_tokenizer(template: str) -> Any:
     """Return a tokenizer with the control tokens of this template."""
     from transformers import PreTrainedTokenizerFast
 
     names = NAMES.get(family_of(template), {"bos_token": "<s>", "eos_token": "</s>"})
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_backend()), **names, pad_token="<pad>")
-    controls = CONTROL.findall(template + "<|im_end|>" * ("<|im_start|>" in template)) + ["<|user|>", "<|system|>", "<|assistant|>"]
-    made.add_tokens(sorted(set(controls)), special_tokens=True)
+    written = [*CONTROL.findall(template), "<|user|>", "<|system|>", "<|assistant|>"]  # Phi writes them in two parts
+    made.add_tokens(sorted(set(written)), special_tokens=True)
     made.chat_template = template
     return made
 
@@ -232,12 +237,12 @@ def mask_of(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> t
     bits: list[bool | None] = [False] * len(places["input_ids"])
     for (start, end), i in zip(spans, answers):
         prompt = render(tokenizer, messages[:i], tools, add_generation_prompt=True)
-        sure = max(start, len(os.path.commonprefix([prompt, text])))
-        undecided = sure if not text.startswith(prompt) else start
-        start = max(start, sure) if text.startswith(prompt) else start
+        common = next((place for place, (a, b) in enumerate(zip(prompt, text)) if a != b), len(prompt))
+        if text.startswith(prompt):
+            start = max(start, common)
         for number, (first, last) in enumerate(places["offset_mapping"]):
             if start <= first and last <= end:
-                bits[number] = None if last <= undecided else True
+                bits[number] = None if last <= common else True
     return encoded["input_ids"], bits
 
 
@@ -260,6 +265,15 @@ def expected(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> 
     return examples
 
 
+def reason_against(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> str:
+    """Return why the template rejects this chat, or ""."""
+    try:
+        render(tokenizer, messages, tools)
+    except Exception as error:  # a template is a program that can fail in many ways
+        return str(error)
+    return ""
+
+
 def lost_fields(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> set[str]:
     """Return the fields with words that the template writes into no example of this chat."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -272,20 +286,25 @@ def lost_fields(tokenizer: Any, messages: list[dict], tools: list[dict] | None) 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*OWN, *(f"trl/{name}" for name in TRL)])
+SIMILAR = re.compile(r"_v\d|_vl|super|ultra|lightning|nothink|qwen3_6|phi3_5|smolvlm|cohere2|diffusion")  # to others of TRL
+NAMES_OF_TRL = [pytest.param(f"trl/{name}", marks=[pytest.mark.slow] if SIMILAR.search(name) else []) for name in TRL]
+
+
+@pytest.mark.parametrize("name", [*OWN, *NAMES_OF_TRL])
 def test_the_trained_tokens_of_a_chat_are_those_of_its_template(name):
     """Compare ids and labels of chats with tools and thoughts with what the template gives. What it leaves out is refused."""
     template = (TRL[name.removeprefix("trl/")] if "/" in name else OWN[name]).read_text()
     tokenizer = make_tokenizer(template)
-    found = encode(tokenizer, [{"messages": messages} | ({"tools": tools} if tools else {}) for messages, tools in CHATS.values()])
+    rows = [{"messages": messages} | ({"tools": tools} if tools else {}) for messages, tools in CHATS.values()]
+    found = encode(tokenizer, rows)
     for (title, (messages, tools)), examples in zip(CHATS.items(), found):
         problems = {problem for _, _, problem in examples} - {""}
-        try:
-            lost = lost_fields(tokenizer, messages, tools)
-        except Exception as error:  # a template is a program that can fail in many ways
-            assert str(error)[:30] in "".join(problems), (title, problems)
+        error = reason_against(tokenizer, messages, tools)
+        assert error[:30] in "".join(problems), (title, problems)
+        lost = set() if error else lost_fields(tokenizer, messages, tools)
+        assert bool(problems) == bool(error or lost), (title, lost, problems)
+        if error:
             continue
-        assert bool(problems) == bool(lost), (title, lost, problems)
         if lost:
             assert any(field in "".join(problems) for field in lost), (title, lost, problems)
             continue
@@ -312,13 +331,15 @@ def test_control_tokens_in_a_text_stay_text(name):
     """A user who writes an end-of-turn token ends no turn: it has the tokens of its characters, and the chat reads the same."""
     tokenizer = make_tokenizer(OWN[name].read_text())
     control = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    end = re.search(ANSWERS[family_of(tokenizer.chat_template)], render(tokenizer, CHATS["one turn"][0], None), flags=re.DOTALL)[1]
+    text = render(tokenizer, CHATS["one turn"][0], None)
+    end = re.search(ANSWERS[family_of(tokenizer.chat_template)], text, flags=re.DOTALL)[1]
     written = next((token for token in control if end.endswith(token)), "<|user|>")
     chats = [[user(f"Is {text} a token?"), answer(f"Yes, {text} is one.")] for text in (written, "it")]
     (tricky,), (plain,) = encode(tokenizer, [{"messages": messages} for messages in chats])
     number = [sum(id in tokenizer.added_tokens_decoder for id in example[0]) for example in (tricky, plain)]
     assert number[0] == number[1], "a text has made a control token"
-    assert tokenizer.decode(tricky[0]) == tokenizer.decode(plain[0]).replace("Is it", f"Is {written}").replace("s, it", f"s, {written}")
+    wanted = tokenizer.decode(plain[0]).replace("Is it", f"Is {written}").replace("s, it", f"s, {written}")
+    assert tokenizer.decode(tricky[0]) == wanted
     assert kept(tricky, tokenizer) == kept(plain, tokenizer).replace("it", written, 1)
 
 
@@ -353,7 +374,7 @@ def test_the_trained_answers_are_those_that_were_chosen(name):
     every = [empty + end(message["content"]) for message in messages if message["role"] == "assistant"]
     joined = lambda parts: parts if name == "qwen3" else ["".join(parts)]
     assert texts({"messages": messages}) == joined(every)
-    weighted = [message | ({"weight": int(i == 3)} if message["role"] == "assistant" else {}) for i, message in enumerate(messages)]
+    weighted = [message | {"weight": int(i == 3)} for i, message in enumerate(messages)]
     assert texts({"messages": weighted}) == joined(every[1:2])
     assert texts({"messages": messages}, train_on="all") == joined(every)
     assert texts({"messages": messages}, train_on="last") == joined(every[2:])

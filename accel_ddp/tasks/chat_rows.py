@@ -200,7 +200,7 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
         calls = read_json(content, "a tool call")
         role, content, message["tool_calls"] = "assistant", None, calls if isinstance(calls, list) else [calls]
     role = (OLD_ROLES if row_format == 1 else NEW_ROLES).get(role, role)
-    near = "" if role in ROLES else nearest(role.lower(), ROLES, cutoff=0.8)
+    near = "" if role in ROLES else nearest(role.lower(), ROLES, cutoff=0.8)  # which takes longer than all the rest
     if near and abs(len(role) - len(near)) < 3:  # a template may define further roles
         raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
     weights = [message.pop(key) for key in WEIGHTS[: 1 if row_format == 1 else None] if key in message]
