@@ -16,7 +16,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, pack_documents
-from accel_ddp.tasks import chat
+from accel_ddp.tasks import chat, chat_template
 from accel_ddp.tasks.chat_rows import USUAL_COLUMNS, Chat, UnusableRow, choose_columns, read_row
 from tests.conftest import ROOT
 
@@ -303,7 +303,7 @@ def test_tools_calls_and_thoughts_have_one_form():
     ]
     chats = [read_row("chats", ("messages",), row, CHATML) for row in rows]
     assert chats[0] == chats[1] == chats[2]
-    messages, tools, options, trained = chats[0]
+    messages, tools, options, trained, _ = chats[0]
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}, "a null that JSON states is kept"
     assert messages[3] == {"role": "assistant", "content": "2", "reasoning_content": "a", "thinking": "a"}
     assert (tools, options, trained) == ([{"type": "function", "function": ADD}], {}, (False, True, False, True))
@@ -556,3 +556,26 @@ def test_answers_of_long_chats_are_found_without_a_rendering_for_each():
         template._find = lambda *args: {}
         assert fast == template.examples(given, train_on)
         template._find = find
+
+
+def test_an_answer_at_the_beginning_is_context_or_left_out():
+    """A template that rejects it gets the rest of the chat, also in samples. A system prompt stays."""
+    tokenizer = make_tokenizer("byte level")
+    rows = [[answer("I'm"), *TALK], [{"role": "system", "content": "end."}, answer("I'm"), *TALK], TALK]
+    system = [rows[1][0], *TALK]
+    tokenizer.chat_template = CHATML
+    done = form_of(tokenizer).encode({"messages": rows})
+    trained = [tokenizer.decode([label for label in labels if label != -100]) for labels in done["labels"]]
+    assert trained == ["Hello<|im_end|>", "I'm<|im_end|>Hello<|im_end|>", "Hello<|im_end|>"]
+    assert done["input_ids"][0] == tokenizer.apply_chat_template(rows[0], return_dict=False)
+    tokenizer.chat_template = CHATML.replace("{% for m in messages %}", (
+        "{% set talk = messages | rejectattr('role', 'equalto', 'system') | list %}"
+        "{% if talk[0].role != 'user' %}{{ raise_exception('a user begins') }}{% endif %}{% for m in messages %}"
+    ))  # fmt: skip
+    form = form_of(tokenizer)
+    done = form.encode({"messages": rows})
+    assert done["problem"] == ["", "", ""]
+    wanted = [tokenizer.apply_chat_template(messages, return_dict=False) for messages in (TALK, system, TALK)]
+    assert done["input_ids"] == wanted
+    assert [notes & chat_template.LEFT_OUT > 0 for notes in done["notes"]] == [True, True, False]
+    assert form.first_prompt(datasets.Dataset.from_dict({"messages": rows})) == TALK[:1]

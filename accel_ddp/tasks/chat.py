@@ -18,9 +18,19 @@ from accel_ddp.sources import models
 from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, map_once
-from accel_ddp.tasks.chat_rows import OPTIONAL_COLUMNS, USUAL_COLUMNS, Chat, Pair, UnusableRow, choose_columns, read_row
+from accel_ddp.tasks.chat_rows import (
+    OPTIONAL_COLUMNS,
+    USUAL_COLUMNS,
+    Chat,
+    Pair,
+    UnusableRow,
+    choose_columns,
+    leave_out_first,
+    read_row,
+)
 from accel_ddp.tasks.chat_template import (
     CONTROL,
+    LEFT_OUT,
     NO_END,
     NO_PREFIX,
     SPLIT,
@@ -197,7 +207,12 @@ class Format:
         sources = np.concatenate(
             [row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)]
         )  # different rows of both tables
-        number = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END)}
+        number = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT)}
+        if number[LEFT_OUT]:
+            chats = len(np.unique(sources[notes & LEFT_OUT > 0]))
+            warn(
+                f"{chats:,} chats begin with an answer, which is left out: the template rejects chats that do not begin with a user."
+            )
         if number[SPLIT]:
             chats = len(np.unique(sources[notes & SPLIT > 0]))
             log.info(f"the template rewrites earlier turns: {chats:,} chats become {number[SPLIT]:,} examples, one per answer")
@@ -281,13 +296,18 @@ class Format:
         """Return row `i` as text, or as several texts, or the reason why it cannot be used."""
         try:
             row = self._read(rows, i)
-            return self.template.examples(row, self.train_on) if isinstance(row, Chat) and self.template else [self._format(row)]
+            if not isinstance(row, Chat) or not self.template:
+                return [self._format(row)]
+            more = LEFT_OUT if row.left_out else 0
+            return [one._replace(notes=one.notes | more) for one in self.template.examples(row, self.train_on)]
         except UnusableRow as error:
             return [Rendered("", [], str(error))]
 
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
         row = {column: values[i] for column, values in rows.items()}
-        return read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
+        found = read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
+        is_begun = isinstance(found, Chat) and self.template and self.template.begins_with_user
+        return leave_out_first(found) if is_begun else found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
         end = self.tokenizer.eos_token or ""

@@ -76,6 +76,7 @@ class Chat(NamedTuple):
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = {}  # further variables of the template: documents, chat_template_kwargs
     trained: tuple[bool, ...] = ()  # whether a message may be trained: an answer without `weight: 0`
+    left_out: int = 0  # answers before the first question, see `leave_out_first`
 
 
 class Pair(NamedTuple):
@@ -161,6 +162,14 @@ def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[s
         raise UnusableRow("the column chat_template_kwargs is not an object")
     tools = [tool for name in ("tools", "functions") for tool in _read_tools(extra.get(name, []), name)]
     return Chat(messages, tools or None, {**options, **found}, trained)
+
+
+def leave_out_first(chat: Chat) -> Chat:
+    """Return the chat without answers before the first question, for templates that reject them."""
+    first = next((i for i, message in enumerate(chat.messages) if message["role"] not in ("system", "developer", "assistant")), 0)
+    kept = [i for i, message in enumerate(chat.messages) if i >= first or message["role"] != "assistant"]
+    messages, trained = [chat.messages[i] for i in kept], tuple(chat.trained[i] for i in kept)
+    return chat._replace(messages=messages, trained=trained, left_out=len(chat.messages) - len(kept)) if any(trained) else chat
 
 
 def _read_history(history: Any) -> list[tuple[str, str]]:

@@ -49,7 +49,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 REWRITTEN = "the chat template changes earlier turns when later turns follow, so answers are not marked"
 # What is special to a row, as bits of its column `notes`. `Format.finish` reports them once per run.
-SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END = 1, 2, 4, 8, 16
+SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT = 1, 2, 4, 8, 16, 32
 THOUGHT_FIELDS = ("reasoning_content", "<think> in content")
 # Characters of no language, around control tokens that stand literally in a text.
 LEFT, RIGHT = "\U000f0000", "\U000f0001"
@@ -149,6 +149,7 @@ class Template:
         self.structure, self.literals = _any_of(structure), _any_of({*structure, *(t.content for t in added if t.special)})
         system, thought = {"role": "system", "content": "Word3"}, {"reasoning_content": "Word3", "thinking": "Word3"}
         texts = {"system": self._try([system, ask, reply]), "reasoning_content": self._try([ask, reply | thought])}
+        self.begins_with_user = self._try([reply, ask, reply]).count("Reply2") < 2
         self.unwritten = {field for field, text in texts.items() if text and "Word3" not in text}
 
     def _look_at_tools(self) -> None:
