@@ -50,6 +50,9 @@ class Config(ScoredConfig):
     lr: float = 3e-3
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
 
+    def check_columns(self, *tables):
+        accel_ddp.data.require_columns({"image_column": self.image_column, "label_column": self.label_column}, *tables)
+
     def metric_directions(self):
         return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}
 

@@ -149,6 +149,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     model._adapters, model._source, model._rows = adapters, name, model_rows
     if cfg.lr == "auto":
         choose(cfg, "lr", *default_lr(cfg.model, model.num_parameters(), is_adapted))
+    model._stored_dtype = config.dtype  # in which the model is exported
     if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
         model._original_config = copy.deepcopy(model.config)
         del model._original_config.quantization_config
@@ -211,7 +212,7 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
 
 def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module:
     """Return the model with gradient checkpointing, adapters and frozen parameters. It may be on the meta device."""
-    if cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing is True:
         if not getattr(model, "supports_gradient_checkpointing", False):
             in_config = links.sharding and links.sharding.activation_checkpointing
             name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"
