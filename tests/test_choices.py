@@ -98,13 +98,18 @@ def test_a_rank_knows_whether_accelerate_launch_was_asked_for_a_precision(tmp_pa
         assert done.stdout.strip().endswith(expected), done.stdout + done.stderr
 
 
-def test_the_learning_rate_and_the_type_of_weights_follow_the_model():
-    from accel_ddp.sources.models import default_lr, weights_dtype
+def test_the_learning_rate_and_the_type_of_weights_follow_the_model(cache):
+    from transformers import AutoModelForCausalLM
+
+    from accel_ddp.sources.builtin import locate
+    from accel_ddp.sources.models import default_lr, load, weights_dtype
 
     rates = [default_lr("some/model", size, is_adapted)[0] for is_adapted in (False, True) for size in (5e8, 8e9, 7e10)]
     assert rates == [5e-5, 2e-5, 1e-5, 5e-4, 2e-4, 1e-4]
     assert default_lr("some/model", 8_030_000_000, True)[1] == "LoRA adapters of a model with 8.0B parameters"
     assert default_lr("builtin:tiny-llama", 1_000_000, True)[0] == OLD["config"]["lr"]
+    with pytest.raises(UserError, match=r"--optimizer sgd --lr auto: .* for example --lr 0.01"):
+        load(AutoModelForCausalLM, options("--optimizer", "sgd", "--model", locate("builtin:tiny-llama", cache)))
     stored = SimpleNamespace(dtype="bfloat16")
     assert weights_dtype(options(), stored, True, "bf16")[0] == "bfloat16"
     assert weights_dtype(options(), stored, True, "no")[0] == "float32", "otherwise the run would compute in bf16"
