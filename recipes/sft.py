@@ -49,9 +49,13 @@ class Config(RecipeConfig):
     )
     lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
     micro_batch_size: int | Literal["auto"] = "auto"
-    eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
+    eval_batch_size: int | Literal["auto"] = option(
+        "auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
+    )
     gradient_checkpointing: bool | Literal["auto"] = option(
-        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
+        "auto",
+        "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
+        legacy=False,
     )
 
     def metric_directions(self):

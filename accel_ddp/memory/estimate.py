@@ -351,7 +351,11 @@ class Estimator:
                 layouts.append((f"FSDP over the same {ranks} GPUs{how}", ranks, sharded))
             layouts += [(f"FSDP over {number} GPUs{how}", number, sharded) for number in NUMBERS if number > ranks]
             if not sharded.cpu_offload:
-                words = "--fsdp_offload_params true" if plan else f"FSDP over {max(2, ranks)} GPUs with --fsdp_offload_params true{how}"
+                words = (
+                    "--fsdp_offload_params true"
+                    if plan
+                    else f"FSDP over {max(2, ranks)} GPUs with --fsdp_offload_params true{how}"
+                )
                 layouts.append((words, max(2, ranks), dataclasses.replace(plan or sharded, cpu_offload=True)))
         for words, number, other in layouts:
             with contextlib.suppress(UserError):  # the batch cannot be split over so many GPUs
@@ -385,8 +389,9 @@ class Estimator:
                 changes += [ADAPTERS, NARROW_ADAPTERS, NARROW_ADAPTERS | smallest]
             if plan is None and cfg.quantize == "no":
                 changes += [{**({} if has_adapters else ADAPTERS), "quantize": "4bit", **smallest}]
-        length = getattr(cfg, "max_length", 0) or 0
-        changes += [{"max_length": length // part, **smallest} for part in (2, 4, 8) if isinstance(length, int) and length >= 128 * part]
+        length = getattr(cfg, "max_length", 0)
+        parts = [part for part in (2, 4, 8) if isinstance(length, int) and length >= 128 * part]
+        changes += [{"max_length": length // part, **smallest} for part in parts]
         for options in changes:
             words = " ".join(f"--{name}" + (f" {value}" if value is not True else "") for name, value in options.items())
             yield words, ranks, plan, options
