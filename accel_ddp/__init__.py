@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from accel_ddp.speed.attach import attach
     from accel_ddp.tasks import (
         chat,
+        chat_rows,
         contrastive,
         examples,
         generation_metrics,

@@ -51,9 +51,10 @@ from accel_ddp.training.update import Carry, Count, UpdateStats, update
 class RunOutcome(NamedTuple):
     """How a run ended."""
 
-    metrics: dict[str, float]  # of the last evaluation
+    metrics: dict[str, float]  # of the last evaluation, or of the step `best`
     step: int
     unsaved: str = ""  # why the last state is not on the disk; the process then ends with exit code 74
+    best: int | None = None  # with --keep_best, the step of the best checkpoint; None: the last step is the best one
 
 
 def fit(
@@ -151,6 +152,7 @@ class TrainingRun:
         self.is_done = False  # a hook has ended the run
         self.is_stopping = 0 < cfg.stop_after <= self.step  # the run was asked to stop
         self.metrics: dict[str, float] = {}  # of the last evaluation
+        self.best: int | None = None  # at the end: the step with the best checkpoint, if it is not the last one
 
     def start(self, tables: Callable[[], dict[str, Table]] | None) -> None:
         """Store the options that were chosen for this model, and describe the run to the hooks, which may end it."""
@@ -340,6 +342,9 @@ class TrainingRun:
         if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
             self.saved.save(self.step, is_last=True)
         unsaved = self.saved.close()
+        if self.saved.metric and not self.is_stopping:  # only the main rank's disk is sure to have the checkpoint
+            best = broadcast_object(self.saved.best())
+            self.best = best if best != self.step else None
         self.report_saves()
         reason = signals.gather_reason() if self.is_stopping else ""
         self._report_end(reason)
@@ -355,14 +360,17 @@ class TrainingRun:
             self._print_best()
         ending.unsaved = unsaved
         self.ema.apply()
-        return RunOutcome(self.metrics, self.step, unsaved)
+        metrics = self.metrics if self.best is None else self.saved.evaluations[self.best]
+        return RunOutcome(metrics, self.step, unsaved, self.best)
 
     def _report_end(self, reason: str) -> None:
         """Pass the summary of the run to the hooks. `reason` is why it was stopped."""
         goodput = restart_record.goodput(self.cfg)
         if goodput is not None:
             print(f"goodput: {goodput:.1%} of the time since the first attempt began was spent on steps that count.", flush=True)
-        summary: dict[str, Any] = dict(self.metrics) if self.step in self.saved.evaluations else {}  # not of an earlier step
+        # The metrics of the weights that are exported, not those of an earlier evaluation.
+        summary: dict[str, Any] = dict(self.saved.evaluations.get(self.step if self.best is None else self.best, {}))
+        summary |= {"best_step": self.best} if self.best is not None else {}
         for fields in self.notify("summarize"):
             summary |= fields
         summary |= {"stopped": reason} if reason else {}
@@ -372,10 +380,8 @@ class TrainingRun:
     def _print_best(self) -> None:
         saved, metric = self.saved, self.saved.metric
         if metric and (best := saved.best()) is not None:
-            print_on_main(
-                f"best {metric.name}: {saved.evaluations[best][metric.name]:.4f} at step {best}, in "
-                f"{self.cfg.output_dir}/step_{best:08d}. Export it with: accel-ddp export {self.cfg.output_dir} FOLDER"
-            )
+            value = saved.evaluations[best][metric.name]
+            print_on_main(f"best {metric.name}: {value:.4f} at step {best}, in {self.cfg.output_dir}/step_{best:08d}")
         elif metric and not saved.ranking:
             print_on_main(f"--keep_best: there is no best checkpoint, because {metric.name} was NaN in every evaluation.")
 

@@ -10,6 +10,7 @@ from accel_ddp.exporting import export
 from accel_ddp.loop import RunOutcome, fit
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
+from accel_ddp.tasks import examples
 from accel_ddp.training import optim
 
 
@@ -33,8 +34,13 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     if not getattr(task_class, "fits_memory", False):
         at_start.fit_memory(cfg, accelerator, getattr(task_class, "model_class", ""))
     task = task_class(cfg, accelerator)
+    if accelerator.is_main_process and getattr(cfg, "show_example", 0):
+        print(examples.show_rows(task, cfg), flush=True)
     files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))
     observers = hooks.standard(accelerator, cfg)
+    report = Report(task, cfg)
+    if accelerator.is_main_process and hasattr(task, "report"):
+        observers.append(report)
     outcome = fit(
         accelerator,
         cfg,
@@ -48,9 +54,24 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
         hooks=observers,
         files=files,
     )
-    if accelerator.is_main_process and hasattr(task, "report") and (text := task.report()):
+    if accelerator.is_main_process and hasattr(task, "report") and (text := report.of_best if outcome.best else task.report()):
         print(text)
-    export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""))
+    export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""), outcome.best)
     for hook in observers if accelerator.is_main_process else ():
         hook.on_export(Path(cfg.output_dir) / export.FOLDER)
     return outcome
+
+
+class Report(hooks.Hook):
+    """Keeps the report of the best evaluation of this process, whose weights `--keep_best` exports."""
+
+    def __init__(self, task: Any, cfg: TrainConfig):
+        self.task, self.metric, self.of_best = task, cfg.best() if cfg.keep_best else None, ""
+
+    def on_start(self, step, total_steps, evaluations):
+        self.evaluations = dict(evaluations)
+
+    def on_evaluate(self, step, metrics):
+        self.evaluations[step] = metrics
+        if self.metric and self.metric.rank({at: known for at, known in self.evaluations.items() if at})[:1] == [step]:
+            self.of_best = self.task.report()

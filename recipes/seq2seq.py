@@ -37,6 +37,13 @@ class Config(ScoredConfig):
         at_least=1,
         also=("generation_max_length",),
     )
+    samples: int = option(
+        3,
+        "texts that are printed at each evaluation; they are in its table too, and contain your data",
+        group="evaluation",
+        affects_result=False,
+        at_least=0,
+    )
     num_beams: int = option(1, "beams of the search; 1: greedy", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 7.0
     micro_batch_size: int | Literal["auto"] = 32
@@ -44,6 +51,10 @@ class Config(ScoredConfig):
     warmup_ratio: float = 0.05
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
+
+    def check_columns(self, *tables):
+        columns = {"source_column": self.source_column, "target_column": self.target_column}
+        accel_ddp.data.require_columns(columns, *(rows.flatten() for rows in tables))  # keys of dictionaries become columns
 
     def metric_directions(self):
         own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}
@@ -96,7 +107,6 @@ class Task:
         """Return the mean loss over tokens, and metrics of the generated texts. This runs on the main rank."""
         outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        self.samples = accel_ddp.generation_metrics.format_samples(sources, targets, outputs)
         self.rows, self.outputs = rows, outputs  # for `tables`
         loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
         metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
@@ -106,11 +116,9 @@ class Task:
         """Return the tables of the last evaluation. This runs on the main rank."""
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
-        return accel_ddp.generation_metrics.make_tables(self.cfg.log_predictions, sources, targets, self.outputs, losses)
-
-    def report(self):
-        """Return some generated texts."""
-        return self.samples
+        return accel_ddp.generation_metrics.make_tables(
+            self.cfg.log_predictions, sources, targets, self.outputs, losses, self.cfg.samples
+        )
 
     @property
     def example(self):

@@ -21,7 +21,7 @@ class SavingConfig:
     save_every: int = option(0, "updates between checkpoints; 0: save after every epoch")
     keep_last: int = option(2, "number of newest checkpoints to keep", at_least=2)
     keep_best: bool = option(
-        False, "keep the checkpoint with the best --best_metric too, and name it in best.json; of equal ones the first"
+        False, "keep the checkpoint with the best --best_metric too, and export it at the end; of equal ones the first"
     )
     stop_signal: Literal["USR1", "USR2"] = option("USR2", "signal for a checkpoint and a stop, like SIGTERM and Ctrl-C")
     stop_after: int = option(0, "stop after this update as if asked to, with a checkpoint and exit code 75; 0: never")

@@ -1,6 +1,8 @@
 """The config of a run: all options, and the checks that need several of them. Each recipe extends `RecipeConfig` with its own."""
 
 import dataclasses
+import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,6 +108,27 @@ class TrainConfig(
             )
         return micro, per_rank // micro
 
+    def most_ranks(self, limit: int) -> tuple[int, str]:
+        """Return the largest number of ranks up to `limit` that can split a batch, and why not `limit` with what to change, or ""."""
+        number = next((ranks for ranks in range(limit, 1, -1) if self._can_split(ranks)), 1)
+        if number == limit:
+            return number, ""
+        total, micro = self.global_batch_size, self.micro_batch_size
+        per_rank, remainder = divmod(total, limit)
+        if not remainder and isinstance(micro, int):
+            fits = next(size for size in range(micro, 0, -1) if per_rank % size == 0)
+            reason = f"--micro_batch_size {micro} does not divide the {per_rank} items of each; --micro_batch_size {fits}"
+        else:
+            sizes = itertools.count(total + limit - remainder, limit)
+            fits = next(size for size in sizes if dataclasses.replace(self, global_batch_size=size)._can_split(limit))
+            reason = f"--global_batch_size {total} cannot be split over {limit}; --global_batch_size {fits}"
+        return number, f"{reason} uses all"
+
+    def _can_split(self, num_ranks: int) -> bool:
+        with suppress(UserError):
+            return bool(self.split(num_ranks))
+        return False
+
 
 @dataclass(kw_only=True)
 @of_group("model", at_least=0)
@@ -130,6 +153,9 @@ class ModelConfig(TrainConfig):
     merge_adapters: Literal["auto", "on", "off"] = option(
         "auto", "export the whole model, with merged adapters; auto: if the base model is not on the Hub", affects_result=False
     )
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "type of exported weights; auto: as in the files of --model; adapters: as they were trained", affects_result=False
+    )
     quantize: Literal["no", "8bit", "4bit"] = option(
         "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
     )
@@ -153,6 +179,12 @@ class RecipeConfig(ModelConfig):
         group="logging",
         affects_result=False,
     )
+    show_example: int = option(
+        0,
+        "print so many training rows as the model receives them, with the trained tokens marked",
+        group="logging",
+        affects_result=False,
+    )
     skip_broken: bool = option(False, "leave out rows that cannot be used and report their number; default: stop and report them")
     eval_batch_size: int = option(64, "items per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
 
@@ -164,6 +196,8 @@ class RecipeConfig(ModelConfig):
 
     def validate(self) -> None:
         super().validate()
+        if self.eval_file and not self.train_file:
+            raise UserError(f"--eval_file {self.eval_file}: was given without --train_file. Give both.")
         if self.quantize != "no" and not self.lora_r:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":

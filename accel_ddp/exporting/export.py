@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,16 @@ from accelerate import Accelerator
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
-from accel_ddp.exporting.export_files import card, find_names, public_name, public_options, without_paths, write_weights
+from accel_ddp.exporting.export_files import (
+    card,
+    cast_weights,
+    find_names,
+    public_name,
+    public_options,
+    with_base,
+    without_paths,
+    write_weights,
+)
 from accel_ddp.phases import EXPORT
 from accel_ddp.ranks import reporting
 from accel_ddp.ranks.agreement import print_on_main, together
@@ -40,6 +50,8 @@ PIPELINES = {
     "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForMaskedLM": "fill-mask",
     "ForImageClassification": "image-classification",
 }  # the pipeline of transformers for a class, by its ending  # fmt: skip
+# peft's other classes would load the base model with labels of its own.
+PEFT_CLASSES = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM"}
 
 
 def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
@@ -52,15 +64,22 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
     config = copy.deepcopy(getattr(base, "_original_config", base.config))
     config.architectures = [class_name(base)]
     config.update(getattr(base, "_exported_values", {}))
+    config.dtype = getattr(base, "_stored_dtype", None) or config.dtype  # not that of the weights in training
     with tempfile.TemporaryDirectory() as folder:
         # Next to adapters, transformers would take the config of the whole model for the model itself.
-        config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
-        if base.can_generate():
-            base.generation_config.save_pretrained(f"{folder}/{BASE}" if has_adapters(model) else folder)
+        place = f"{folder}/{BASE}" if has_adapters(model) else folder
+        config.save_pretrained(place)
+        if base.can_generate():  # not with `save_pretrained`, which refuses settings that many models come with
+            base.generation_config.to_json_file(f"{place}/generation_config.json")
         if getattr(processor, "is_fast", False):  # otherwise the file would depend on whether the rows came from the cache
             processor.backend_tokenizer.no_truncation()
             processor.backend_tokenizer.no_padding()
+        side, given = getattr(processor, "padding_side", None), getattr(processor, "init_kwargs", {})
+        if "padding_side" in given:  # training pads on the right; who generates with the exported tokenizer may need the left
+            processor.padding_side = given["padding_side"]
         processor.save_pretrained(folder)
+        if "padding_side" in given:
+            processor.padding_side = side
         if has_adapters(model):
             (Path(folder) / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(model), indent=1))
         paths = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
@@ -68,15 +87,22 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
 
 
 def at_the_end(
-    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, example: str = ""
+    accelerator: Accelerator,
+    cfg: TrainConfig,
+    model: Any,
+    files: dict[str, bytes],
+    metrics: Metrics,
+    example: str = "",
+    best: int | None = None,
 ) -> None:
     """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
 
-    `example` is Python code that uses the exported {folder}. A sharded model is exported from its last checkpoint, so no rank
-    gathers it.
+    `example` is Python code that uses the exported {folder}. With `best`, export the checkpoint of this step instead of the weights
+    in memory. A sharded model is always exported from a checkpoint, so no rank gathers it. The run must be over: weights of the
+    best step are copied into the model of the main rank, and adapters are merged in place.
     """
     sharded = is_sharded(model)
-    if sharded and ending.unsaved:
+    if sharded and ending.unsaved and best is None:
         print_on_main("The model is not exported, because its last checkpoint could not be written.")
         return
     with phases.phase(EXPORT), together("export the model"):
@@ -85,14 +111,21 @@ def at_the_end(
         folder = Path(cfg.output_dir) / FOLDER
         config = redact_values(as_plain_dict(cfg))
         facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": accelerator.num_processes}
-        merge = getattr(cfg, "merge_adapters", "auto")
-        if sharded:  # a run that was resumed after its last step has no checkpoint of its own
+        if best is not None:
+            facts["step"] = best
+            print(f"--keep_best: exporting step {best}, which has the best {cfg.best().name}.")
+            there = [Path(cfg.output_dir) / f"step_{best:08d}"]
+        elif sharded:  # a run that was resumed after its last step has no checkpoint of its own
             there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
             if not there:
                 where = f"--output_dir {cfg.output_dir} contains no checkpoint on {this_rank.host}"
                 raise UserError(f"{where}, so no model can be exported.")
+        if sharded:
             model = _weights_of(there[-1], cfg.ema_decay > 0)
-        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, merge, keeps_model=not sharded)
+        elif best is not None:
+            _load(model, _pieces_of(there[-1], cfg.ema_decay > 0))
+        options = {"merge": getattr(cfg, "merge_adapters", "auto"), "dtype": getattr(cfg, "export_dtype", "auto")}
+        _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, **options)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
         print(describe(folder, files, example))
@@ -111,11 +144,19 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
             f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
         )
         if not _is_on_hub(base):
-            lines.append("On another machine, replace the place of that model in the next line.")
+            lines.append(
+                f"On another machine, replace the place of that model in the next line and in {folder / ADAPTER_CONFIG} "
+                "(base_model_name_or_path)."
+            )
             base = locate(base)
     elif base:
         hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
         lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
+    if base:
+        place = folder if (folder / ADAPTER_CONFIG).is_file() else folder / ADAPTER
+        kind = PEFT_CLASSES.get(json.loads(files[ADAPTER_CONFIG]).get("task_type") or "")
+        load = f'peft.{kind}.from_pretrained("{place}") loads them with their model, and ' if kind else ""
+        lines.append(f"{load}--model {place} trains them further.")
     return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
 
 
@@ -155,11 +196,14 @@ def _is_on_hub(base: str) -> bool:
     return not base.startswith(builtin.PREFIX) and not Path(base).is_absolute()
 
 
-def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "auto", weights: str = "auto") -> Path:
+def from_checkpoint(
+    place: str, out: str, push_to_hub: str = "", merge: str = "auto", weights: str = "auto", dtype: str = "auto"
+) -> Path:
     """Export a checkpoint, print how to load the result, and return its folder.
 
     If `place` is the folder of a run, export its best checkpoint, or else its newest complete one. `weights` is "ema" for the
     averages of `--ema_decay`, "raw" for the weights that training continues with, or "auto" for averages if there are some.
+    `dtype` is "auto" for the dtype of the model that the run has loaded.
     """
     reporting.configure()
     folder = Path(out).absolute()
@@ -184,7 +228,7 @@ def from_checkpoint(place: str, out: str, push_to_hub: str = "", merge: str = "a
     facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
     facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
     weights_there = _weights_of(path, averages)
-    _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, keeps_model=False)
+    _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, dtype)
     if push_to_hub:
         push(folder, push_to_hub)
     print(describe(folder, files))
@@ -227,9 +271,23 @@ class Stream(NamedTuple):
 
     pieces: Pieces
     names: dict[str, str]  # the name in the checkpoint of each tensor
+    kind: Any  # the class of the model
 
-    def save_pretrained(self, folder: Path) -> None:
-        write_weights(folder, self.pieces, self.names)
+    def save_pretrained(self, folder: Path, dtype: str = "") -> None:
+        write_weights(folder, self.pieces, self.names, self.kind, dtype)
+
+
+def _pieces_of(path: Path, averaged: bool) -> Pieces:
+    return AveragedPieces(path) if averaged and has_averages(path) else Pieces(path, checkpoint_format.MODEL)
+
+
+def _load(model: Any, pieces: Pieces) -> None:
+    """Copy the weights of a checkpoint into the model, one at a time, so that the model is not in memory twice."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in to_save(model).items():
+            tensor.copy_(pieces.read(name))
 
 
 def _weights_of(path: Path, averaged: bool = False) -> Any:
@@ -246,8 +304,8 @@ def _weights_of(path: Path, averaged: bool = False) -> Any:
     kind = getattr(transformers, name, None) or getattr(vision, name, None)
     if kind is None:
         raise UserError(f"{path}: the installed transformers has no {name}. Install the version that run.json names.")
-    pieces = AveragedPieces(path) if averaged else Pieces(path, checkpoint_format.MODEL)
-    there = pieces.tensors
+    pieces = _pieces_of(path, averaged)
+    there, run = pieces.tensors, checkpoint_format.read_run(path)
     if with_adapters:
         import peft
 
@@ -255,34 +313,32 @@ def _weights_of(path: Path, averaged: bool = False) -> Any:
         adapters.inference_mode = False
         source = adapters.base_model_name_or_path
         try:
-            place = locate(source, checkpoint_format.read_run(path)["config"].get("cache_dir") or "~/.cache/accel_ddp")
-            base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=config.dtype)
+            place = locate(source, run["config"].get("cache_dir") or "~/.cache/accel_ddp")
+            dtype = getattr(torch, run["config"].get("dtype", "auto"), config.dtype)  # as in training, for the digest below
+            base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=dtype)
         except Exception as error:
             raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
         adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
         model = peft.get_peft_model(base, adapters)
     else:
         if names := find_names(kind, config, there):
-            return Stream(pieces, names)
+            return Stream(pieces, names, kind)
         model = kind(config)
     weights = to_save(model)
     if weights.keys() != there.keys():
         first = sorted(weights.keys() ^ there.keys())[:3]
         raise UserError(f"{path}: the weights do not belong to a {type(model).__name__}: {', '.join(first)} ...")
-    run = checkpoint_format.read_run(path)
     # With --quantize the adapters were trained on rounded weights, and are exported for the original ones.
     if run["config"].get("quantize", "no") == "no" and digest_of_frozen(model) != run.get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
-    with torch.no_grad():
-        for name, tensor in weights.items():  # one at a time, so that the model is not in memory twice
-            tensor.copy_(pieces.read(name))
+    _load(model, pieces)
     return model
 
 
 def _write(
-    folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: str = "auto", keeps_model: bool = True
+    folder: Path, model: Any, files: dict[str, bytes], facts: dict[str, Any], merge: str = "auto", dtype: str = "auto"
 ) -> None:
-    """Write the folder. `model` is a model or a `Stream`. If it is not needed afterwards, adapters are merged without a copy."""
+    """Write the folder. `model` is a model, whose adapters are merged in place, or a `Stream`."""
     base, original = _base_of(files), files
     is_quantized = getattr(model, "is_quantized", False)  # merged weights would be rounded to 4 or 8 bits again
     merges = bool(base) and (merge == "on" or (merge == "auto" and not _is_on_hub(base) and not is_quantized))
@@ -290,17 +346,16 @@ def _write(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
+        config = facts["config"]
+        if base:  # who publishes the folder does not publish where the base model lies
+            is_published = _is_on_hub(base) or config.get("push_to_hub") or config.get("log_model")
+            place = public_name(base) if is_published else locate(base, config.get("cache_dir") or "~/.cache/accel_ddp")
+            files = {**files, ADAPTER_CONFIG: with_base(files[ADAPTER_CONFIG], place)}
         if merges:
-            model.save_pretrained(partial / ADAPTER, save_embedding_layers=False)
-            (partial / ADAPTER / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
-            (partial / ADAPTER / ADAPTER_CONFIG).write_bytes(without_paths(files[ADAPTER_CONFIG]))
-            model = (copy.deepcopy(model) if keeps_model else model).merge_and_unload()
+            _save(partial / ADAPTER, model, files, dtype)
+            model = _merge(model, dtype)
             files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
-        # Embeddings below adapters are not trained. peft would ask the Hub whether they were resized.
-        model.save_pretrained(partial, **({"save_embedding_layers": False} if has_adapters(model) else {}))
-        for name, content in files.items():  # they replace those that `save_pretrained` has written
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            (partial / name).write_bytes(without_paths(content) if Path(name).name in CONFIGS else content)
+        _save(partial, model, files, dtype)
         facts = {**facts, "config": public_options(facts["config"])}
         name = facts["config"].get("push_to_hub") or "FOLDER"
         code, _, pipeline = _code(partial, original, public_name(base))
@@ -321,6 +376,49 @@ def _write(
                 f"with: accel-ddp export {folder.parent} FOLDER"
             ) from error
         raise
+
+
+def _save(folder: Path, model: Any, files: dict[str, bytes], dtype: str) -> None:
+    """Write the weights and the files. Weights of a whole model have the dtype of its config, adapters the one they were trained in."""
+    if "config.json" in files:
+        config = json.loads(files["config.json"])
+        if dtype == "auto":
+            dtype = config.get("dtype") or config.get("torch_dtype") or dtype
+        elif dtype != config.get("dtype"):
+            files = {**files, "config.json": json.dumps({**config, "dtype": dtype}, indent=2).encode()}
+    dtype = dtype.replace("auto", "")
+    if isinstance(model, Stream):
+        model.save_pretrained(folder, dtype)
+    else:
+        weights = cast_weights(to_save(model) if has_adapters(model) else model.state_dict(), type(model), dtype)
+        options: dict[str, Any] = {"state_dict": weights} if weights else {}
+        if has_adapters(model):  # embeddings below them are not trained; peft would ask the Hub whether they were resized
+            model.save_pretrained(folder, save_embedding_layers=False, **options)
+        else:
+            generation = getattr(model, "generation_config", None)  # `files` have it, and `save_pretrained` refuses unusual ones
+            model.generation_config = generation and type(generation)()
+            model.save_pretrained(folder, **options)
+            model.generation_config = generation
+        (folder / "README.md").unlink(missing_ok=True)  # a template of peft with the path of the model
+    for name, content in files.items():  # they replace those that `save_pretrained` has written
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        is_config = Path(name).name in CONFIGS and name != ADAPTER_CONFIG
+        (folder / name).write_bytes(without_paths(content) if is_config else content)
+
+
+def _merge(model: Any, dtype: str) -> Any:
+    """Return the model with merged adapters. They are added in float32, one layer at a time, and the sum is rounded once."""
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]:
+        own = next(layer.get_base_layer().parameters()).dtype if dtype == "auto" else getattr(torch, dtype)
+        layer.float()
+        layer.merge()
+        layer.to(own)
+    with warnings.catch_warnings():  # peft warns that there is nothing left to merge
+        warnings.simplefilter("ignore")
+        return model.merge_and_unload()
 
 
 def push(folder: Path, name: str) -> None:

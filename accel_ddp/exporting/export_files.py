@@ -6,6 +6,7 @@ local paths.
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,9 +73,34 @@ def find_names(kind: Any, config: Any, there: "Facts") -> dict[str, str] | None:
     return names
 
 
-def write_weights(folder: Path, pieces: Pieces, names: dict[str, str], max_bytes: int = MAX_FILE_BYTES) -> None:
+def written_as(name: str, stored: "torch.dtype", kind: Any, dtype: str) -> "torch.dtype":
+    """Return the dtype in which a tensor is written. transformers keeps some tensors of a class in float32, also in 16-bit models."""
+    import torch
+
+    kept = "|".join(getattr(kind, "_keep_in_fp32_modules_strict", None) or ())
+    if not dtype or not stored.is_floating_point:
+        return stored
+    return torch.float32 if kept and re.search(rf"(^|\.)({kept})($|\.)", name) else getattr(torch, dtype)
+
+
+def cast_weights(weights: "dict[str, torch.Tensor]", kind: Any, dtype: str) -> "dict[str, torch.Tensor] | None":
+    """Return the weights in `dtype`, in host memory. Tied weights stay tied. None: they have this dtype already."""
+    wanted = {name: written_as(name, tensor.dtype, kind, dtype) for name, tensor in weights.items()}
+    if all(wanted[name] == tensor.dtype for name, tensor in weights.items()):
+        return None
+    done: dict[Any, torch.Tensor] = {}
+    place = lambda name, tensor: (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name
+    for name, tensor in weights.items():
+        if place(name, tensor) not in done:
+            done[place(name, tensor)] = tensor.detach().to("cpu", wanted[name])
+    return {name: done[place(name, tensor)] for name, tensor in weights.items()}
+
+
+def write_weights(
+    folder: Path, pieces: Pieces, names: dict[str, str], kind: Any = None, dtype: str = "", max_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Write the tensors to model.safetensors, or to several files with an index. One tensor at a time is in memory."""
-    there = pieces.tensors
+    there = {old: (shape, written_as(old, stored, kind, dtype)) for old, (shape, stored) in pieces.tensors.items()}
     sizes = {new: math.prod(there[old][0]) * there[old][1].itemsize for new, old in names.items()}
     files: list[list[str]] = [[]]
     used = 0
@@ -88,7 +114,7 @@ def write_weights(folder: Path, pieces: Pieces, names: dict[str, str], max_bytes
     file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     file_names = file_names if count > 1 else ["model.safetensors"]
     for file, own in zip(file_names, files):
-        tensors = {new: (*there[names[new]], lambda old=names[new]: pieces.read(old)) for new in own}
+        tensors = {new: (*there[names[new]], lambda old=names[new]: pieces.read(old).to(there[old][1])) for new in own}
         write_file(folder / file, tensors, {"format": "pt"})
     if count > 1:
         places = {new: file for file, own in zip(file_names, files) for new in own}
@@ -129,6 +155,12 @@ def without_paths(content: bytes) -> bytes:
     public = lambda pairs: {name: public_name(value) if is_place(name, value) else value for name, value in pairs}
     published = json.loads(content, object_pairs_hook=public)
     return content if published == json.loads(content) else json.dumps(published, indent=1).encode()
+
+
+def with_base(content: bytes, place: str) -> bytes:
+    """Return the JSON of adapter_config.json with this place of the base model, and without other folders of this machine."""
+    values = json.loads(without_paths(content)) | {"base_model_name_or_path": place}
+    return json.dumps(values, indent=1).encode()
 
 
 def card(facts: dict[str, Any], use: str = "") -> str:

@@ -2,15 +2,12 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from accel_ddp.config.parsing import parse_config
+from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
 from accel_ddp.memory.at_start import NAMES
 from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
@@ -50,6 +47,8 @@ def main(words: list[str]) -> int:
     given, name, options = _split(words)
     launch = _read_config(given.config_file)
     recipe = load_recipe(recipe_files.recipe_path(name))
+    if not hasattr(recipe, "Config"):
+        raise UserError(f"{name}: has no class Config, so it is not a recipe.")
     cfg = parse_config(recipe.Config, options, name)
     if not hasattr(cfg, "model"):
         raise UserError(
@@ -150,18 +149,6 @@ def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[t
             plan = (launch.plan or ShardingPlan()).on_nodes([number // nodes] * nodes)
             found.append((estimator.estimate(number, plan), plan))
     return found
-
-
-def load_recipe(path: Path) -> Any:
-    """Return the module of a recipe. Raise UserError if it is not a recipe."""
-    sys.path.insert(0, str(path.parent))  # own_loop.py imports classify.py
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, "Config"):
-        raise UserError(f"{path}: has no class Config, so it is not a recipe.")
-    return module
 
 
 def _table(found: list[Estimate]) -> str:

@@ -19,9 +19,11 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.saving.checkpoints import Metrics
-from accel_ddp.text import format_clock
+from accel_ddp.text import format_clock, shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
+
+LONGEST = 160  # characters of a text that a line shows
 
 
 class Progress(Hook):
@@ -73,14 +75,24 @@ class Progress(Hook):
         if step == self.first:
             self._begin_steps()
 
+    def on_tables(self, step, tables):
+        table, number = tables.get("predictions"), getattr(self.cfg, "samples", 0)
+        names = ("prompt", "reference", "prediction")
+        for row in table.rows[:number] if table and {*names} <= {*table.columns} else ():
+            prompt, wanted, answer = (" ".join(str(row[table.columns.index(name)]).split()) for name in names)
+            more = "…" if len(prompt) > LONGEST else ""  # a question is at the end of its prompt
+            print(
+                f"prompt  {more}{prompt[-LONGEST:]}\n  wanted  {shorten(wanted, LONGEST)}\n  answer  {shorten(answer, LONGEST)}"
+            )
+
     def on_end(self, step, summary):
         if display := ending.find(Moment.MESSAGES):
             display.finish("stopped" if "stopped" in summary else "done")
-        before, after = self.evaluations.get(0, {}), self.evaluations.get(step, {})
-        both = {name: (before[name], after[name]) for name in after if name in before}
+        before = self.evaluations.get(0, {})
+        both = {name: (before[name], summary[name]) for name in before if name in summary}
         if step and both:
-            width = max(map(len, both))
-            print("\n".join([f"{'':{width}}  {'before':>10}  {'after':>10}"] + [
+            width, after = max(map(len, both)), f"step {summary['best_step']}" if "best_step" in summary else "after"
+            print("\n".join([f"{'':{width}}  {'before':>10}  {after:>10}"] + [
                 f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
             ]))  # fmt: skip
 

@@ -149,6 +149,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     model._adapters, model._source, model._rows = adapters, name, model_rows
     if cfg.lr == "auto":
         choose(cfg, "lr", *default_lr(cfg.model, model.num_parameters(), is_adapted))
+    model._stored_dtype = config.dtype  # in which the model is exported
     if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
         model._original_config = copy.deepcopy(model.config)
         del model._original_config.quantization_config

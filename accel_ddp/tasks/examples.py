@@ -1,8 +1,12 @@
-"""Code to try a trained model, with a row of the user's data. It survives every shell, whatever the row contains."""
+"""Rows of the user's data: as the model receives them, and in code to try a trained model, which survives every shell."""
 
 import re
 import shlex
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from accel_ddp.doctor.findings import supports_color
 
 if TYPE_CHECKING:
     import datasets
@@ -46,3 +50,66 @@ def command(code: str, folder: str, model: str = "{folder}") -> str:
     """Return a shell command that runs the code. {folder} in it becomes a text, and {model} becomes the code `model`."""
     code = code.replace("'{folder}'", "{folder}").replace("{model}", model).replace("{folder}", literal(folder))
     return f"python -c {shlex.quote(code)}"
+
+
+def show_rows(task: Any, cfg: Any) -> str:
+    """Return the first rows of step 1 as the model receives them, for `--show_example`. It draws what training draws for them."""
+    from accel_ddp.training.stream import Shuffle
+
+    has_colors, items = supports_color(), task.train.items(cfg.seed)
+    mark = lambda text: f"\x1b[1;32m{text}\x1b[0m" if has_colors else f"⟦{text}⟧"
+    lines = [f"the first rows of step 1, as the model receives them; it learns what is {mark('marked')}:"]
+    for place, index in enumerate(Shuffle(len(task.train), cfg.seed).items(0, cfg.show_example)):
+        batch = task.train.collate(items.__getitems__([(place, index)]))
+        if not isinstance(batch, Mapping):  # of a recipe of the user
+            batch = dict(enumerate(batch)) if isinstance(batch, list | tuple) else {"batch": batch}
+        lines += [f"--- row {place + 1}", *_describe_batch(batch, task, mark)]
+    return "\n".join([*lines, "---"])
+
+
+def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str]) -> Iterator[str]:
+    """Yield the texts of a batch of one row, its labels, and the shapes of other tensors."""
+    ids, labels, decode = batch.get("input_ids"), batch.get("labels"), getattr(task.processor, "decode", None)
+    config = getattr(task.model, "config", None)
+    names, is_pair = getattr(config, "id2label", None) or {}, getattr(config, "is_encoder_decoder", False)
+    per_token = ids is not None and labels is not None and labels.shape == ids.shape and not labels.is_floating_point()
+    if ids is not None and decode:
+        mask = batch.get("attention_mask", ids >= 0).bool()
+        for i, (row, is_there) in enumerate(zip(ids, mask)):
+            targets = labels[i][is_there].tolist() if per_token and not is_pair else [-100] * len(row)
+            is_tagged = getattr(task, "model_class", "").endswith("TokenClassification")
+            target = (lambda label: names.get(label, str(label))) if is_tagged else lambda label: _visible(decode([label]))
+            keep = (lambda label, token: False) if is_tagged else int.__eq__
+            yield _mark_tokens(row[is_there].tolist(), targets, decode, keep, target, mark)
+    if labels is not None and (is_pair or not per_token):
+        label = labels[0].tolist()
+        if is_pair and decode:
+            yield mark(_visible(decode([token for token in label if token != -100])))
+        elif isinstance(label, list):
+            yield "labels: " + mark(", ".join(names.get(i, str(i)) for i, value in enumerate(label) if value))
+        else:
+            yield "label: " + mark(names.get(label, str(label)))
+    known = ("input_ids", "labels", "attention_mask", "token_type_ids", "position_ids", "masked_positions", "keys")
+    for name, value in batch.items():
+        if name not in known and hasattr(value, "shape"):
+            reach = f", {value.min():.4g} to {value.max():.4g}" if value.numel() else ""
+            yield f"{name}: {str(value.dtype).removeprefix('torch.')} {[*value.shape]}{reach}"
+
+
+def _mark_tokens(
+    ids: list[int], labels: list[int], decode: Any, keep: Callable[[int, int], bool], name: Callable[[int], str], mark: Any
+) -> str:
+    """Return the text of tokens. Those with a label are marked, together if `keep` says that the label is the token itself."""
+    groups = [0 if label == -100 else 1 if keep(label, token) else 2 + i for i, (token, label) in enumerate(zip(ids, labels))]
+    text, before, end = "", "", 0
+    for group, some in groupby(groups):
+        end += len(list(some))
+        until = decode(ids[:end])  # spaces between tokens depend on the tokens before
+        part, before = _visible(until[len(before) :]), until
+        text += part if group == 0 else mark(part if group == 1 else f"{part} → {name(labels[end - 1])}")
+    return text
+
+
+def _visible(text: str) -> str:
+    """Return the text without characters that a terminal would interpret."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -3,6 +3,7 @@
 The metrics come from installed packages and need no access to the Hub.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,10 +99,16 @@ def text_metric(name: str, outputs: list[str], references: list[str]) -> float:
     return {"chrf": sacrebleu.corpus_chrf, "ter": sacrebleu.corpus_ter}[name](outputs, [references]).score
 
 
-def make_tables(number: int, sources: list[str], targets: list[str], outputs: list[str], losses: np.ndarray) -> dict[str, Table]:
-    """Return `number` generated texts of each group: those that equal their target, others, and those with the lowest chrF."""
+def make_tables(
+    number: int, sources: list[str], targets: list[str], outputs: list[str], losses: np.ndarray, samples: int = 0
+) -> dict[str, Table]:
+    """Return `number` generated texts of each group: those that equal their target, others, and those with the lowest chrF.
+
+    If it is 0, return the first `samples` texts.
+    """
     if not number:
-        return {}
+        columns = {"prompt": sources, "reference": targets, "prediction": outputs, "loss": losses}
+        return tables.of_samples(min(samples, len(sources)), columns) if samples else {}
     scores = text_scores(outputs, targets)
     describe = lambda items: {"prompt": [sources[i] for i in items], "reference": [targets[i] for i in items]}
     is_correct = np.array([output.strip() == target.strip() for output, target in zip(outputs, targets)])
@@ -109,14 +116,14 @@ def make_tables(number: int, sources: list[str], targets: list[str], outputs: li
     return tables.of_predictions(number, describe, **groups, columns={"prediction": outputs, "score": scores, "loss": losses})
 
 
-def make_answer_tables(number: int, samples: list["Sample"], answers: list[str], tokenizer: Any) -> dict[str, Table]:
-    """Return the answers to the first `number` samples, and chrF of each."""
-    if not number:
+def make_answer_tables(samples: list["Sample"], answers: list[str], tokenizer: Any) -> dict[str, Table]:
+    """Return the answers to the samples, and chrF of each."""
+    if not samples:
         return {}
-    samples, answers = samples[:number], answers[:number]
     ids = [tokenizer(sample.answer, add_special_tokens=False)["input_ids"] for sample in samples]
     wanted = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]  # without end tokens, as answers are decoded
-    columns = {"prompt": [sample.prompt for sample in samples], "reference": wanted, "prediction": answers}
+    ends = [sample.prompt[-tables.LONGEST_TEXT :] for sample in samples]  # what is asked stands at the end of a chat
+    columns = {"prompt": ends, "reference": wanted, "prediction": answers}
     return tables.of_samples(len(samples), {**columns, "score": text_scores(answers, wanted)})
 
 
@@ -127,7 +134,20 @@ def text_scores(outputs: list[str], references: list[str]) -> list[float]:
     return [sacrebleu.sentence_chrf(a.strip(), [b.strip()]).score for a, b in zip(outputs, references, strict=True)]
 
 
-def format_samples(sources: list[str], targets: list[str], outputs: list[str], number: int = 3) -> str:
-    """Return the first sources with their targets and the generated texts, to print."""
-    rows = zip(sources[:number], targets[:number], outputs[:number])
-    return "\n".join(f"source  {source}\ntarget  {target}\noutput  {output}\n" for source, target, output in rows)
+def add_end_tokens(model: Any, tokenizer: Any, rows: "datasets.Dataset") -> None:
+    """Add the special tokens that end trained answers to the end tokens of the generation config, so served models stop there.
+
+    A base model that learns a chat template ends its answers with a token, such as <|im_end|>, at which it did not stop before.
+    """
+    config, ends = model.generation_config, Counter[int]()
+    for row in rows.select(range(min(len(rows), 1000))).select_columns(["input_ids", "labels"]):
+        ids, labels = row["input_ids"], [*row["labels"], -100]
+        last = [i for i in range(len(ids)) if labels[i] != -100 and labels[i + 1] == -100]
+        # A newline may follow the token that ends a turn.
+        ends.update(ids[i - 1] if i and not tokenizer.decode([ids[i]]).strip() else ids[i] for i in last)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    usual = [token for token, count in ends.items() if token in special and count >= 0.05 * ends.total()]  # not of truncated rows
+    known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    found = [*dict.fromkeys(token for token in (*known, *usual) if token is not None)]
+    config.eos_token_id = found if len(found) > 1 else next(iter(found), None)
+    config.pad_token_id = tokenizer.pad_token_id if config.pad_token_id is None else config.pad_token_id
