@@ -43,11 +43,9 @@ class Config(RecipeConfig):
         "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
     packing: Literal["auto", "on", "off"] = option(
-        "auto",
-        "short plain texts share rows of at most --max_length tokens and do not see each other",
-        group="data",
-        also=("sample_packing", "neat_packing"),
-    )
+        "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
+        group="data", also=("sample_packing", "neat_packing"), legacy="off",
+    )  # fmt: skip
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
@@ -78,7 +76,7 @@ class Config(RecipeConfig):
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
-        accel_ddp.chat_rows.choose_columns(tables[0], given)
+        accel_ddp.chat_rows.choose_columns(tables[0], given, 1 if self.resume else self.row_format)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -97,14 +95,17 @@ class Task:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
-            is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+            rows, self.samples, self.prompt, kind = build_data(cfg, self.processor, today)
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
         accel_ddp.fit_memory(cfg, accelerator, self.model_class)
-        with accel_ddp.together("load the model"):
-            self.model = build_model(cfg, accelerator, self.processor, is_packed)
-            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
+        with accel_ddp.together("load the model") as facts:
+            self.model = build_model(cfg, accelerator, self.processor)
+            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
+            if kind == "texts" and cfg.row_format > 1:
+                rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
+                facts["--packing"] = cfg.packing
+        train_rows, eval_rows = rows
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
@@ -159,17 +160,7 @@ def build_data(cfg: Config, tokenizer, today):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
-    if (
-        form.kind == "texts"
-        and cfg.row_format > 1
-        and accel_ddp.model_kinds.can_pack(cfg.packing, accel_ddp.models.load_config(cfg))
-    ):
-
-        def pack(rows):
-            return accel_ddp.tokenization.pack_documents(rows, cfg.max_length)
-
-        usable = [accel_ddp.tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in usable]
-    return (*usable, samples, form.first_prompt(tables[1]))
+    return usable, samples, form.first_prompt(tables[1]), form.kind
 
 
 def inputs_of(batch):
@@ -178,14 +169,12 @@ def inputs_of(batch):
     return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
 
 
-def build_model(cfg: Config, accelerator, tokenizer, is_packed=False):
+def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
     accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
-    if is_packed:
-        accel_ddp.model_kinds.require_separate(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 
