@@ -147,17 +147,18 @@ def make_llama(work: Path, shape: dict[str, Any]) -> Path:
 
 
 def make_smollm2(work: Path) -> Path:
-    """Copy the built-in pretrained model, and give its tokenizer our template, which marks the answers for both sides."""
+    """Write the built-in pretrained model in bf16, with a tokenizer whose template marks the answers for both sides."""
 
     def make(folder: Path) -> None:
-        from transformers import AutoTokenizer
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from accel_ddp.sources.builtin import locate
 
-        shutil.copytree(locate("builtin:SmolLM2-135M-Instruct", environment(work)["ACCEL_DDP_CACHE"]), folder, dirs_exist_ok=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        place = locate("builtin:SmolLM2-135M-Instruct", environment(work)["ACCEL_DDP_CACHE"])
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(place)
         tokenizer.chat_template = TEMPLATE
-        (folder / "chat_template.jinja").unlink(missing_ok=True)
         tokenizer.save_pretrained(folder)
 
     return make_once(work / "models" / "smollm2", make)
