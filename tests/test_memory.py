@@ -186,7 +186,7 @@ def test_adapters_of_an_8b_model_fit_on_24_gb_with_what_auto_chooses(shape_of_8b
     cfg = parse_config(recipe.Config, ["--model", shape_of_8b, "--lora_r", "16", "--max_length", "2048"])
     room = 24 * estimate_command.USABLE * GIB
     found = at_start.judge(Estimator(cfg, CAUSAL, "bf16"), 1, None, room, room)
-    assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 16}
+    assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 4}
     why = found.choices["gradient_checkpointing"][1]
     assert re.fullmatch(r"\d+\.\d of 23\.8 GiB estimated without it, \d+\.\d with it", why)
     assert "not fit" not in found.text

@@ -33,6 +33,7 @@ GIB = 1 << 30
 WORKSPACES = 64 << 20  # bytes of the matrix products of cuBLAS and of the loss
 CONTEXT = 0.6 * GIB  # of CUDA, which no tensor uses
 COMMUNICATION = 0.6 * GIB  # of NCCL
+MARGIN = 1.1  # how much larger a peak may be than its estimate, where `auto` relies on it
 FRAGMENTATION = 0.05  # of the peak: memory that the allocator has requested and cannot use
 
 log = logging.getLogger(__name__)
@@ -258,14 +259,16 @@ class Estimator:
         of = f"of {available / GIB:.1f} GiB estimated"
         if self.cfg.gradient_checkpointing == "auto":
             is_on, why = False, f"{found.total / GIB:.1f} {of} without it"
-            if needed(found.total, ranks) > available:
+            if needed(found.total * MARGIN, ranks) > available:
                 with contextlib.suppress(UserError):  # the model does not support it
                     with_it = self.estimate(ranks, plan, **CHECKPOINTED)
                     is_on, why = with_it.total < found.total, f"{why}, {with_it.total / GIB:.1f} with it"
                     found = min(with_it, found, key=lambda one: one.total)
             choices["gradient_checkpointing"] = is_on, why
         if getattr(self.cfg, "eval_batch_size", 0) == "auto":
-            fitting = [size for size, more in found.evaluations.items() if needed(found.total + more, ranks) <= available]
+            fitting = [
+                size for size, more in found.evaluations.items() if needed((found.total + more) * MARGIN, ranks) <= available
+            ]
             size = max(fitting, default=1)
             peak = found.total + found.evaluations.get(size, 0)
             choices["eval_batch_size"] = size, f"an evaluation needs no more than {peak / GIB:.1f} {of}"
