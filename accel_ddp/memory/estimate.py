@@ -328,11 +328,11 @@ class Estimator:
             # A batch may not be divisible, and a model may not support gradient checkpointing or not be traceable.
             try:
                 found = self.estimate(ranks, plan, **options)
+                if not fits(found, available) and needed(found.total, ranks) <= available:  # only the evaluation is too large
+                    found = self.estimate(ranks, plan, **options, eval_batch_size=1)
+                    words = _joined(words, "--eval_batch_size 1")
             except Exception:
                 continue
-            if not fits(found, available):  # only the evaluation may be too large
-                found = dataclasses.replace(found, eval_batch_size=1)
-                words = _joined(words, "--eval_batch_size 1")
             if fits(found, available):
                 yield Suggestion(words, found)
 

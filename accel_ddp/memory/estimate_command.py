@@ -176,8 +176,9 @@ def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | Non
         for one, plan in layouts:
             settled = estimator.settled(one.ranks, plan, usable)
             found = settled.estimate(one.ranks, plan)
-            auto = "".join(f", --{name} {value}" for name, (value, _) in settled.choices.items())
-            good += [f"{one.title}{f' ({found.peak / GIB:.1f} GiB{auto})' if auto else ''}"] if fits(found, usable) else []
+            is_on = settled.choices.get("gradient_checkpointing", (False, ""))[0]
+            how = f" ({found.peak / GIB:.1f} GiB with --gradient_checkpointing, which `auto` turns on)" if is_on else ""
+            good += [one.title + how] if fits(found, usable) else []
         if good:
             lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
             continue
