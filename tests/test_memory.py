@@ -133,6 +133,14 @@ def test_what_is_suggested_fits_when_it_is_typed(model, estimator, ranks, plan, 
         assert fits(again, available)
 
 
+@pytest.mark.slow
+def test_a_smaller_evaluation_is_suggested_if_only_the_evaluation_is_too_large(model):
+    large = Estimator(sft(model, "--eval_batch_size", "512"), CAUSAL, "bf16")
+    found = large.estimate(1)
+    assert found.peak > found.total
+    assert large.suggest(1, None, needed(found.total, 1) + 1)[0].words == "--eval_batch_size 1"
+
+
 def test_a_model_that_does_not_fit_is_refused_with_what_to_change(estimator):
     ddp, fsdp = estimator.estimate(2), estimator.estimate(2, ShardingPlan())
     refused = at_start.judge(estimator, 2, None, needed(ddp.states, 2) - 1, 1e15)
@@ -186,7 +194,7 @@ def test_adapters_of_an_8b_model_fit_on_24_gb_with_what_auto_chooses(shape_of_8b
     cfg = parse_config(recipe.Config, ["--model", shape_of_8b, "--lora_r", "16", "--max_length", "2048"])
     room = 24 * estimate_command.USABLE * GIB
     found = at_start.judge(Estimator(cfg, CAUSAL, "bf16"), 1, None, room, room)
-    assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 4}
+    assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 8}
     why = found.choices["gradient_checkpointing"][1]
     assert re.fullmatch(r"\d+\.\d of 23\.8 GiB estimated without it, \d+\.\d with it", why)
     assert "not fit" not in found.text

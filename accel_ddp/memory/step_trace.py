@@ -219,12 +219,14 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         moments = marks.extend(np.stack(tracker.moments), num_layers)
         del gradients, loss
         marks.remove()
+        if stack is not None:
+            del stack[1:-1]  # without gradients, layers leave nothing behind
         evaluations = _trace_evaluations(fake, computed, head, cfg, tracker, num_layers)
     return Trace(moments, num_layers, marks.output_bytes, is_padding_free, evaluations)
 
 
 # What `--eval_batch_size auto` may choose. More tokens at once are not faster.
-EVAL_SIZES, EVAL_TOKENS = (1, 4, 16, 64), 1 << 15
+EVAL_SIZES, EVAL_TOKENS = (1, 8, 64), 1 << 15
 
 
 def _trace_evaluations(
