@@ -82,6 +82,9 @@ def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: s
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     if cfg.dtype != "auto":
         return cfg.dtype, ""
+    if cfg.quantize != "no" and precision in ("bf16", "fp16"):
+        narrow = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+        return narrow, "embeddings, norms and head under --quantize, which are frozen; adapters have float32"
     if stored not in ("bfloat16", "float16"):
         return "float32", ""
     if not is_adapted:
