@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_ddp.errors import UserError
     from accel_ddp.exporting import export
     from accel_ddp.loop import fit
+    from accel_ddp.memory.at_start import fit_memory
     from accel_ddp.observe import hooks
     from accel_ddp.ranks.agreement import together
     from accel_ddp.recipe import train
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from accel_ddp.speed.attach import attach
     from accel_ddp.tasks import (
         chat,
+        chat_rows,
         contrastive,
         examples,
         generation_metrics,

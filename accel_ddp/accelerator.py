@@ -16,6 +16,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from accel_ddp import compat, phases
+from accel_ddp.config.choices import choose
 from accel_ddp.config.option_values import choose_ranks
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -28,7 +29,7 @@ from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.observe.display import share_terminal
 from accel_ddp.phases import LOAD
 from accel_ddp.ranks import group, reporting, signals
-from accel_ddp.ranks.agreement import broadcast_object, print_on_main, together
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.ranks.supervise import supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
@@ -45,14 +46,16 @@ def start(cfg: TrainConfig) -> Accelerator:
     """
     _become_supervised(cfg)  # first, so that the end of this process is reported whatever fails below
     trackers = _check_options(cfg)  # on this rank alone, before it waits for others
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if cfg.mixed_precision == "auto" else cfg.mixed_precision
-    use_gpu = _connect(cfg, precision)  # from here on the monitors watch this rank, and ranks can agree
-    _check_device(cfg, precision, use_gpu)  # the ranks have agreed on GPUs or CPUs
-    _configure_torch(cfg, use_gpu, precision)  # before anything is computed
-    _choose_output_dir(cfg, trackers)  # the same on every rank, so it needs the connection
+    use_gpu = _connect(cfg)  # from here on the monitors watch this rank, and ranks can agree
+    before, given = _choose_output_dir(cfg)  # the same on every rank, so it needs the connection
+    resume.take_saved_options(cfg)  # before the first choice of a value for `auto`
+    _choose_precision(cfg, use_gpu)
+    _check_device(cfg, use_gpu)  # the ranks have agreed on GPUs or CPUs
+    _configure_torch(cfg, use_gpu)  # before anything is computed
+    _open_output_dir(cfg, trackers, before, given)
     share_terminal(cfg)  # after the messages about the output folder, which the panel would hide
-    accelerator = _build(cfg, trackers, precision, use_gpu)  # its folder for trackers is the output folder
-    _print_description(cfg, accelerator, precision)
+    accelerator = _build(cfg, trackers, use_gpu)  # its folder for trackers is the output folder
+    _print_description(cfg, accelerator)
     torch.manual_seed(mixed(cfg.seed, "start"))  # last, for weights that are not pretrained
     return accelerator
 
@@ -68,23 +71,26 @@ def _become_supervised(cfg: TrainConfig) -> None:
 def _check_options(cfg: TrainConfig) -> list[str]:
     """Compare the options with the launcher and the accelerate config, and return the names of the trackers."""
     _check_accelerate_config()
+    if cfg.mixed_precision == "auto":  # an option takes precedence over the accelerate config, and that over the hardware
+        cfg.mixed_precision = launcher.find_stated_precision() or "auto"
     links.sharding = links.sharding or take_plan(this_rank.num_ranks)
     if links.sharding:
         cfg.validate_sharded()  # for a program without `run`
-        cfg.gradient_checkpointing = cfg.gradient_checkpointing or links.sharding.activation_checkpointing
+        if links.sharding.activation_checkpointing:
+            cfg.gradient_checkpointing = True
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
     choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
     return _tracker_names(cfg)
 
 
-def _connect(cfg: TrainConfig, precision: str) -> bool:
+def _connect(cfg: TrainConfig) -> bool:
     """Connect this rank to its launcher, its monitor and the other ranks. Return whether all of them use GPUs."""
     if "TORCHELASTIC_RUN_ID" in os.environ or launcher.find_accelerate_request() is not None:
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.die_with_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     if this_rank.num_ranks > 1:
-        use_gpu = group.connect(cfg, precision)
+        use_gpu = group.connect(cfg)
     else:
         use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
         group.connect_single_rank(cfg)
@@ -92,7 +98,7 @@ def _connect(cfg: TrainConfig, precision: str) -> bool:
     return use_gpu
 
 
-def _build(cfg: TrainConfig, trackers: list[str], precision: str, use_gpu: bool) -> Accelerator:
+def _build(cfg: TrainConfig, trackers: list[str], use_gpu: bool) -> Accelerator:
     if this_rank.num_ranks == 1:
         # Accelerate would create a process group for one rank of torchrun, and wrap its model with DDP on a CPU.
         os.environ.pop("LOCAL_RANK", None)
@@ -101,7 +107,7 @@ def _build(cfg: TrainConfig, trackers: list[str], precision: str, use_gpu: bool)
         log_with=trackers or None,
         project_dir=cfg.output_dir,
         gradient_accumulation_steps=1,  # `update` counts micro-batches itself; Accelerate must not divide again
-        mixed_precision=precision,
+        mixed_precision=cfg.mixed_precision,
         step_scheduler_with_optimizer=False,
         # Our sampler yields the micro-batches of all ranks, and Accelerate gives each rank its slice of them.
         dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=use_gpu, use_seedable_sampler=False),
@@ -126,12 +132,12 @@ def _build(cfg: TrainConfig, trackers: list[str], precision: str, use_gpu: bool)
     return accelerator
 
 
-def _configure_torch(cfg: TrainConfig, use_gpu: bool, precision: str) -> None:
+def _configure_torch(cfg: TrainConfig, use_gpu: bool) -> None:
     # torch 2.13 renames a DDP option that Accelerate passes on.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
     if not use_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # with it Accelerate treats N ranks without GPUs as one world
-        if platform.machine() == "aarch64" and precision == "no":
+        if platform.machine() == "aarch64" and cfg.mixed_precision == "no":
             # oneDNN uses the Arm Compute Library here. For the small matrices of attention it takes 9 times as long as OpenBLAS, and
             # for large ones as long or longer. all-MiniLM-L6-v2 trains 1.5 times as fast without it on 2 Neoverse N1 cores.
             torch.backends.mkldnn.enabled = False
@@ -148,8 +154,21 @@ def _configure_torch(cfg: TrainConfig, use_gpu: bool, precision: str) -> None:
             torch.set_float32_matmul_precision("high")
 
 
-def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
-    """Set `cfg.output_dir` to the same folder on every rank, and claim it on the main rank.
+def _choose_precision(cfg: TrainConfig, use_gpu: bool) -> None:
+    """Set `--mixed_precision auto` to the same value on every rank: bf16 if every GPU has it. This is a collective."""
+    if cfg.mixed_precision != "auto":
+        return
+    if not use_gpu:  # as ever, which needs no line
+        cfg.mixed_precision = "no"
+        return
+    lacking = "" if torch.cuda.get_device_capability()[0] >= 8 else f"{torch.cuda.get_device_name()} of {this_rank.host}"
+    without = next(filter(None, gather_everywhere(lacking)), "")
+    reason = f"{without} has no bf16, so every rank computes in float32" if without else "every GPU has it; no: float32"
+    choose(cfg, "mixed_precision", "no" if without else "bf16", reason)
+
+
+def _choose_output_dir(cfg: TrainConfig) -> tuple[str, str]:
+    """Set `cfg.output_dir` to the same folder on every rank. Return the folder of the attempt before, and that of the options.
 
     A launcher that has restarted the ranks after a failure continues the run of the attempt before. After a restart, a replaced main
     node knows only its command line, so the folder comes from any node that stored it.
@@ -162,6 +181,11 @@ def _choose_output_dir(cfg: TrainConfig, trackers: list[str]) -> None:
         links.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
     links.tell_monitor({"output_dir": os.path.abspath(cfg.output_dir), "is_watched": this_rank.is_main})
+    return before, given
+
+
+def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: str) -> None:
+    """Claim the output folder on the main rank, and begin the attempt. This is a collective."""
     with together("open the output folder"):
         cfg.check_installed(is_sharded=links.sharding is not None)
         if cfg.resume and not (given or before):
@@ -221,7 +245,7 @@ def _check_hub_token(cfg: TrainConfig) -> None:
             )
 
 
-def _print_description(cfg: TrainConfig, accelerator: Accelerator, precision: str) -> None:
+def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
     """Print the batch arithmetic of the run, and a warning if its precision is slow here."""
     micro, count = cfg.split(this_rank.num_ranks)
     split = f"{micro} per micro-batch x {counted(count, 'micro-batch')}"
@@ -231,7 +255,7 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator, precision: st
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {counted(threads, 'thread')}"
     text = f"{cfg.global_batch_size} items per step = {describe_ranks(links.nodes)} x {split}"
-    text += f"   ({device}; mixed precision: {precision})"
+    text += f"   ({device}; mixed precision: {cfg.mixed_precision})"
     if links.sharding:
         text += f"\n{links.sharding.describe(this_rank.num_ranks, 'GPU' if on_gpu else 'rank')}"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
@@ -240,7 +264,7 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator, precision: st
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
     print_on_main(text)
-    if precision == "bf16" and not on_gpu and this_rank.is_main and not compat.cpu_has_bf16():
+    if cfg.mixed_precision == "bf16" and not on_gpu and this_rank.is_main and not compat.cpu_has_bf16():
         logger.warning(
             "Mixed precision bf16 is slow on this CPU, which has no instructions for bf16. A step can take 100 times as long as with "
             "--mixed_precision no."  # 7.1 instead of 0.054 s for each text of the classify recipe on Neoverse N1 cores
@@ -255,8 +279,9 @@ def _check_accelerate_config() -> None:
         )
 
 
-def _check_device(cfg: TrainConfig, precision: str, use_gpu: bool) -> None:
+def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
     """Raise UserError for options that the device cannot do."""
+    precision: str = cfg.mixed_precision
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"The accelerate config asks for mixed_precision {precision}. Use no, bf16 or fp16.")
     if precision == "bf16" and use_gpu and torch.cuda.get_device_capability()[0] < 8:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel_ddp import __version__
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
+from accel_ddp.nodes.launcher import parse_accelerate_command
 from accel_ddp.text import did_you_mean, nearest, table
 from accel_ddp.words import find_options, name_of, script_at, without
 
@@ -23,6 +25,7 @@ NODE_OPTIONS = (
     "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
     "rdzv_backend",
 )  # fmt: skip
+OF_NODES = {"num_machines", "machine_rank", "main_process_ip"}  # those that describe several nodes
 SMALLEST = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}  # of the options that are numbers
 
 
@@ -83,6 +86,11 @@ def _run(words: list[str]) -> int:
             print(warning, file=sys.stderr)
     if {"-h", "--help"} & set(options):  # without the launcher, which would import torch first
         _replace_process([str(script), "--help"])
+    request = parse_accelerate_command(["accelerate", "launch", *with_config(launch)]) or {}
+    # On several nodes the ranks check the options: they report a mistake to the other nodes, which would wait.
+    cfg = _check_recipe(script, options) if request.get("num_machines", 1) == 1 else None
+    if not {name_of(word) for word in launch} & {*OF_NODES, "config_file", "num_processes", "gpu_ids", "cpu"}:
+        launch += _use_gpus(launch, cfg, recipe)
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
     launcher = ["-m", "accel_ddp.nodes.launcher", "accelerate.commands.launch", "-q"]
     for option in find_options(launch, ["gpu_ids"]):
@@ -91,6 +99,40 @@ def _run(words: list[str]) -> int:
             launch = without(launch, [option])
             os.environ["CUDA_VISIBLE_DEVICES"] = option.value
     _replace_process([*launcher, *with_config(launch), str(script), *options])
+
+
+def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
+    """Return the recipe's config. Raise UserError for a mistake in its options, files and columns: ranks report it after seconds.
+
+    None: the script has no config, or cannot be imported here. The ranks then report the reason.
+    """
+    from accel_ddp.doctor.check_options import load_recipe_config
+
+    try:
+        if cfg := load_recipe_config([str(script), *options]):
+            from accel_ddp.sources.data import check_inputs
+
+            check_inputs(cfg)
+        return cfg
+    except UserError:
+        raise
+    except Exception:
+        return None
+
+
+def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[str]:
+    """Return options of `accelerate launch` for as many GPUs of this machine as can split a batch, and print their number."""
+    from accel_ddp.doctor.facts import count_visible
+
+    if (limit := count_visible()) < 2:
+        return []
+    number, reason = cfg.most_ranks(limit) if cfg else (1, f"{recipe} has no Config; --num_processes {limit} uses all")
+    print(f"using {number} of {limit} GPUs, because {reason}" if reason else f"using {limit} GPUs; --num_processes uses fewer")
+    if number == 1:
+        return []
+    # A free port: another run may use other GPUs of this machine.
+    port = [] if find_options(launch, ["main_process_port"]) else ["--main_process_port", "0"]
+    return ["--num_processes", str(number), *port]
 
 
 def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
@@ -131,8 +173,7 @@ def with_config(launch: list[str]) -> list[str]:
             raise UserError("--config_file needs a value, for example --config_file 2node.yaml.")
         path = str(recipe_files.config_path(option.value))
         return [*launch[: option.at], "--config_file", path, *launch[option.end :]]
-    several_nodes = given & {"num_machines", "machine_rank", "main_process_ip"}
-    name = "2node.yaml" if several_nodes else "1node.yaml" if "num_processes" in given else "local.yaml"
+    name = "2node.yaml" if given & OF_NODES else "1node.yaml" if "num_processes" in given else "local.yaml"
     return ["--config_file", str(recipe_files.config_path(name)), *launch]
 
 
@@ -250,13 +291,16 @@ _RUN_HELP = """usage: accel-ddp run [options of accelerate launch] RECIPE [optio
 
 Run a recipe with `accelerate launch`. RECIPE is a name (`accel-ddp recipes` lists them) or the path of your own script.
 
-  accel-ddp run classify                              one process, on the GPU if there is one
+  accel-ddp run classify                              on all GPUs of this machine, or on its CPU
   accel-ddp run classify --num_processes 2 --lr 3e-5  two processes on this machine
   accel-ddp run classify --config_file 2node.yaml --machine_rank 0 --main_process_ip 10.0.0.1
   accel-ddp run classify --help                       the options of the recipe
 
---config_file is a path or the name of a config that comes with accel_ddp: local.yaml (the default), 1node.yaml (the
-default with --num_processes), 2node.yaml (the default with options for several nodes). Options that describe nodes and
+Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size can be
+split over. Options, files and columns are checked before any rank starts.
+
+--config_file is a path or the name of a config that comes with accel_ddp: local.yaml (the default for one process),
+1node.yaml (the default for several), 2node.yaml (the default with options for several nodes). Options that describe nodes and
 processes (--config_file, --num_processes, --num_machines, --machine_rank, --main_process_ip, --main_process_port,
 --gpu_ids, --rdzv_backend) may follow the recipe. Other options of `accelerate launch` stand before the recipe, or
 between the recipe and `--`."""

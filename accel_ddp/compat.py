@@ -1,4 +1,4 @@
-"""Private interfaces of torch and accelerate, and a replaced method of the standard library, each behind one function.
+"""Private interfaces of torch, accelerate and transformers, and a replaced method of the standard library, each behind one function.
 
 An upgrade of torch begins with this file: tests/test_compat.py has a test for each function. torch is imported inside of the
 functions, because launchers and the doctor use this module too and do not wait for torch.
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datetime import date
+
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -452,3 +454,10 @@ def keep_forks_apart_from_starts() -> None:
     subprocess.Popen.__init__ = start  # type: ignore[method-assign]
     release = lambda: lock.release() if is_held else None
     os.register_at_fork(before=before_fork, after_in_parent=release, after_in_child=after_in_child)
+
+
+def set_template_date(template: str, day: "date") -> None:
+    """Let a chat template write this day instead of today, in this process. transformers offers no option. Tested with 5.22."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template).environment.globals["strftime_now"] = day.strftime  # it is compiled once

@@ -17,7 +17,7 @@ from accel_ddp.nodes.cores import set_num_threads
 from accel_ddp.nodes.sharding_plan import read_plan
 from accel_ddp.nodes.spawn import is_pending
 from accel_ddp.nodes.terminal import connect_output
-from accel_ddp.nodes.topology import is_local_main
+from accel_ddp.nodes.topology import is_local_main, topology_of_this_rank
 from accel_ddp.ranks import reporting
 from accel_ddp.ranks.failures import write_error_file
 from accel_ddp.ranks.process import this_rank
@@ -41,6 +41,11 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         has_valid_options = True
         _act_on_early_stop(signal.Signals[f"SIG{cfg.stop_signal}"])
         cluster.run_preflight(cfg)  # reports a fault of the cluster within seconds, before torch is imported
+        _set_variables(cfg)
+        if topology_of_this_rank().num_nodes <= 1:  # other nodes would wait for this one, and the preflight compares their files
+            from accel_ddp.sources.data import check_inputs  # imports numpy, which reads the variables
+
+            check_inputs(cfg)
     except UserError as error:
         if is_local_main():
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -55,12 +60,6 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    # Let idle OpenMP threads sleep instead of spin. On cores that are shared with other processes this is 3 times as fast (20
-    # instead of 6 items/s beside one other process). On free cores it is 10 % slower. torch reads it when it is imported below.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    set_num_threads(cfg.num_threads, this_rank.local_ranks)
-    # When the main node is lost, torch's store prints pages of C++ frames as warnings. Errors are still printed.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from accel_ddp.ranks.supervise import supervise  # imports torch, which takes seconds
     except KeyboardInterrupt:
@@ -70,6 +69,16 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     sys.exit(0)
+
+
+def _set_variables(cfg: TrainConfig) -> None:
+    """Set the variables that torch and numpy read when they are imported."""
+    # Let idle OpenMP threads sleep instead of spin. On cores that are shared with other processes this is 3 times as fast (20
+    # instead of 6 items/s beside one other process). On free cores it is 10 % slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_num_threads(cfg.num_threads, this_rank.local_ranks)
+    # When the main node is lost, torch's store prints pages of C++ frames as warnings. Errors are still printed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _act_on_early_stop(number: signal.Signals) -> None:

@@ -22,13 +22,14 @@ from accel_ddp.errors import UserError
 from accel_ddp.observe.recorder import start_recorder
 from accel_ddp.phases import CHECK, COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS, OTHER, UNLIMITED, phase
 from accel_ddp.ranks import signals
-from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import Exit, Moment, ending
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
+from accel_ddp.saving.run_folder import write_options
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
@@ -154,7 +155,10 @@ class TrainingRun:
         self.best: int | None = None  # at the end: the step with the best checkpoint, if it is not the last one
 
     def start(self, tables: Callable[[], dict[str, Table]] | None) -> None:
-        """Describe the run to the hooks, which may end it."""
+        """Store the options that were chosen for this model, and describe the run to the hooks, which may end it."""
+        with together("write config.json"):
+            if self.accelerator.is_main_process:
+                write_options(self.cfg)
         facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
         self.notify("on_describe", facts)
         self.is_done = self._any_rank(self.notify("on_start", self.step, self.total_steps, self.saved.evaluations))
@@ -405,12 +409,14 @@ class TrainingRun:
 
 def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_steps: int) -> None:
     """Print the old and the new learning rate of the next step, if the resumed run has another last step or other options."""
+    if not saved.resumed:
+        return
     names = ("lr", "lr_schedule", "warmup_steps", "warmup_ratio", "min_lr_ratio", "decay_ratio")
     stored = saved.resumed.get("config", {})
     then = {name: stored.get(name, getattr(type(cfg), name)) for name in names}  # an older version has not stored all of them
     total_before = last_steps(cfg, saved.resumed)[1]
     now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
-    if not saved.resumed or (total_steps, now) == (total_before, before):
+    if (total_steps, now) == (total_before, before):
         return
     text = f"The run now ends after step {total_steps} instead of {total_before}. " if total_steps != total_before else ""
     if now == before:

@@ -21,7 +21,8 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. It may have `report()`, which returns text to
     print at the end, `tables()`, which returns the tables of the last evaluation (see `records.tables`), `example`, which is
     Python code that uses the exported {folder} (see `export.describe`), `more_files`, which are exported too, and the attribute
-    `model_class`, the class of transformers that loads its model, for the estimate of memory.
+    `model_class`, the class of transformers that loads its model, for the estimate of memory. A class with `fits_memory = True` calls
+    `accel_ddp.fit_memory` itself, between its data and its model, because options such as `--max_length` depend on the data.
     """
     number = getattr(cfg, "log_predictions", 0)
     if number and not hasattr(task_class, "tables"):
@@ -30,7 +31,8 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
             "Leave --log_predictions out, or write the method as docs/own_recipe.md describes."
         )
     accelerator = start(cfg)
-    at_start.report(accelerator, cfg, getattr(task_class, "model_class", ""))
+    if not getattr(task_class, "fits_memory", False):
+        at_start.fit_memory(cfg, accelerator, getattr(task_class, "model_class", ""))
     task = task_class(cfg, accelerator)
     if accelerator.is_main_process and getattr(cfg, "show_example", 0):
         print(examples.show_rows(task, cfg), flush=True)

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from accel_ddp.errors import USER_ERROR, UserError
-from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command
+from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command, stated_precision
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.spawn import clean_environment, rank_environment
 from accel_ddp.records import run_log
@@ -79,6 +79,7 @@ class _Verification:
         request = (parse_accelerate_command(["accelerate", "launch", *launch]) or {}) if launch else {}
         self.node = int(request.get("machine_rank") or os.environ.get("NODE_RANK", 0))
         self.port = int(request.get("main_process_port") or 29500)
+        self.precision = stated_precision(request) or "no"  # an option of the recipe takes precedence
         self.runs = 0
         self.has_log = True
 
@@ -142,12 +143,13 @@ class _Verification:
         record = self.place / name / "samples"
         record.mkdir(parents=True, exist_ok=True)
         words = [RECORDED, str(record), self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
-        env = clean_environment() | (sharded or {}) | {"PYTHONUNBUFFERED": "1"}
+        env = clean_environment() | (sharded or {}) | {"PYTHONUNBUFFERED": "1", "ACCELERATE_MIXED_PRECISION": self.precision}
         self.runs += 1
         if self.launch and not alone:
             launch = [w for i, w in enumerate(self.launch) if "--main_process_port" not in (w, *self.launch[max(0, i - 1) : i])]
-            port = ["--main_process_port", str(self.port + self.runs)]  # the port of the last run may still be closing
-            return [[sys.executable, "-m", "accelerate.commands.launch", *launch, *port, *words]], [env]
+            launch += ["--main_process_port", str(self.port + self.runs)]  # the port of the last run may still be closing
+            launch += ["--mixed_precision", self.precision]
+            return [[sys.executable, "-m", "accelerate.commands.launch", *launch, *words]], [env]
         if ranks == 1:
             return [[sys.executable, *words]], [{"CUDA_VISIBLE_DEVICES": "0", **env}]
         port = find_free_port("127.0.0.1")

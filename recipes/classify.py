@@ -36,6 +36,10 @@ class Config(ScoredConfig):
     def kind(self):
         return "numbers" if self.num_labels == 1 else "classes"
 
+    def check_columns(self, *tables):
+        texts = {"text_column": self.text_column, "text_pair_column": self.text_pair_column}
+        accel_ddp.data.require_columns({**texts, "label_column": self.label_column}, *tables)
+
     def metric_directions(self):
         of_kind = {
             "classes": {"accuracy": "max", "macro_f1": "max"},
@@ -143,7 +147,7 @@ def build_data(cfg: Config, tokenizer):
     """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, the labels, and the evaluation texts."""
     train, test = accel_ddp.data.load_rows(cfg)
     texts = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column}
-    accel_ddp.data.require_columns({**texts, "label_column": cfg.label_column}, train, test)
+    cfg.check_columns(train, test)
     accel_ddp.data.require_texts(texts, train, test)
     labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
     columns = list(text_columns(cfg).values())

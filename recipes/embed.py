@@ -54,6 +54,14 @@ class Config(RecipeConfig):
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with scores spearman")
 
+    def text_columns(self):
+        negatives = [("negative_columns", column) for column in self.negative_columns]
+        return [("anchor_column", self.anchor_column), ("positive_column", self.positive_column), *negatives]
+
+    def check_columns(self, *tables):
+        for name, column in [*self.text_columns(), ("score_column", self.score_column)]:
+            accel_ddp.data.require_columns({name: column}, *tables)
+
     def metric_directions(self):
         sizes = ["", *(f"_{size}" for size in self.matryoshka)]
         names = ("spearman", "pearson") if self.score_column else ("mrr", "recall_at_1", "recall_at_5", "recall_at_10")
@@ -162,11 +170,10 @@ class Task:
 def build_data(cfg: Config, tokenizer):
     """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the evaluation texts."""
     tables = accel_ddp.data.load_rows(cfg)
-    columns = [cfg.anchor_column, cfg.positive_column, *cfg.negative_columns]
-    options = ["anchor_column", "positive_column", *["negative_columns"] * len(cfg.negative_columns)]
-    for name, column in zip(options, columns):
+    cfg.check_columns(*tables)
+    for name, column in cfg.text_columns():
         accel_ddp.data.require_texts({name: column}, *tables)
-    accel_ddp.data.require_columns({"score_column": cfg.score_column}, *tables)
+    columns = [column for _, column in cfg.text_columns()]
     prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(columns) - 1)
 
     def encode(rows):

@@ -50,6 +50,9 @@ class Config(ScoredConfig):
     lr: float = 3e-3
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
 
+    def check_columns(self, *tables):
+        accel_ddp.data.require_columns({"image_column": self.image_column, "label_column": self.label_column}, *tables)
+
     def metric_directions(self):
         return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}
 
@@ -59,7 +62,7 @@ class Config(ScoredConfig):
             raise UserError(f"--pixel_std {self.pixel_std}: must be above 0.")
         if self.norm == "group" and self.model != "mini-resnet":
             raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
-        if self.model == "mini-resnet" and (self.gradient_checkpointing or self.dtype != "float32"):
+        if self.model == "mini-resnet" and (self.gradient_checkpointing is True or self.dtype not in ("auto", "float32")):
             raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")
 
     def validate_sharded(self) -> None:

@@ -35,6 +35,9 @@ class Config(RecipeConfig):
     lr: float = option(1e-3, "highest learning rate; to continue a pretrained model 5e-5 to 1e-4")
     warmup_ratio: float = 0.1
 
+    def check_columns(self, *tables):
+        accel_ddp.data.require_columns({"text_column": self.text_column}, *tables)
+
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min", "accuracy": "max"}
 

@@ -52,6 +52,10 @@ class Config(ScoredConfig):
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
 
+    def check_columns(self, *tables):
+        columns = {"source_column": self.source_column, "target_column": self.target_column}
+        accel_ddp.data.require_columns(columns, *(rows.flatten() for rows in tables))  # keys of dictionaries become columns
+
     def metric_directions(self):
         own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}

@@ -10,6 +10,7 @@ Only the answers are learned. The loss is the mean over their tokens, however th
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.options import option
@@ -26,10 +27,28 @@ class Config(RecipeConfig):
     prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
     answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
+    separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
-    max_length: int = option(
-        128, "tokens per row; longer rows are truncated, longer plain texts become several rows", group="data", at_least=1
+    max_length: int | Literal["auto"] = option(
+        "auto", "tokens per row; longer rows are truncated, longer plain texts become several rows; auto: as the data need, up to the "
+        "model's limit", group="data", at_least=1, legacy=128
+    )  # fmt: skip
+    chat_template: str = option(
+        "", "for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file", group="data"
     )
+    template_date: str = option(
+        "auto", "YYYY-MM-DD, for chat templates that write the date; auto: today", group="data", legacy="auto"
+    )
+    train_on: int | Literal["all", "last"] = option(
+        "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
+    )
+    packing: Literal["auto", "on", "off"] = option(
+        "auto",
+        "short plain texts share rows of at most --max_length tokens and do not see each other",
+        group="data",
+        also=("sample_packing", "neat_packing"),
+    )
+    row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
         "evaluation prompts whose answers are printed at each evaluation; they are in its table too, and contain your data",
@@ -43,8 +62,19 @@ class Config(RecipeConfig):
     max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
     global_batch_size: int = 16
-    lr: float = option(2e-3, "highest learning rate; for pretrained models 1e-5 to 5e-5, for adapters 1e-4 to 1e-3")
-    eval_batch_size: int = 16
+    lr: float | Literal["auto"] = option(
+        "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
+    )
+    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
+    micro_batch_size: int | Literal["auto"] = "auto"
+    eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
+    )
+
+    def check_columns(self, *tables):
+        given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
+        accel_ddp.chat_rows.choose_columns(tables[0], given)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -54,25 +84,30 @@ class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
+    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
-        with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
+        today = accel_ddp.chat.agree_on_today()
+        with accel_ddp.together("load the data") as facts:
+            width = 0 if cfg.max_length == "auto" else cfg.max_length
+            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor)
-            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
+            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
+            is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class)
+        with accel_ddp.together("load the model"):
+            self.model = build_model(cfg, accelerator, self.processor, is_packed)
+            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
 
     def loss_sum(self, model, batch):
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        return self.head.loss_sum(model, inputs, accel_ddp.losses.next_tokens(batch["labels"]), batch)
+        return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
@@ -88,8 +123,7 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
-        losses = accel_ddp.losses.of_tokens(logits[:, :-1], batch["labels"][:, 1:], "rows")
+        losses = self.head.row_losses(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
     def summarize(self, rows):
@@ -108,10 +142,10 @@ class Task:
         return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
 
 
-def build_data(cfg: Config, tokenizer):
+def build_data(cfg: Config, tokenizer, today):
     """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt."""
     tables = accel_ddp.data.load_rows(cfg)
-    form = accel_ddp.chat.Format(tables[0], tokenizer, cfg)
+    form = accel_ddp.chat.Format(tables[0], tokenizer, cfg, today)
     form.require_columns(tables[1])
 
     def encode(rows):
@@ -119,17 +153,35 @@ def build_data(cfg: Config, tokenizer):
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    usable = accel_ddp.chat.drop_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
+    if (
+        form.kind == "texts"
+        and cfg.row_format > 1
+        and accel_ddp.model_kinds.can_pack(cfg.packing, accel_ddp.models.load_config(cfg))
+    ):
+
+        def pack(rows):
+            return accel_ddp.tokenization.pack_documents(rows, cfg.max_length)
+
+        usable = [accel_ddp.tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in usable]
     return (*usable, samples, form.first_prompt(tables[1]))
 
 
-def build_model(cfg: Config, accelerator, tokenizer):
+def inputs_of(batch):
+    """Return what the model is given. The documents of packed rows are found by their positions, if there is no mask."""
+    where = "position_ids" if "position_ids" in batch else "attention_mask"
+    return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
+
+
+def build_model(cfg: Config, accelerator, tokenizer, is_packed=False):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
     accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    if is_packed:
+        accel_ddp.model_kinds.require_separate(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 

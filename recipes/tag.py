@@ -30,6 +30,9 @@ class Config(ScoredConfig):
     lr: float = 3e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")
 
+    def check_columns(self, *tables):
+        accel_ddp.data.require_columns({"tokens_column": self.tokens_column, "tags_column": self.tags_column}, *tables)
+
     def metric_directions(self):
         own = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"}
         return {**own, **accel_ddp.metrics.directions(self.metrics, "tags")}
@@ -109,7 +112,7 @@ def logits(model, batch):
 def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and its words."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
-    accel_ddp.data.require_columns({"tokens_column": cfg.tokens_column, "tags_column": cfg.tags_column}, train, test)
+    cfg.check_columns(train, test)
     tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg, train))
 
     def encode(rows):

@@ -196,7 +196,7 @@ def test_unknown_names_and_a_cache_that_cannot_be_written_are_rejected(tmp_path)
     with pytest.raises(UserError, match=r"builtin:docstring: .*builtin:docstrings, .*builtin:number_words"):
         builtin.load_dataset("builtin:docstring")
     with pytest.raises(UserError, match=r"builtin:gpt: .*builtin:all-MiniLM-L6-v2, builtin:tiny-llama"):
-        builtin.model_folder("builtin:gpt", str(tmp_path))
+        builtin.locate("builtin:gpt", str(tmp_path))
     with pytest.raises(UserError, match=r"'no_such_package'.*\.\[demo\].*your own --model"):
         places.path_in_package("--model", "builtin:x", "no_such_package", "model")
     (tmp_path / "file").touch()

@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from accel_ddp import __version__, cli
 from accel_ddp.errors import UserError
@@ -180,6 +182,111 @@ def test_the_help_of_a_recipe_does_not_import_torch():
     assert "--global_batch_size" in ended.text
     assert re.search(r"\| +tyro\n", ended.text)
     assert not re.search(r"\| +(torch|accelerate|transformers)\n", ended.text)
+
+
+def test_mistakes_are_reported_before_ranks_start_and_torch_is_imported(tmp_path):
+    """The options, files and columns of a recipe are checked by `accel-ddp run` itself, and by each rank before it imports torch."""
+    for name in ("torch", "accelerate", "transformers"):  # a real package that cannot be imported
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "__init__.py").write_text("raise SystemExit('imported too early')")
+    (tmp_path / "rows.csv").write_text("title,label\nA,1\nB,0\n")
+    (tmp_path / "chats.jsonl").write_text('{"dialog": []}\n{"dialog": []}\n')
+    (tmp_path / "run.yaml").write_text("base_model: me/model\nsequence_len: 4096\n")
+    launched = [sys.executable, ROOT / "recipes" / "classify.py", "--train_file", "rows.csv"]
+    mistakes = {
+        "classify --lr high": "--lr high: must be a number. For example: --lr 0.0001.",
+        "sft --config run.yaml": "run.yaml: 2 lines have to change.",
+        "sft --train_file chats.json": "--train_file chats.json: there is no such file (looked in",
+        "sft --train_file chats.jsonl --model ./mine": "--model ./mine: there is no such folder.",
+        "sft --train_file chats.jsonl": "The data need a column of chats (--messages_column)",
+    }
+    commands = [[ACCEL_DDP, "run", *words.split()] for words in mistakes]
+    environment = clean_environment(PYTHONPATH=str(tmp_path / "broken"))
+    ended = run_all([*commands, launched], [environment] * 6, cwd=tmp_path, fresh=True)
+    assert ended.codes == [2] * 6, ended.text
+    of_rank = "--text_column text: there is no such column. The data have: title, label."
+    for text, message in zip(ended.texts, [*mistakes.values(), of_rank], strict=True):
+        assert text.startswith(f"error: {message}"), text
+
+
+def fake_driver(folder: Path, number: int, more: str = "") -> str:
+    """Return PATH with a program that prints what nvidia-smi prints for so many GPUs."""
+    gpus = "".join(f"<gpu><uuid>GPU-{letter}</uuid>{more}</gpu>" for letter in "abcdefgh"[:number])
+    (folder / "smi").mkdir(exist_ok=True)
+    program = folder / "smi" / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '<nvidia_smi_log>{gpus}</nvidia_smi_log>'\n")
+    program.chmod(0o755)
+    return f"{folder / 'smi'}{os.pathsep}{os.environ['PATH']}"
+
+
+ALL = "using 8 GPUs; --num_processes uses fewer\n"
+SIX = "using 6 of 8 GPUs, because --global_batch_size 18 cannot be split over 8; --global_batch_size 24 uses all\n"
+
+
+@pytest.mark.parametrize(
+    ("command_line", "visible", "launch", "printed"),
+    [
+        ("classify", None, "1node.yaml --num_processes 8 --main_process_port 0", ALL),
+        ("--debug classify --main_process_port 5", None, "1node.yaml --debug --main_process_port 5 --num_processes 8", ALL),
+        ("classify --global_batch_size 18", None, "1node.yaml --num_processes 6 --main_process_port 0", SIX),
+        ("classify", "0,2", "1node.yaml --num_processes 2 --main_process_port 0", "using 2 GPUs; --num_processes uses fewer\n"),
+        (
+            "classify",
+            "GPU-b,GPU-d",
+            "1node.yaml --num_processes 2 --main_process_port 0",
+            "using 2 GPUs; --num_processes uses fewer\n",
+        ),
+        ("classify", "3", "local.yaml", ""),
+        ("classify", "", "local.yaml", ""),
+        ("classify", "-1", "local.yaml", ""),
+        ("classify", "MIG-x,MIG-y", "local.yaml", ""),
+        ("classify --num_processes 3", None, "1node.yaml --num_processes 3", ""),
+        ("classify --gpu_ids 1", None, "local.yaml", ""),
+        ("--cpu classify", None, "local.yaml --cpu", ""),
+        ("classify --config_file fsdp.yaml", None, "fsdp.yaml", ""),
+        ("classify --num_machines 2 --lr high", None, "2node.yaml --num_machines 2", ""),  # its ranks report it to the other node
+    ],
+)
+def test_a_run_uses_the_gpus_that_can_share_a_batch(command_line, visible, launch, printed, tmp_path, monkeypatch, capsys):
+    assert started_command(command_line, visible, fake_driver(tmp_path, 8), monkeypatch) == launch
+    assert capsys.readouterr().out == printed
+
+
+def started_command(command_line: str, visible: str | None, path: str, monkeypatch) -> str:
+    """Return the options of `accelerate launch` that `accel-ddp run` starts, without the folder of the config."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cli.main(["run", *command_line.split()]) == 0
+    words = started[0][started[0].index("--config_file") + 1 :]
+    end = next(at for at, word in enumerate(words) if word.endswith(".py"))
+    return " ".join([Path(words[0]).name, *words[1:end]])
+
+
+def test_a_gpu_that_is_divided_and_a_script_without_options_use_one_process(tmp_path, monkeypatch, capsys):
+    """The script of another toolkit is not imported, which could start its training. One that fails is left to its rank."""
+    divided = "<mig_mode><current_mig>Enabled</current_mig></mig_mode>"
+    assert started_command("classify", None, fake_driver(tmp_path, 2, divided), monkeypatch) == "local.yaml"
+    assert capsys.readouterr().out == ""
+    (tmp_path / "plain.py").write_text("import accel_ddp\nopen('was_run', 'w')\n")
+    (tmp_path / "fails.py").write_text("import accel_ddp, no_such_package\nif __name__ == '__main__':\n    pass\n")
+    for name in ("plain.py", "fails.py"):
+        assert started_command(name, None, fake_driver(tmp_path, 2), monkeypatch) == "local.yaml"
+        assert capsys.readouterr().out == f"using 1 of 2 GPUs, because {name} has no Config; --num_processes 2 uses all\n"
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.slow  # the command is checked above
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks would use the GPUs of this machine, of which there may be one")
+def test_ranks_are_started_for_each_gpu(tmp_path):
+    environment = clean_environment(PATH=fake_driver(tmp_path, 2), CUDA_VISIBLE_DEVICES=None)
+    trains = [PROGRAMS / "trains.py", "--steps", "2", "--output_dir", tmp_path / "run"]
+    ended = run_all([[ACCEL_DDP, "run", *trains]], [environment], cwd=tmp_path).well()
+    assert "using 2 GPUs; --num_processes uses fewer" in ended.text
+    assert "8 items per step = 1 node x 2 ranks x 2 per micro-batch" in ended.text
 
 
 @pytest.mark.slow  # in CI, tests/test_launch.py terminates a launcher

@@ -1,16 +1,20 @@
 """Tests of options: which source has precedence, messages for mistakes, and how batches are split."""
 
+import dataclasses
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from accel_ddp.config.options import GROUPS, option, properties_of
+from accel_ddp.config.options import GROUPS, INSTEAD, OTHER_NAMES, option, properties_of
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, options_that_keep_the_result, options_that_must_match
+from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
+from tests.conftest import ROOT
 
 
 @dataclass(kw_only=True)
@@ -108,13 +112,13 @@ def test_switches_accept_several_spellings():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("learning_rat: 3", "there is no option 'learning_rat'. Did you mean --lr "),
+        ("learning_rat: 3", "run.yaml: learning_rat: there is no such option. Did you mean --lr "),
         ("learning_rate: 3", "Did you mean --lr "),
         ("stepz: 3", "Did you mean --steps "),
         ("quux: 3", "See --help"),
         (
             "stepz: 3\nlr: 1\nlearning_rat: 3",
-            r"no option 'stepz'. Did you mean --steps .*no option 'learning_rat'. Did you mean --lr ",
+            r"run.yaml: 2 lines have to change.*:\n  stepz: Did you mean --steps .*\n  learning_rat: Did you mean --lr ",
         ),
         ("tf32: maybe", "must be true or false"),
         ("lr: [1, 2]", "is a list"),
@@ -188,8 +192,8 @@ def test_values_of_several_types_are_accepted():
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        ("--stepz", "--steps"), ("--learning_rate", "--lr"), ("--learning-rate", "--lr"), ("--packing", "--padding_free"),
-        ("--per_device_train_batch_size", "--micro_batch_size"), ("--gradient_accumulation_steps", "--micro_batch_size"),
+        ("--stepz", "--steps"), ("--learning_rate", "--lr"), ("--learning-rate", "--lr"),
+        ("--per_device_train_batch_size", "--micro_batch_size"),
         ("--num_train_epochs", "--epochs"), ("--max_steps", "--steps"), ("--logging_steps", "--log_every"),
         ("--save_total_limit", "--keep_last"), ("--lr_scheduler_type", "--lr_schedule"), ("--bf16", "--mixed_precision"),
         ("--resume_from_checkpoint", "--resume"), ("--torch_compile", "--compile"), ("--ddp_timeout", "--ddp_timeout_seconds"),
@@ -200,6 +204,102 @@ def test_values_of_several_types_are_accepted():
 def test_a_wrong_option_suggests_the_right_one(typed, meant):
     with pytest.raises(UserError, match=f"Did you mean {meant} "):
         parse(typed, "3")
+
+
+# Settings in the words of other toolkits, and what the message says about each of them.
+AXOLOTL = {
+    "base_model: me/base": "Did you mean --model ",
+    "datasets: [{path: chats.jsonl, type: chat_template}, {path: more.jsonl}]": "Use --train_file chats.jsonl, with the rows of all",
+    "test_datasets: [{path: held_out.jsonl}]": "Use --eval_file held_out.jsonl.",
+    "val_set_size: 0.1": "a tenth of the rows is set aside",
+    "adapter: qlora": "Use --lora_r 16 for LoRA, with --quantize 4bit",
+    "load_in_4bit: true": "Use --quantize 4bit",
+    "lora_target_linear: true": "Use --lora_targets all-linear",
+    "sequence_len: 4096": "Did you mean --max_length ",
+    "sample_packing: true": "padding-free is the default",
+    "gradient_accumulation_steps: 4": "it follows from --global_batch_size and --micro_batch_size",
+    "num_epochs: 3": "Did you mean --epochs ",
+    "optimizer: paged_adamw_8bit": "--optimizer paged_adamw_8bit: must be one of adamw, ",
+    "lr_scheduler: cosine": "Did you mean --lr_schedule ",
+    "train_on_inputs: false": "Did you mean --train_on_prompts ",
+    "special_tokens: {pad_token: <pad>}": "the tokenizer in --model has them",
+    "flash_attention: true": "Did you mean --attn_implementation ",
+    "evals_per_epoch: 4": "Did you mean --eval_every ",
+    "lora_model_dir:": "lora_model_dir, wandb_entity: Leave out what has no value.",
+    "wandb_entity:": "lora_model_dir, wandb_entity: Leave out what has no value.",
+}
+LLAMA_FACTORY = {
+    "model_name_or_path: me/chat": "Did you mean --model ",
+    "stage: sft": "the recipe states it",
+    "finetuning_type: lora": "Use --lora_r 16 for LoRA",
+    "lora_target: all": "Did you mean --lora_targets ",
+    "dataset_dir: data": "Use --train_file FOLDER/FILE.",
+    "cutoff_len: 2048": "Did you mean --max_length ",
+    "overwrite_cache: true": "tokenized once and cached",
+    "plot_loss: true": "accel-ddp report draws the curves",
+    "per_device_train_batch_size: 1": "Did you mean --micro_batch_size ",
+    "num_train_epochs: 3.0": "Did you mean --epochs ",
+    "ddp_timeout: 1800": "Did you mean --ddp_timeout_seconds ",
+    "quantization_bit: 4": "Did you mean --quantize ",
+    "neat_packing: true": "padding-free is the default",
+    "deepspeed: zero3.json": "accel-ddp run --config_file fsdp.yaml",
+}
+
+
+@pytest.mark.parametrize("lines", [AXOLOTL, LLAMA_FACTORY])
+def test_everything_that_has_to_change_in_a_file_of_another_toolkit_is_listed_at_once(lines, tmp_path):
+    valid = ["micro_batch_size: 2", "weight_decay: 0.0", "lora_r: 8", "warmup_ratio: 0.1"]
+    (tmp_path / "run.yaml").write_text("\n".join([*lines, *valid]))
+    with pytest.raises(UserError) as error:
+        parse_config(load_recipe(ROOT / "recipes" / "sft.py").Config, ["--config", str(tmp_path / "run.yaml")])
+    head, *found = str(error.value).splitlines()
+    assert f"run.yaml: {len(set(lines.values()))} lines have to change" in head
+    for line, expected in lines.items():
+        name = line.partition(":")[0]
+        assert [text for text in found if expected in text and name in text], (name, found)
+    assert len(found) == len(set(lines.values()))
+
+
+@pytest.mark.parametrize("typed", ["--packing", "--gradient_accumulation_steps", "--load_in_4bit", "--sample-packing"])
+def test_a_setting_without_a_counterpart_says_what_to_do_on_the_command_line_too(typed):
+    texts = {
+        "packing": "padding-free is the default",
+        "steps": "it follows from --global_batch_size",
+        "4bit": "Use --quantize 4bit",
+    }
+    expected = next(text for end, text in texts.items() if typed.endswith(end))
+    with pytest.raises(UserError, match=f"there is no such option. .*{expected}"):
+        parse_config(RecipeConfig, [typed, "1"])
+
+
+def test_what_to_do_instead_names_options_that_exist():
+    """A text is left out in recipes without its options, so a wrong name in it would never be seen."""
+    known = {name for path in (ROOT / "recipes").glob("*.py") for name in properties_of(load_recipe(path).Config)}
+    named = {name for text in INSTEAD for name in re.findall(r"--(\w+)", text)}
+    assert named <= {*known, "config_file", "train_on"}
+    others = [name for names in INSTEAD.values() for name in names.split()]
+    assert not {name for name in others if others.count(name) > 1 or name in known}
+    assert not {*others} & {name for names in OTHER_NAMES.values() for name in names.split()}
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "limit", "number", "reason"),
+    [
+        (16, 8, 8, 8, ""),
+        (18, 8, 8, 6, "--global_batch_size 18 cannot be split over 8; --global_batch_size 24 uses all"),
+        (7, 8, 8, 7, "--global_batch_size 7 cannot be split over 8; --global_batch_size 8 uses all"),
+        (13, 8, 8, 1, "--global_batch_size 13 cannot be split over 8; --global_batch_size 16 uses all"),
+        (100, 10, 8, 5, "--global_batch_size 100 cannot be split over 8; --global_batch_size 160 uses all"),
+        (100, "auto", 8, 5, "--global_batch_size 100 cannot be split over 8; --global_batch_size 104 uses all"),
+        (48, 8, 4, 3, "--micro_batch_size 8 does not divide the 12 items of each; --micro_batch_size 6 uses all"),
+    ],
+)
+def test_as_many_gpus_are_used_as_a_batch_can_be_split_over(batch, micro, limit, number, reason):
+    cfg = Config(global_batch_size=batch, micro_batch_size=micro)
+    assert cfg.most_ranks(limit) == (number, reason)
+    changed = dict([re.search(r"--(\w+) (\d+) uses all", reason).groups()]) if reason else {}
+    changed = dataclasses.replace(cfg, **{name: int(value) for name, value in changed.items()})
+    assert changed.most_ranks(limit) == (limit, ""), "what the message names can be used"
 
 
 def test_batches_are_split_or_the_nearest_sizes_are_named():

@@ -7,17 +7,77 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.doctor.check_options import load_recipe
+from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
+from accel_ddp.sources import data
 from accel_ddp.sources.tokenization import fingerprint, map_once, pad_collate
+from accel_ddp.tasks import text_blocks
 from accel_ddp.training.losses import of_tokens
 from accel_ddp.training.stream import Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
+
+BOM = "\ufeff"
+TABLES = {
+    "usual.csv": f'{BOM}text,label\n"a, b",1\nc,0\n',
+    "usual.tsv": "text\tlabel\na\t1\nb\t0\n",
+    "usual.jsonl": '{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n',
+    "pretty.json": '[\n {\n  "text": "a",\n  "label": 1\n },\n {\n  "text": "b",\n  "label": 0\n }\n]\n',
+    "late.jsonl": '{"id": 1}\n{"id": 2, "text": "b", "label": 0}\n',
+    "nested.jsonl": '{"pair": {"de": "x", "en": "y"}}\n{"pair": {"de": "x", "en": "y"}}\n',
+    "other.csv": "Text ,label\na,1\nb,0\n",
+    "no_header.csv": "a good film,1\na bad film,0\na long film,1\n",
+    "twice.csv": "text,text,label\na,b,1\nc,d,0\n",
+    "broken.jsonl": '{"id": 1}\n{"id": 2,}\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        *(("classify", ["--train_file", name]) for name in (*TABLES, "nowhere.csv", "*.csv")),
+        ("classify", ["--train_file", "usual.csv", "--eval_file", "other.csv"]),
+        ("seq2seq", ["--train_file", "nested.jsonl", "--source_column", "pair.de", "--target_column", "pair.en"]),
+        ("seq2seq", ["--train_file", "nested.jsonl", "--source_column", "pair.de", "--target_column", "pair.fr"]),
+        ("sft", ["--train_file", "usual.csv"]),
+        ("sft", ["--train_file", "nested.jsonl"]),
+        (
+            "embed",
+            ["--train_file", "usual.csv", "--anchor_column", "text", "--positive_column", "label", "--negative_columns", "no"],
+        ),
+        ("pretrain_mlm", ["--train_file", "*.jsonl"]),
+    ],
+)
+def test_the_check_before_a_run_finds_what_reading_the_data_finds(recipe, options, tmp_path, monkeypatch):
+    """The check reads the beginning of a file only if that is enough, without torch. The recipe reads all rows."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in TABLES.items():
+        Path(name).write_text(text)
+    module = load_recipe(ROOT / "recipes" / f"{recipe}.py")
+    cfg = parse_config(module.Config, options)
+
+    def error(check: Callable[[], object]) -> str:
+        try:
+            check()
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def read() -> None:
+        reader = text_blocks.load_text_file if recipe == "pretrain_mlm" else None
+        train, test = data.load_rows(cfg, reader)
+        cfg.check_columns(train, test)
+
+    assert error(lambda: data.check_inputs(cfg)) == error(read)
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 3, 7, 64, 101, 1000, 70_000])

@@ -67,7 +67,8 @@ def model(tmp_path_factory) -> str:
 
 def sft(model: str, *words: str):
     recipe = estimate_command.load_recipe(ROOT / "recipes" / "sft.py")
-    return parse_config(recipe.Config, ["--model", model, "--max_length", "512", "--mixed_precision", "bf16", *words])
+    fixed = ["--micro_batch_size", "8", "--eval_batch_size", "16", "--no_gradient_checkpointing"]
+    return parse_config(recipe.Config, ["--model", model, "--max_length", "512", "--mixed_precision", "bf16", *fixed, *words])
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +155,42 @@ def test_a_run_prints_the_estimate_and_its_random_numbers_stay_the_same(model, e
     numbers = lambda: (torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())
     fitting, large = sft(model, "--gpu_memory_gb", "80"), sft(model, "--gpu_memory_gb", "1")
     before = numbers()
-    at_start.report(accelerator, fitting, CAUSAL)
+    at_start.fit_memory(fitting, accelerator, CAUSAL)
     assert capsys.readouterr().out.startswith("memory per GPU: ")
     assert links.memory["weights"] == estimator.estimate(1).weights
     assert numbers() == before
     caplog.set_level("INFO")
     for cfg, name in ((sft(model), CAUSAL), (large, ""), (large, "None")):
-        at_start.report(accelerator, cfg, name)
+        at_start.fit_memory(cfg, accelerator, name)
     assert capsys.readouterr().out == ""
     assert "the memory of the model is not estimated: AttributeError" in caplog.text, "a class that transformers does not have"
+
+
+@pytest.fixture(scope="module")
+def shape_of_8b(tmp_path_factory) -> str:
+    """Return a folder with the config of a model of 8 billion parameters, stored in bf16, without weights."""
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("8b")
+    shape = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+    config = LlamaConfig(num_hidden_layers=32, vocab_size=128256, max_position_embeddings=131072, dtype="bfloat16", **shape)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_adapters_of_an_8b_model_fit_on_24_gb_with_what_auto_chooses(shape_of_8b):
+    """The weights take 15.0 GiB. A step of one row fits with gradient checkpointing only."""
+    recipe = estimate_command.load_recipe(ROOT / "recipes" / "sft.py")
+    cfg = parse_config(recipe.Config, ["--model", shape_of_8b, "--lora_r", "16", "--max_length", "2048"])
+    room = 24 * estimate_command.USABLE * GIB
+    found = at_start.judge(Estimator(cfg, CAUSAL, "bf16"), 1, None, room, room)
+    assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 16}
+    why = found.choices["gradient_checkpointing"][1]
+    assert re.fullmatch(r"\d+\.\d of 23\.8 GiB estimated without it, \d+\.\d with it", why)
+    assert "not fit" not in found.text
+    assert found.facts["weights"] == pytest.approx(15.1 * GIB, rel=0.01)
+    assert 16 * GIB < found.facts["estimated"] < 22 * GIB
 
 
 def test_a_model_that_takes_too_long_to_trace_is_judged_by_its_states(model, estimator, monkeypatch):
@@ -208,7 +236,7 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
     assert estimate_command.main(["--config_file", str(tmp_path / "config.yaml"), *words]) == 0
     printed = json.loads(capsys.readouterr().out)
     ddp, fsdp = printed["estimates"]
-    assert (printed["precision"], ddp["kind"], fsdp["kind"], fsdp["ranks"]) == ("no", "DDP", "FSDP", 4)
+    assert (printed["precision"], ddp["kind"], fsdp["kind"], fsdp["ranks"]) == ("bf16", "DDP", "FSDP", 4)
     assert fsdp["optimizer"] == -(-ddp["optimizer"] // 2), "one copy on each of two nodes"
     estimate_command.main(["--gpus", "1", "2", "--memory", "80", *words[1:]])
     table = capsys.readouterr().out

@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 
+from accel_ddp.sources import tokenization
 from accel_ddp.speed import attach, linear_cross_entropy, padding_free
 from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
 from accel_ddp.training import losses
@@ -117,6 +120,59 @@ def test_texts_in_one_row_do_not_attend_to_each_other():
                 scores.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
     assert torch.equal(scores[0][1, :17], scores[1][1, :17])
     assert not torch.equal(scores[0][3], scores[1][3])
+
+
+WINDOW = {"num_key_value_heads": 2, "sliding_window": 8}
+PACKED = {kind: KINDS[kind] for kind in ("llama", "gpt2", "gpt-neox")} | {
+    "mistral, a window": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, **POSITIONS, **WINDOW))
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
+    """Documents share rows of 24 tokens, and rows are padded. Compare with one document at a time, in float64."""
+    torch.manual_seed(0)
+    model = PACKED[kind]().double().eval()
+    lengths = [2, 7, 24, 3, 11, 5, 9, 20, 1, 4]
+    documents = [torch.randint(5, 100, (length,)).tolist() for length in lengths]
+    labels = [[-100, *ids[1:]] for ids in documents]
+    packed = tokenization.pack_documents(
+        {"input_ids": documents, "labels": labels, "attention_mask": [[1] * n for n in lengths]}, 24
+    )
+    rows = [dict(zip(packed, values)) for values in zip(*packed.values())]
+    in_rows = [*itertools.chain(*packed[tokenization.LENGTHS])]
+    assert sorted(in_rows) == sorted(lengths)
+    assert [len(row["input_ids"]) for row in rows] == [14, 24, 24, 24], "they do not fill their rows"
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0})), pad_token="x")
+    batch = with_sizes(CountingCollate(tokenization.PadCollate(tokenizer, 8, ("labels",)))(rows))
+    assert batch.sizes == (10, sum(lengths), sum(n * n for n in lengths), 24, sum(lengths) - 10)
+
+    def gradients(*losses):
+        model.zero_grad()
+        total = sum(loss.backward() or loss.detach() for loss in losses)
+        return {"loss": total} | {name: value.grad.clone() for name, value in model.named_parameters()}
+
+    def loss_of_packed():
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        with CurrentBatch(batch):
+            return losses.of_tokens(model(**inputs).logits, losses.next_tokens(batch["labels"]))
+
+    alone = lambda ids: losses.of_tokens(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+    wanted = gradients(*(alone(torch.tensor([ids])) for ids in documents))
+    found = {"padded": gradients(loss_of_packed())}
+    layers = PaddingFree(model)
+    layers.install()
+    found["padding-free"] = gradients(loss_of_packed())
+    is_short = layers.longest >= 24  # otherwise the window makes the layers compute with padding
+    with CurrentBatch(batch) as current:
+        row = layers._row(current, batch["position_ids"])
+        assert (row is not None) == is_short
+    if is_short:  # what flash attention is given on a GPU: starts, then the end of the last document, then empty ones
+        starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
+        assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
+    for way, values in found.items():
+        for name, value in values.items():
+            assert (value - wanted[name]).abs().max() <= 1e-12 * wanted[name].abs().max().clamp(min=1), (way, name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import re
 import sys
 import typing
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_ddp.config.options import GROUPS, Properties, properties_of
+from accel_ddp.config.options import GROUPS, INSTEAD, Properties, properties_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import is_local_main
@@ -40,18 +41,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     for file in files:
         if file.value is None:
             raise UserError("--config needs a file: --config my_run.yaml")
-        values = _read_yaml(file.value)
-        if unknown := [
-            f"there is no option {name!r}.{_suggest(str(name), properties)}" for name in values if name not in properties
-        ]:
-            raise UserError(f"{file.value}: {' '.join(unknown)}")
-        for name, value in values.items():
-            words = _as_arguments(file.value, name, value, types[name])
-            try:
-                _check_values(words, types, defaults)
-            except UserError as error:
-                raise UserError(f"{file.value}: {error}") from None
-            arguments += words
+        arguments += _read_file(file.value, types, properties, defaults)
     argv = without(argv, files)
     _check_names(argv, types, properties)
     given = _normalize(argv, types)
@@ -70,6 +60,31 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     cfg = cls(**values)
     cfg.validate()
     return cfg
+
+
+def _read_file(path: str, types: dict[str, Any], properties: dict[str, Properties], defaults: dict[str, Any]) -> list[str]:
+    """Return the lines of a config file as words of a command line. Raise one UserError for all lines that have to change."""
+    arguments, problems, empty = [], [], []
+    for name, value in _read_yaml(path).items():
+        if name not in properties and value is None:
+            empty.append(str(name))
+        elif name not in properties:
+            problems.append(f"{name}: there is no such option.{_suggest(str(name), properties, value)}")
+        else:
+            try:
+                words = _as_arguments(name, value, types[name])
+                _check_values(words, types, defaults)
+                arguments += words
+            except UserError as error:
+                problems.append(str(error))
+    if empty:
+        problems.append(f"{', '.join(empty)}: there is no such option. Leave out what has no value.")
+    if len(problems) > 1:
+        lines = [text.replace(": there is no such option.", ":", 1) for text in problems]
+        problems = ["\n  ".join([f"{len(lines)} lines have to change. Write `name: value` for --name value:", *lines])]
+    if problems:
+        raise UserError(f"{path}: {problems[0]}")
+    return arguments
 
 
 def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
@@ -96,7 +111,7 @@ def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properti
 
 def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
     """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
-    known = {*properties, *(f"no_{name}" for name, kind in types.items() if kind is bool), "help"}
+    known = {*properties, *(f"no_{name}" for name, kind in types.items() if _is_switch(kind)), "help"}
     if argv and not argv[0].startswith("-"):
         meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
         raise UserError(f"{argv[0]}: is not an option.{meant}")
@@ -125,6 +140,8 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
 
 
 def _is_valid(value: str, kind: Any) -> bool:
+    if kind is bool:
+        return value in ("True", "False")
     if kind in (int, float):
         with contextlib.suppress(ValueError):
             kind(value)
@@ -137,8 +154,15 @@ def _is_valid(value: str, kind: Any) -> bool:
     return True  # a text, or what only tyro knows
 
 
+def _is_switch(kind: Any) -> bool:
+    """Return whether an option needs no value: a bool, or one that may be `auto`."""
+    return kind is bool or bool in typing.get_args(kind)
+
+
 def _choices(kind: Any) -> list[str]:
     """Return the words that an option accepts."""
+    if kind is bool:
+        return ["true", "false"]
     if typing.get_origin(kind) is Literal:
         return [str(word) for word in typing.get_args(kind)]
     return [word for one in typing.get_args(kind) for word in _choices(one)]
@@ -152,9 +176,16 @@ def _expected(kind: Any) -> str:
     return " or ".join(found)
 
 
-def _suggest(name: str, properties: dict[str, Properties]) -> str:
-    """Return " Did you mean --lr (...)?" for a name that is misspelt or that another toolkit uses."""
+def _suggest(name: str, properties: dict[str, Properties], value: Any = None) -> str:
+    """Return " Did you mean --lr (...)?" for a name that is misspelt or that another toolkit uses, perhaps with a value in YAML."""
     spelled = name.lower().replace("-", "_")
+    for instead in (text for text, names in INSTEAD.items() if spelled in names.split()):
+        if {*re.findall(r"--(\w+)", instead)} <= {*properties, "config_file"}:
+            return f" {instead[0].upper()}{instead[1:]}."
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "path" in value[0]:  # datasets of axolotl
+        path, kind = str(value[0]["path"]), "eval_file" if "test" in spelled else "train_file"
+        is_file = Path(path).suffix or kind == "eval_file"
+        return f" Use --{kind if is_file else 'dataset'} {path}{', with the rows of all in one file' if value[1:] else ''}."
     meanings = {spelling: known for known, found in properties.items() for spelling in (known, *found.also)}
     if spelled not in meanings:
         if spelled in properties_of(RecipeConfig):
@@ -182,20 +213,20 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return values
 
 
-def _as_arguments(path: str, name: str, value: Any, kind: Any) -> list[str]:
+def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
     """Return a line of YAML as words of a command line, so that one parser checks both."""
     if kind is bool:
         if not isinstance(value, bool):
-            raise UserError(f"{path}: {name}: {value!r} must be true or false.")
+            raise UserError(f"{name}: {value!r} must be true or false.")
         return [f"--{name}" if value else f"--no_{name}"]
     if isinstance(value, dict):
-        raise UserError(f"{path}: {name}: has nested lines, but takes one value.")
+        raise UserError(f"{name}: has nested lines, but takes one value.")
     if isinstance(value, list):
         if typing.get_origin(kind) is not tuple:
-            raise UserError(f"{path}: {name}: is a list, but takes one value.")
+            raise UserError(f"{name}: is a list, but takes one value.")
         return [f"--{name}", *map(str, value)]
     if value is None and kind is not str:
-        raise UserError(f"{path}: {name}: needs a value.")
+        raise UserError(f"{name}: needs a value.")
     if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
         value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
     return [f"--{name}", "" if value is None else str(value)]
@@ -206,6 +237,10 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
     words = ["--help"] if argv[:1] == ["-h"] else []
     for name, values in group_values(argv):
         kind, word = types.get(name), values[0].lower() if values else ""
+        plain = name.removeprefix("no_")
+        if bool in typing.get_args(types.get(plain)) and (not values or word in ("true", "false", "on", "off")):
+            words += [f"--{plain}", str(word not in ("false", "off") and name == plain), *values[1:]]
+            continue
         if kind is bool and values:
             if word not in ("true", "false"):
                 raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")

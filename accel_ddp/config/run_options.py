@@ -105,7 +105,10 @@ class SpeedConfig:
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
     compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
-        "auto", "precision of computation; auto: as in the accelerate config", affects_result=True
+        "auto",
+        "precision of computation; auto: as in the accelerate config, else bf16 if all GPUs have it, and no (float32) on CPUs",
+        affects_result=True,
+        legacy="no",
     )
     tf32: bool = option(True, "use TF32 tensor cores for float32 products", affects_result=True)
     deterministic: bool = option(

@@ -1,6 +1,8 @@
 """The config of a run: all options, and the checks that need several of them. Each recipe extends `RecipeConfig` with its own."""
 
 import dataclasses
+import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +22,7 @@ from accel_ddp.config.run_options import (
 from accel_ddp.errors import UserError
 
 MOST_PREDICTIONS = 1000
+ALL_LINEAR = "all-linear"  # a value of --lora_targets: all linear layers except the head
 
 
 @dataclass(kw_only=True)
@@ -105,6 +108,27 @@ class TrainConfig(
             )
         return micro, per_rank // micro
 
+    def most_ranks(self, limit: int) -> tuple[int, str]:
+        """Return the largest number of ranks up to `limit` that can split a batch, and why not `limit` with what to change, or ""."""
+        number = next((ranks for ranks in range(limit, 1, -1) if self._can_split(ranks)), 1)
+        if number == limit:
+            return number, ""
+        total, micro = self.global_batch_size, self.micro_batch_size
+        per_rank, remainder = divmod(total, limit)
+        if not remainder and isinstance(micro, int):
+            fits = next(size for size in range(micro, 0, -1) if per_rank % size == 0)
+            reason = f"--micro_batch_size {micro} does not divide the {per_rank} items of each; --micro_batch_size {fits}"
+        else:
+            sizes = itertools.count(total + limit - remainder, limit)
+            fits = next(size for size in sizes if dataclasses.replace(self, global_batch_size=size)._can_split(limit))
+            reason = f"--global_batch_size {total} cannot be split over {limit}; --global_batch_size {fits}"
+        return number, f"{reason} uses all"
+
+    def _can_split(self, num_ranks: int) -> bool:
+        with suppress(UserError):
+            return bool(self.split(num_ranks))
+        return False
+
 
 @dataclass(kw_only=True)
 @of_group("model", at_least=0)
@@ -112,14 +136,20 @@ class ModelConfig(TrainConfig):
     """The options of a recipe's model."""
 
     model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
-    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "type of trained weights; 16 bits lose small updates")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        "type of the weights; 16 bits lose small updates; auto: float32, and with --lora_r and mixed precision that of the files",
+        legacy="float32",
+    )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "attention of transformers; auto: its default", affects_result=False
     )
     lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights")
     lora_alpha: int = option(16, "scale of the adapters")
     lora_dropout: float = option(0.0, "dropout before the adapters")
-    lora_targets: tuple[str, ...] = option((), "layers that get adapters; default: those that peft chooses, or all linear layers")
+    lora_targets: tuple[str, ...] = option(
+        (), "names of layers that get adapters, or all-linear; default: those that peft chooses, or all linear layers", legacy=()
+    )
     merge_adapters: Literal["auto", "on", "off"] = option(
         "auto", "export the whole model, with merged adapters; auto: if the base model is not on the Hub", affects_result=False
     )
@@ -166,12 +196,16 @@ class RecipeConfig(ModelConfig):
 
     def validate(self) -> None:
         super().validate()
+        if self.eval_file and not self.train_file:
+            raise UserError(f"--eval_file {self.eval_file}: was given without --train_file. Give both.")
         if self.quantize != "no" and not self.lora_r:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"
             raise UserError(f"--quantize {self.quantize} --merge_adapters on: would round merged weights again. {instead}.")
-        if self.lora_targets and not self.lora_r:
+        if ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1:
+            raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: {ALL_LINEAR} includes the others. Type it alone.")
+        if self.lora_targets != type(self).lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.lora_alpha != type(self).lora_alpha and not self.lora_r:
             raise UserError(

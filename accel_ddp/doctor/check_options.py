@@ -75,14 +75,20 @@ def load_recipe_config(argv: list[str]) -> TrainConfig | None:
     text = path.read_text(errors="replace")
     if "accel_ddp" not in text or "__main__" not in text:  # without that guard, an import would start the training
         return None
-    spec = importlib.util.spec_from_file_location("recipe_of_doctor", path)
+    module = load_recipe(path)
+    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
+    own = [one for one in classes if one.__module__ == module.__name__] or classes
+    return parse_config(own[-1], argv[1:], script=argv[0]) if own else None
+
+
+def load_recipe(path: Path) -> Any:
+    """Return the module of a recipe. Recipes import torch only when they run."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up the module of a class by its name
-    sys.path.insert(0, str(path.parent))
-    spec.loader.exec_module(module)  # recipes import torch only when they run
-    classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
-    own = [one for one in classes if one.__module__ == spec.name] or classes
-    return parse_config(own[-1], argv[1:], script=argv[0]) if own else None
+    sys.path.insert(0, str(path.parent))  # own_loop.py imports classify.py
+    spec.loader.exec_module(module)
+    return module
 
 
 def model_bytes(model: str) -> int:

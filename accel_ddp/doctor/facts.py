@@ -54,9 +54,13 @@ def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict
 
 
 def count_visible() -> int:
-    """Return the number of GPUs that ranks on this host would use. 0: they would use CPUs, or the GPUs are not known."""
-    gpus = None if cpu_is_wanted() else query_driver()[0]
-    return len(_select_visible(topology_of_this_rank(), gpus)[0]) if gpus else 0
+    """Return the number of GPUs that ranks on this host would use. 0: they would use CPUs."""
+    gpus = [] if cpu_is_wanted() else query_driver()[0]
+    if gpus is None:  # a container without nvidia-smi has the devices of its GPUs
+        gpus = [{"uuid": ""} for _ in Path("/dev").glob("nvidia[0-9]*")]
+    visible = set(_select_visible(topology_of_this_rank(), gpus)[0])
+    is_partitioned = any(gpus[index].get("mig") for index in visible)  # CUDA then uses one part of one GPU
+    return min(1, len(visible)) if is_partitioned else len(visible)
 
 
 def _read_gpu(gpu: ElementTree.Element) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def _read_gpu(gpu: ElementTree.Element) -> dict[str, Any]:
     uncorrectable = [one for one in counters if "uncorrectable" in one.tag or one.tag.endswith("_dbe")]
     processes = [one for one in gpu.findall("processes/process_info") if _text(one, "type") in ("C", "C+G")]
     return {
-        "name": _text(gpu, "product_name"), "uuid": _text(gpu, "uuid"),
+        "name": _text(gpu, "product_name"), "uuid": _text(gpu, "uuid"), "mig": _text(gpu, "mig_mode/current_mig") == "Enabled",
         "bytes": _number(_text(gpu, "fb_memory_usage/total")) << 20,
         "used": _number(_text(gpu, "fb_memory_usage/used")) << 20,
         "ecc": sum(_number((one.text or "").strip()) for one in uncorrectable),

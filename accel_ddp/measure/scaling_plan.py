@@ -9,7 +9,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import recipe_files
-from accel_ddp.nodes.launcher import parse_accelerate_command, read_accelerate_config
+from accel_ddp.nodes.launcher import parse_accelerate_command, read_accelerate_config, stated_precision
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.text import counted, did_you_mean
 from accel_ddp.words import find_options, name_of, script_at, without
@@ -248,8 +248,9 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
     if not cluster:  # the options of `accelerate launch` replace the settings of the config
         require_ddp(parse_accelerate_command(["accelerate", "launch", "--config_file", config, *kept]) or {}, "accel-ddp scaling")
     alone = ["--config_file", str(recipe_files.config_path("local.yaml"))]
-    if not any(word.startswith(("--mixed_precision", "--mixed-precision")) for word in kept):
-        alone += ["--mixed_precision", str(read_accelerate_config(config).get("mixed_precision") or "no")]
+    stated = stated_precision(read_accelerate_config(config))
+    if stated and not any(word.startswith(("--mixed_precision", "--mixed-precision")) for word in kept):
+        alone += ["--mixed_precision", stated]
     alone += [word for word in kept if word not in ("--multi_gpu", "--multi-gpu")]
     num_gpus = len(values.gpu_ids.split(",")) if values.gpu_ids not in ("", "all") else 0
     return ["--config_file", config, *kept], alone, int(values.num_processes or 0), num_gpus

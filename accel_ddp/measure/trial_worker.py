@@ -118,8 +118,11 @@ class TrialWorker(CollectiveWorker):
         torch, spec = self.torch, self.spec
         model = build_proxy_model(torch, spec["entries"], getattr(torch, spec["dtype"]), self.device)
         self.autocast = contextlib.nullcontext()
-        if spec["autocast"]:
-            self.autocast = torch.autocast(self.device.type, getattr(torch, spec["autocast"]))
+        dtype = spec["autocast"]
+        if dtype == "auto":
+            dtype = "bfloat16" if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] >= 8 else ""
+        if dtype:
+            self.autocast = torch.autocast(self.device.type, getattr(torch, dtype))
         report("tokens", tokens=self.choose_tokens(model))
         times: dict[Choice, float] = {(size, hook): ms for size, hook, ms in spec["times"]}
         best_ms = 0.0

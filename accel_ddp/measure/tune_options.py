@@ -8,6 +8,7 @@ from typing import Any
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.doctor.doctor_command import add_shared_options
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.launcher import stated_precision
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.words import find_options, name_of
 
@@ -39,7 +40,7 @@ class TuneOptions:
     model: dict[str, Any] = field(default_factory=dict)  # options of a recipe; empty: no model
     model_bytes: int = 0
     tokens: int = 0  # per rank and step; 0: chosen by device
-    autocast: str = ""  # dtype of mixed precision; empty: off
+    autocast: str = ""  # dtype of mixed precision; empty: off; auto: bfloat16 on GPUs that have it
     launch: str = "accelerate launch"  # the user's launch command, for the printed instructions
     out: str = DEFAULT_OUT
 
@@ -88,14 +89,15 @@ def options_from(
     tokens = 0
     if cfg is not None:
         items = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # only a training run can find the value of auto
-        tokens = items * min(128, getattr(cfg, "max_length", 128))
+        length = getattr(cfg, "max_length", 128)
+        tokens = items * min(128, 128 if length == "auto" else length)
     precision = getattr(cfg, "mixed_precision", "auto")
-    precision = str(topology.accelerate_config.get("mixed_precision", "no")) if precision == "auto" else precision
+    precision = (stated_precision(topology.accelerate_config) or "auto") if precision == "auto" else precision
     return TuneOptions(
         minutes=given.minutes, trial_seconds=given.trial_seconds, backend=given.backend, out=given.out,
         tries=[_parse_try(text) for text in given.tries], model=model if model.get("model") else {},
         model_bytes=given.model_bytes, tokens=given.tokens or tokens,
-        autocast={"bf16": "bfloat16", "fp16": "float16"}.get(precision, ""),
+        autocast={"bf16": "bfloat16", "fp16": "float16", "auto": "auto"}.get(precision, ""),
         launch=_launch_command(topology.num_nodes, own_words, script_words),
     )  # fmt: skip
 

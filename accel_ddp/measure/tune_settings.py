@@ -196,7 +196,7 @@ class DdpTuner:
         """Return the best config and its speed relative to DDP's default, or None if the default could not be timed."""
         measurements = self.measurements
         entries = await self._entries_for_the_time_left(best)
-        precision = f" in {self.options.autocast}" if self.options.autocast else ""
+        precision = f" in {self.options.autocast}" if self.options.autocast not in ("", "auto") else ""
         text = f"a DDP step with these gradients{precision}, {measurements.tokens} tokens per rank, settings: {best.label}"
         await self.coordinator.print_on_all(f"{text}\n{tune_results.DDP_HEADING}")
         for _ in range(MAX_STARTS):

@@ -70,7 +70,7 @@ class Tuner:
             return Gradients([])
         entries = tune_results.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
         is_lora = bool(options.model.get("lora_r"))  # adapters are trained in float32
-        gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "float32"))
+        gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "auto").replace("auto", "float32"))
         size = format_bytes(gradients.bytes)
         await self.coordinator.print_on_all(f"gradients: {tune_results.count_elements(entries):,} elements, {size}")
         return gradients

@@ -1,4 +1,6 @@
-"""The estimated GPU memory, printed before a run loads its model. A model that does not fit is refused."""
+"""The estimated GPU memory, printed before a run loads its model, and the options that depend on it. A model that does not fit is
+refused.
+"""
 
 import logging
 import random
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from accel_ddp.config.choices import choose
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, Estimator, Suggestion, fits, needed
@@ -18,6 +21,7 @@ from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on
 from accel_ddp.ranks.process import links, this_rank
 
 log = logging.getLogger(__name__)
+EVAL_BATCH_SIZE = 16  # where the memory is not known
 STATES = ("weights", "gradients", "optimizer", "averages", "gathered")
 
 # What the rows of an estimate are called. `docs/memory.md` explains them.
@@ -35,22 +39,28 @@ class Verdict:
     text: str = ""  # to print
     refusal: str = ""  # the message of the error that every rank raises
     facts: dict[str, Any] = field(default_factory=dict)  # for the log of the run
+    choices: dict[str, tuple[Any, str]] = field(default_factory=dict)  # the values of options that are `auto`, and why
 
 
-def report(accelerator: Accelerator, cfg: TrainConfig, model_class: str) -> None:
-    """Print the memory that each GPU needs. Raise UserError on every rank if the states of the model alone do not fit.
+def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str) -> None:
+    """Choose `--gradient_checkpointing auto` and `--eval_batch_size auto`, and print the memory that each GPU needs.
 
-    It does nothing on CPUs without `--gpu_memory_gb`, and for a task without `model_class`. A micro-batch that is too large is only
-    reported, because texts may be shorter than the estimate assumes. Whatever fails in the estimate itself does not end the run.
+    Call it on every rank, when `cfg.max_length` is known and before the model is loaded. Raise UserError on every rank if the states of
+    the model alone do not fit. A micro-batch that is too large is only reported, because texts may be shorter than the estimate
+    assumes. Whatever fails in the estimate itself does not end the run. Without `model_class`, and on CPUs without `--gpu_memory_gb`,
+    nothing is estimated.
     """
-    if not model_class or not (accelerator.device.type == "cuda" or cfg.gpu_memory_gb):
-        return
-    rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
     found = Verdict()
-    if rooms and all(size for size, _ in rooms):
-        found = _judge(accelerator.mixed_precision, cfg, model_class, *map(min, zip(*rooms)))
-    found = broadcast_object(found, what="estimate the memory of the model")
-    links.memory = found.facts
+    if on_gpu := bool(model_class) and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
+        rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
+        if rooms and all(size for size, _ in rooms):
+            found = _judge(accelerator.mixed_precision, cfg, model_class, *map(min, zip(*rooms)))
+        found = broadcast_object(found, what="estimate the memory of the model")
+        links.memory = found.facts
+    why = "the memory is not estimated" if on_gpu else "on CPUs"
+    for name, value in (("gradient_checkpointing", False), ("eval_batch_size", EVAL_BATCH_SIZE)):
+        if getattr(cfg, name, None) == "auto":
+            choose(cfg, name, *found.choices.get(name, (value, why)))
     if found.text:
         print_on_main(found.text)
     if found.refusal:
@@ -88,6 +98,7 @@ def _judge(precision: str, cfg: TrainConfig, model_class: str, size: float, free
 
 def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: float, free: float) -> Verdict:
     """Return what to print for a GPU with `size` bytes, of which `free` are not used by other processes."""
+    estimator = estimator.settled(ranks, plan, min(size, free))
     found = estimator.estimate(ranks, plan)
     expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak
     lines = [f"memory per GPU: {expected / GIB:.1f} of {size / GIB:.1f} GiB estimated{_with(found)}{_parts(found, expected)}"]
@@ -99,14 +110,14 @@ def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: flo
     facts = {"estimated": expected, **found.rows}
     advice = [] if fits(found, size) else estimator.suggest(ranks, plan, size)
     if needed(found.states, ranks) > size:
-        return Verdict("\n".join(lines), _refusal(estimator.cfg, found, size, advice), facts)
+        return Verdict("\n".join(lines), _refusal(estimator.cfg, found, size, advice), facts, estimator.choices)
     if not fits(found, size):
         what = "A step" if needed(found.total, ranks) > size else "An evaluation"
         change = ", or ".join(map(str, advice)) or "a smaller --max_length or --eval_batch_size"
         lines.append(f"  {what} may not fit if texts are as long as the estimate assumes. Use {change}.")
     elif not fits(found, free):
         lines.append(f"  Only {free / GIB:.1f} GiB are free, because other processes use the GPU. The run may not fit.")
-    return Verdict("\n".join(lines), "", facts)
+    return Verdict("\n".join(lines), "", facts, estimator.choices)
 
 
 def _with(found: Estimate) -> str:

@@ -71,7 +71,8 @@ class Estimate:
     loss: int
     other: int
     graphs: int = 0  # used only if there is room
-    evaluation: int = 0  # how much more an evaluation needs than a step
+    evaluations: dict[int, int] = field(default_factory=dict)  # items per batch -> how much more an evaluation needs than a step
+    eval_batch_size: int | str = "auto"  # auto: the smallest
     replicas: int = 1  # copies of a sharded model
     rows: dict[str, int] = field(init=False, repr=False)
 
@@ -87,6 +88,11 @@ class Estimate:
     def total(self) -> int:
         """The peak of a step, without CUDA graphs."""
         return sum(self.rows.values())
+
+    @property
+    def evaluation(self) -> int:
+        """How much more an evaluation needs than a step."""
+        return self.evaluations.get(self.eval_batch_size, min(self.evaluations.values(), default=0))
 
     @property
     def peak(self) -> int:
@@ -155,9 +161,10 @@ def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: Shardi
     # With --ema_decay an evaluation needs a copy of the trained weights too.
     kept = found.states - (0 if keeps_gradients else found.gradients)
     weights = states.gradients * (1 / shards * on_gpu) if states.averages else 0
-    more = kept + found.other + run.trace.evaluation + weights - found.total
+    free = found.total - kept - found.other - weights  # of what a step needs
+    more = {size: max(0, int(taken - free)) for size, taken in run.trace.evaluations.items()}
     graphs = 0 if plan else _graphs(run, found, keeps_gradients)
-    return dataclasses.replace(found, graphs=graphs, evaluation=max(0, int(more)))
+    return dataclasses.replace(found, graphs=graphs, evaluations=more)
 
 
 def _peak_of_replica(run: EstimatedRun, keeps_gradients: bool) -> tuple[int, int, int]:
@@ -243,24 +250,49 @@ class Estimator:
         """`precision` is no, bf16 or fp16."""
         self.cfg, self.model_class, self.precision, self.num_nodes = cfg, model_class, precision, num_nodes
         self._runs: dict[tuple[Any, ...], EstimatedRun] = {}
+        self.choices: dict[str, tuple[Any, str]] = {}  # what `auto` means, and why; see `settled`
+
+    def settled(self, ranks: int, plan: ShardingPlan | None, available: float) -> "Estimator":
+        """Return an estimator of the run that `auto` makes of this one on GPUs with so many bytes."""
+        found, choices = self.estimate(ranks, plan), {}
+        of = f"of {available / GIB:.1f} GiB estimated"
+        if self.cfg.gradient_checkpointing == "auto":
+            is_on, why = False, f"{found.total / GIB:.1f} {of} without it"
+            if needed(found.total, ranks) > available:
+                with contextlib.suppress(UserError):  # the model does not support it
+                    with_it = self.estimate(ranks, plan, **CHECKPOINTED)
+                    is_on, why = with_it.total < found.total, f"{why}, {with_it.total / GIB:.1f} with it"
+                    found = min(with_it, found, key=lambda one: one.total)
+            choices["gradient_checkpointing"] = is_on, why
+        if getattr(self.cfg, "eval_batch_size", 0) == "auto":
+            fitting = [size for size, more in found.evaluations.items() if needed(found.total + more, ranks) <= available]
+            size = max(fitting, default=1)
+            peak = found.total + found.evaluations.get(size, 0)
+            choices["eval_batch_size"] = size, f"an evaluation needs no more than {peak / GIB:.1f} {of}"
+        other = copy.copy(self)
+        other.cfg = dataclasses.replace(self.cfg, **{name: value for name, (value, _) in choices.items()})
+        other.choices = choices
+        return other
 
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
         """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.
 
-        `--micro_batch_size auto` counts as 1, which is the least that it may choose.
+        `auto` counts as the least that it may choose: micro-batches and evaluations of 1 item. `--gradient_checkpointing auto` is off.
         """
         cfg = copy.copy(self.cfg)
         for name, value in changes.items():
             setattr(cfg, name, value)
         if cfg.micro_batch_size == "auto":
             cfg.micro_batch_size = 1
-        cfg.gradient_checkpointing |= plan is not None and plan.activation_checkpointing
+        in_plan = plan is not None and plan.activation_checkpointing
+        cfg.gradient_checkpointing = in_plan or cfg.gradient_checkpointing is True
         micro, count = cfg.split(ranks)
         options = sorted((name, value) for name, value in changes.items() if name not in ("micro_batch_size", *CHECKPOINTED))
         key = (micro, cfg.gradient_checkpointing, *options)
         if key not in self._runs:
             self._runs[key] = prepare(cfg, self.model_class, self.precision, micro)
-        return estimate(self._runs[key], ranks, count, plan)
+        found = estimate(self._runs[key], ranks, count, plan)
+        return dataclasses.replace(found, eval_batch_size=getattr(cfg, "eval_batch_size", 1))
 
     def can_be_sharded(self) -> bool:
         """Return whether FSDP accepts the model and the options. Call it after `estimate`."""
@@ -295,6 +327,9 @@ class Estimator:
                 found = self.estimate(ranks, plan, **options)
             except Exception:
                 continue
+            if not fits(found, available):  # only the evaluation may be too large
+                found = dataclasses.replace(found, eval_batch_size=1)
+                words = _joined(words, "--eval_batch_size 1")
             if fits(found, available):
                 yield Suggestion(words, found)
 
@@ -315,8 +350,9 @@ class Estimator:
             if ranks > 1 and not plan:
                 layouts.append((f"FSDP over the same {ranks} GPUs{how}", ranks, sharded))
             layouts += [(f"FSDP over {number} GPUs{how}", number, sharded) for number in NUMBERS if number > ranks]
-            if plan and not plan.cpu_offload:
-                layouts.append(("--fsdp_offload_params true", ranks, dataclasses.replace(plan, cpu_offload=True)))
+            if not sharded.cpu_offload:
+                words = "--fsdp_offload_params true" if plan else f"FSDP over {max(2, ranks)} GPUs with --fsdp_offload_params true{how}"
+                layouts.append((words, max(2, ranks), dataclasses.replace(plan or sharded, cpu_offload=True)))
         for words, number, other in layouts:
             with contextlib.suppress(UserError):  # the batch cannot be split over so many GPUs
                 if needed(self.estimate(number, other).states, number) <= available:
@@ -324,15 +360,14 @@ class Estimator:
 
     def _smaller_steps(self, words: str, ranks: int, plan: ShardingPlan | None) -> Iterator[Change]:
         """Yield a layout alone, and with gradient checkpointing and micro-batches of a half, a quarter, and 1."""
-        join = lambda more: f"{words} with {more}" if words else more
-        if words:
-            yield words, ranks, plan, {}
+        join = lambda more: _joined(words, more)
+        yield words, ranks, plan, {}
         micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
         smaller = {size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}
         sizes = sorted(smaller, reverse=True)
         for size in sizes:
             yield join(f"--micro_batch_size {size}"), ranks, plan, {"micro_batch_size": size}
-        if self.cfg.gradient_checkpointing or (plan and plan.activation_checkpointing):
+        if self.cfg.gradient_checkpointing is True or (plan and plan.activation_checkpointing):
             return
         yield join("--gradient_checkpointing"), ranks, plan, CHECKPOINTED
         if sizes:
@@ -340,18 +375,26 @@ class Estimator:
             yield join(f"--gradient_checkpointing --micro_batch_size {sizes[-1]}"), ranks, plan, smallest
 
     def _other_result(self, ranks: int, plan: ShardingPlan | None) -> Iterator[Change]:
-        cfg = self.cfg
-        if cfg.optimizer == "adamw" and plan is None and find_spec("torchao"):
+        cfg, smallest = self.cfg, {**CHECKPOINTED, "micro_batch_size": 1}
+        has_adapters = bool(getattr(cfg, "lora_r", 0))
+        if cfg.optimizer == "adamw" and plan is None and find_spec("torchao") and not has_adapters:
             yield "--optimizer adamw8bit", ranks, plan, {"optimizer": "adamw8bit"}
-        if not LORA_TASKS.get(self.model_class) or getattr(cfg, "lora_r", 1):
-            return
-        yield "--lora_r 16", ranks, plan, ADAPTERS
-        yield "--lora_r 16 --dtype bfloat16", ranks, plan, NARROW_ADAPTERS
-        smaller = {**NARROW_ADAPTERS, **CHECKPOINTED, "micro_batch_size": 1}
-        yield "--lora_r 16 --dtype bfloat16 --gradient_checkpointing --micro_batch_size 1", ranks, plan, smaller
-        if plan is None:
-            quantized = {**ADAPTERS, "quantize": "4bit", **CHECKPOINTED, "micro_batch_size": 1}
-            yield "--lora_r 16 --quantize 4bit --gradient_checkpointing --micro_batch_size 1", ranks, plan, quantized
+        changes: list[dict[str, Any]] = []
+        if LORA_TASKS.get(self.model_class):
+            if not has_adapters:
+                changes += [ADAPTERS, NARROW_ADAPTERS, NARROW_ADAPTERS | smallest]
+            if plan is None and cfg.quantize == "no":
+                changes += [{**({} if has_adapters else ADAPTERS), "quantize": "4bit", **smallest}]
+        length = getattr(cfg, "max_length", 0) or 0
+        changes += [{"max_length": length // part, **smallest} for part in (2, 4, 8) if isinstance(length, int) and length >= 128 * part]
+        for options in changes:
+            words = " ".join(f"--{name}" + (f" {value}" if value is not True else "") for name, value in options.items())
+            yield words, ranks, plan, options
+
+
+def _joined(words: str, more: str) -> str:
+    """Return `--option 1 --other 2`, or `FSDP over 2 GPUs with --option 1`."""
+    return f"{words}{' with' * ('--' not in words.rpartition(') ')[2])} {more}" if words else more
 
 
 def fits(found: Estimate, available: float) -> bool:

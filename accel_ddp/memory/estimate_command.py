@@ -2,27 +2,23 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from accel_ddp.config.parsing import parse_config
+from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
 from accel_ddp.memory.at_start import NAMES
 from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
 from accel_ddp.nodes import recipe_files
-from accel_ddp.nodes.launcher import read_accelerate_config
+from accel_ddp.nodes.launcher import read_accelerate_config, stated_precision
 from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
 from accel_ddp.text import table
 from accel_ddp.words import script_at
 
 USABLE = 0.99  # of the number in the name of a GPU, in GiB
 NUMBERS = [1, 2, 4, 8]
-MODES = {"no": "no", "": "no", "none": "no", "bf16": "bf16", "fp16": "fp16"}  # of mixed_precision in an accelerate config
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,6 +47,8 @@ def main(words: list[str]) -> int:
     given, name, options = _split(words)
     launch = _read_config(given.config_file)
     recipe = load_recipe(recipe_files.recipe_path(name))
+    if not hasattr(recipe, "Config"):
+        raise UserError(f"{name}: has no class Config, so it is not a recipe.")
     cfg = parse_config(recipe.Config, options, name)
     if not hasattr(cfg, "model"):
         raise UserError(
@@ -125,12 +123,12 @@ def _read_config(word: str) -> Launch:
             raise UserError(f"--config_file {word}: {name}: {text} is not a number.")
         values[name] = int(text) if text.isdigit() else 0
     number, nodes = values["num_processes"], values["num_machines"] or 1
-    precision = str(config.get("mixed_precision", "no")).lower()
-    if precision not in MODES:
+    precision = stated_precision(config)
+    if precision not in ("", "no", "bf16", "fp16"):
         raise UserError(f"--config_file {word}: mixed_precision: {precision} is not supported. Use no, bf16 or fp16.")
     # The number of ranks is checked for each number of GPUs.
     plan = read_plan(variables_of(config), 0, path)
-    return Launch(plan, (number,) if number else (), nodes, MODES[precision])
+    return Launch(plan, (number,) if number else (), nodes, precision)
 
 
 def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[tuple[Estimate, ShardingPlan | None]]:
@@ -153,18 +151,6 @@ def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[t
     return found
 
 
-def load_recipe(path: Path) -> Any:
-    """Return the module of a recipe. Raise UserError if it is not a recipe."""
-    sys.path.insert(0, str(path.parent))  # own_loop.py imports classify.py
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, "Config"):
-        raise UserError(f"{path}: has no class Config, so it is not a recipe.")
-    return module
-
-
 def _table(found: list[Estimate]) -> str:
     lines = [["GiB per GPU", *(one.title for one in found)]]
     for name, title in NAMES.items():
@@ -183,12 +169,16 @@ def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | Non
         lines.append("Activations are not included, because the forward pass of this model could not be traced.")
     for size in sorted(sizes):
         usable = size * USABLE * GIB
-        good = [one.title for one, _ in layouts if fits(one, usable)]
+        good = []
+        for one, plan in layouts:
+            settled = estimator.settled(one.ranks, plan, usable)
+            found = settled.estimate(one.ranks, plan)
+            auto = "".join(f", --{name} {value}" for name, (value, _) in settled.choices.items())
+            good += [f"{one.title}{f' ({found.peak / GIB:.1f} GiB{auto})' if auto else ''}"] if fits(found, usable) else []
         if good:
             lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
             continue
-        one, plan = layouts[-1]
-        advice = estimator.suggest(one.ranks, plan, usable)
+        advice = settled.suggest(one.ranks, plan, usable)
         change = f"Use {', or '.join(map(str, advice))}." if advice else "Use larger GPUs, or a smaller model."
         lines.append(f"{size:g} GB: does not fit. {change}")
     return "\n".join(lines)

@@ -154,15 +154,15 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     if not model_class:
         name = (getattr(config, "architectures", None) or [""])[0]
         model_class = next((found for end, found in CLASSES.items() if name.endswith(end)), "AutoModel")
-    options: dict[str, Any] = {"dtype": getattr(torch, cfg.dtype)}
-    if cfg.attn_implementation != "auto":
-        options["attn_implementation"] = cfg.attn_implementation
     is_quantized, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
     if given:
         targets = given.config.target_modules
         targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets or ()))
         cfg = dataclasses.replace(cfg, lora_r=given.config.r, lora_targets=targets)
+    options: dict[str, Any] = {"dtype": getattr(torch, models.weights_dtype(cfg, config, cfg.lora_r > 0, precision)[0])}
+    if cfg.attn_implementation != "auto":
+        options["attn_implementation"] = cfg.attn_implementation
     with torch.device("meta"):
         try:
             model = getattr(transformers, model_class).from_config(config, **options)

@@ -184,10 +184,10 @@ class Trace:
     num_layers: int
     output_of_layer: int  # bytes
     is_padding_free: bool
-    evaluation: int  # bytes of the largest moment of an evaluation
+    evaluations: dict[int, int]  # items per batch -> bytes of the largest moment of an evaluation
 
 
-NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, 0)  # of a model that cannot be traced
+NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, {})  # of a model that cannot be traced
 
 
 def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
@@ -219,22 +219,55 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         moments = marks.extend(np.stack(tracker.moments), num_layers)
         del gradients, loss
         marks.remove()
-        evaluation = _trace_evaluation(fake, computed, cfg, tracker)
-    return Trace(moments, num_layers, marks.output_bytes, is_padding_free, evaluation)
+        evaluations = _trace_evaluations(fake, computed, head, cfg, tracker, num_layers)
+    return Trace(moments, num_layers, marks.output_bytes, is_padding_free, evaluations)
 
 
-def _trace_evaluation(fake: FakeModel, computed: "_Autocast", cfg: Any, tracker: Tracker) -> int:
-    tracker.moments.clear()
-    before = int(tracker.live[0].sum())
+# What `--eval_batch_size auto` may choose. More tokens at once are not faster.
+EVAL_SIZES, EVAL_TOKENS = (1, 4, 16, 64), 1 << 15
+
+
+def _trace_evaluations(
+    fake: FakeModel, computed: "_Autocast", head: OutputHead | None, cfg: Any, tracker: Tracker, num_layers: int
+) -> dict[int, int]:
+    """Return the bytes of an evaluation with the batch size of the options and with others, and of the answers to prompts."""
     fake.model.eval()
-    batch = make_batch(fake, cfg, getattr(cfg, "eval_batch_size", 1))
-    with torch.no_grad(), tracker, CurrentBatch(batch):
-        scores = computed(**_inputs(fake, batch))
-        logits = getattr(scores, "logits", None)
-        if logits is not None and fake.model_class in GENERATING:
-            first = int(fake.model_class == "AutoModelForCausalLM")
-            losses.of_tokens(logits[:, : logits.shape[1] - first], batch["labels"][:, first:], "rows")
-    return max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
+    single = make_batch(fake, cfg, 1)
+    given = getattr(cfg, "eval_batch_size", 1)
+    most = EVAL_TOKENS // single.sizes.width if single.sizes else EVAL_SIZES[-1]
+    sizes = [size for size in EVAL_SIZES if size <= max(1, most)] if given == "auto" else {1, given}
+
+    @torch.no_grad()
+    def peak(compute: Callable[[], Any]) -> int:
+        tracker.moments.clear()
+        before = int(tracker.live[0].sum())
+        with tracker:
+            compute()
+        return max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
+
+    def measure(batch: Any) -> None:
+        inputs = _inputs(fake, batch)
+        with CurrentBatch(batch):
+            if head is not None:
+                head.row_losses(computed, inputs, losses.next_tokens(batch["labels"]), batch)
+            else:
+                logits = getattr(computed(**inputs), "logits", None)
+                if logits is not None and fake.model_class in GENERATING:
+                    losses.of_tokens(logits, batch["labels"], "rows")
+
+    def answer() -> None:
+        """Compute a prompt with a cache of keys and values, and add the cache of the layers that are not traced."""
+        made = computed(**_inputs(fake, single) | {"use_cache": True, "logits_to_keep": 1}).past_key_values
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.layers) // len(made.layers)
+        kept.append(torch.empty(size * max(0, num_layers - len(made.layers)), dtype=torch.uint8))
+
+    kept: list[Tensor] = []
+    answers = 0
+    if head is not None and (getattr(cfg, "samples", 0) or getattr(cfg, "log_predictions", 0)):
+        with contextlib.suppress(Exception):  # a model with another kind of cache
+            answers = peak(answer)
+            kept.clear()
+    return {size: max(answers, peak(functools.partial(measure, make_batch(fake, cfg, size)))) for size in sizes}
 
 
 def _shorten(model: nn.Module) -> tuple[nn.ModuleList | None, int]:

@@ -151,6 +151,25 @@ def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
     return {**base, **given}
 
 
+def stated_precision(config: dict[str, Any]) -> str:
+    """Return the precision that an accelerate config or command states: no, bf16 or another text. "": it states none.
+
+    YAML reads an unquoted `no` as False. A config without the setting leaves the precision to the recipe.
+    """
+    value = config.get("mixed_precision")
+    return "" if value in (None, "") else "no" if value is False else str(value).lower()
+
+
+def find_stated_precision() -> str:
+    """Return the precision that the launcher of this rank was asked for, or "" if the recipe may choose it.
+
+    `accelerate launch` sets ACCELERATE_MIXED_PRECISION=no also if neither its config nor its command line states a precision.
+    """
+    value = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    request = find_accelerate_request() if value == "no" else None
+    return value if request is None else stated_precision(request)
+
+
 def check_rank_variables() -> None:
     """Raise UserError if there are several ranks, but not all variables by which they find each other."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")

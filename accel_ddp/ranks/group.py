@@ -32,7 +32,7 @@ from accel_ddp.watch.link import MonitorAddress
 log = logging.getLogger(__name__)
 
 
-def connect(cfg: TrainConfig, precision: str) -> bool:
+def connect(cfg: TrainConfig) -> bool:
     """Open the process group and return whether this run trains on GPUs. The answer or error is the same on every rank."""
     check_rank_variables()
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
@@ -45,7 +45,7 @@ def connect(cfg: TrainConfig, precision: str) -> bool:
         "rank": this_rank.rank, "node": links.node, "local_rank": this_rank.local_rank, "local": this_rank.local_ranks,
         "nonce": secrets.token_hex(8), "key": keys.public if keys else None, "run": read_earlier_run(),
         "monitor": _start_monitor(cfg) if this_rank.is_local_main else None,
-        "options": {**options_that_must_match(cfg), "mixed_precision": precision}, "torch": torch.__version__,
+        "options": options_that_must_match(cfg), "torch": torch.__version__,
         "sharding": links.sharding.settings() if links.sharding else {},
     }  # fmt: skip
     try:

@@ -71,6 +71,7 @@ class ReportedRun:
     end: dict[str, Any] | None = None  # None: `state` is running or interrupted
     state: State = "interrupted"  # interrupted: it was killed, or it failed
     options: dict[str, Any] = field(default_factory=dict)  # config.json
+    chosen: dict[str, Any] = field(default_factory=dict)  # why options have the values that `auto` chose
     summary: dict[str, Any] = field(default_factory=dict)
     profile: dict[str, Any] | None = None
     notes: list[str] = field(default_factory=list)  # what could not be read

@@ -21,7 +21,7 @@ from accel_ddp.records import eval_tables, incidents, run_log
 from accel_ddp.records.files import parse, read_objects
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.report.log_reader import read_log_columns
-from accel_ddp.report.run_data import LogContent, ReportedRun, State, holds_number, number_of, summarize, whole_of
+from accel_ddp.report.run_data import LogContent, ReportedRun, State, dict_of, holds_number, number_of, summarize, whole_of
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.text import counted
 
@@ -172,6 +172,7 @@ def read_run(folder: str | Path, name: str = "") -> ReportedRun:
     run.evaluations = _read_evaluations(content)
     run.state = _find_state(run)
     run.options = _read_object(folder / "config.json", run.notes)
+    run.chosen = dict_of(run.options.pop("chosen", {}))
     best = _read_object(folder / "best.json", run.notes)
     run.checkpoints = _find_checkpoints(run.folder, content, best)
     run.tables = _read_tables(run, content, best)

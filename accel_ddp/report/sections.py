@@ -287,13 +287,14 @@ def configuration(run: ReportedRun, level: int, prefix: str) -> Html:
     title = "Options that differ from the defaults"
     listed = join([tag(f"h{level + 1}", title), table(["option", "value", "default"], options, title)]) if options else ""
     texts = lambda values: facts((name, _value(value)) for name, value in values.items())
+    why = lambda name: f" ({run.chosen[name]})" if name in run.chosen else ""
     return section(
         "configuration",
         "Configuration",
         join([tag(f"h{level + 1}", "Cluster"), nodes]) if nodes else "",
         facts(pairs),
         listed,
-        fold("All options", facts((f"--{name}", _value(value)) for name, value in run.options.items())),
+        fold("All options", facts((f"--{name}", _value(value) + why(name)) for name, value in run.options.items())),
         fold("Versions", texts(read("versions"))),
         fold("Environment variables", texts(read("environment"))),
         level=level,

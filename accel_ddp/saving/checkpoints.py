@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.config.choices import reasons
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
@@ -119,7 +120,8 @@ class Checkpoints:
             "recipe": Path(sys.argv[0]).name, "run": self.run_id, "step": step, "total_steps": self.total_steps,
             "data": self.data, "frozen": self.frozen,
             "num_ranks": self.accelerator.num_processes, "precision": self.accelerator.mixed_precision,
-            "config": redact_values(as_plain_dict(self.cfg)), "versions": versions(), "host": this_rank.host,
+            "config": redact_values(as_plain_dict(self.cfg)), "chosen": redact_values(reasons(self.cfg)),
+            "versions": versions(), "host": this_rank.host,
             "optimizer": type(self.optimizer).__name__, "values": values,
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from accel_ddp.config.choices import take_saved
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SAVED = ("config", "chosen", "precision")  # what run.json contains about options
 BLOCK = 1 << 28  # bytes of a tensor that are sent at once to ranks that cannot read the checkpoint
 
 
@@ -144,6 +146,24 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
 
 
 # ---- whether the run may continue with these options and data
+
+
+def take_saved_options(cfg: TrainConfig) -> None:
+    """Set options that the user has left out to those of the newest checkpoint on any disk. This is a collective.
+
+    It does so before data and a model are loaded. A damaged checkpoint, from which the run does not continue, has been saved with the
+    same options as the one before it.
+    """
+    if not cfg.resume:
+        return
+    mine: tuple[int, dict[str, Any]] = (-1, {})
+    with together("look for checkpoints"):
+        if this_rank.is_local_main:  # once per node
+            runs = [checkpoint_format.read_run(path) for path in reversed(candidates(cfg))]
+            mine = next(((run["step"], {key: run.get(key, {}) for key in SAVED}) for run in runs if "step" in run), mine)
+    step, run = max(gather_everywhere(mine), key=lambda one: one[0])  # of equal steps that of the first rank
+    if step >= 0:
+        take_saved(cfg, run)
 
 
 def check_options_early(cfg: TrainConfig) -> None:

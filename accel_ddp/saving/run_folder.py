@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from accel_ddp.config.choices import reasons
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, together
@@ -45,10 +46,19 @@ def claim(cfg: TrainConfig) -> IO[str]:
         if _is_run(folder):  # elsewhere hidden files belong to the user
             checkpoint_format.sweep(folder)
         checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
-        checkpoint_format.write_json(folder / "config.json", redact_values(as_plain_dict(cfg)))
+        write_options(cfg)
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {this_rank.host}: {error.strerror}.") from error
     return lock
+
+
+def write_options(cfg: TrainConfig) -> None:
+    """Write config.json: the options, and why those that were `auto` have their values."""
+    values = {"chosen": reasons(cfg), **as_plain_dict(cfg)}
+    try:
+        checkpoint_format.write_json(Path(cfg.output_dir, "config.json"), redact_values(values))
+    except OSError as error:
+        raise UserError(f"--output_dir {cfg.output_dir}: cannot be written on {this_rank.host}: {error.strerror}.") from error
 
 
 def refuse_run_of_other_node(cfg: TrainConfig) -> None:

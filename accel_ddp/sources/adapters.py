@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import ALL_LINEAR, RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, locate
@@ -88,7 +88,9 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
     if cfg.quantize != "no":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    targets = list(cfg.lora_targets) or (None if model.config.model_type in known else "all-linear")
+    targets: Any = [name for word in cfg.lora_targets for name in word.split(",") if name]  # `q_proj,v_proj` or `q_proj v_proj`
+    if targets == [ALL_LINEAR] or not targets:
+        targets = None if not targets and model.config.model_type in known else ALL_LINEAR
     config = _checked_config(given, model, cfg, task) if given else peft.LoraConfig(
         task_type=task, r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=targets,
         modules_to_save=model._new_modules or None,  # they are random: if frozen, their values would be in no file
@@ -119,7 +121,7 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
         found = f"LoRA adapters for another task ({config.task_type}, and this recipe trains {task})"
         raise UserError(f"--model {cfg.model}: contains {found}. {instead}")
     options = [("lora_r", cfg.lora_r, config.r, 0), ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha)]
-    options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", ""))
+    options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", " ".join(type(cfg).lora_targets)))
     differing = [f"--{name} {value} (the adapters have {own})" for name, value, own, no in options if value not in (own, no)]
     if differing:
         raise UserError(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
-from accel_ddp.saving.state_tensors import unique
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.sources import builtin_data
 from accel_ddp.sources.builtin_data import DATASETS
@@ -66,6 +65,8 @@ def _save(model: Any, folder: Path) -> None:
     `model.save_pretrained` writes nothing if a process group exists and this is not its rank 0. Here any rank may write.
     """
     from safetensors.torch import save_file
+
+    from accel_ddp.saving.state_tensors import unique  # imports torch
 
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -180,8 +181,6 @@ def load_dataset(name: str) -> "Splits":
 @cache  # the tokenizer and the model both need the folder, and its digest takes a moment
 def model_folder(name: str, cache_dir: str) -> Path:
     """Return the folder of a built-in model, for `from_pretrained` of transformers."""
-    if name not in MODELS:
-        raise UserError(f"--model {name}: there is no such built-in model. Use one of: {', '.join(MODELS)}.")
     return MODELS[name](name, cache_dir)
 
 
@@ -190,19 +189,29 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voca
 
 def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
     """Return what `from_pretrained` of transformers accepts: a Hub name, or the folder of a local or built-in model."""
-    if not name:
-        raise UserError("There is no model. Give --model: a Hub name or a folder.")
+    require_model(name)
     if name.startswith(PREFIX):
         prepare_hub()  # turns off progress bars too
         return str(model_folder(name, cache_dir))
-    if name.startswith((".", "/", "~")) or Path(name).is_dir():
+    return str(Path(name).expanduser()) if _is_folder(name) else name
+
+
+def require_model(name: str) -> None:
+    """Raise UserError if there is no such folder or built-in model. Names on the Hub are not looked up."""
+    if not name:
+        raise UserError("There is no model. Give --model: a Hub name or a folder.")
+    if name.startswith(PREFIX) and name not in MODELS:
+        raise UserError(f"--model {name}: there is no such built-in model. Use one of: {', '.join(MODELS)}.")
+    if _is_folder(name):
         folder = Path(name).expanduser()
         if not folder.is_dir():
             raise UserError(f"--model {name}: there is no such folder.")
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise UserError(f"--model {name}: the folder has no config.json, so it is not a transformers model.")
-        return str(folder)
-    return name
+
+
+def _is_folder(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or Path(name).is_dir()
 
 
 def has_tokenizer(folder: str) -> bool:

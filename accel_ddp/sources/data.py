@@ -1,26 +1,66 @@
 """Training and evaluation rows from the Hub, from files or from built-in datasets, and checks of them."""
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
 from accel_ddp.sources.places import prepare_hub, warn
-from accel_ddp.sources.table_files import SENTENCE_FILES, SEPARATORS, describe_folder, find_lines, load_file
+from accel_ddp.sources.table_files import (
+    SENTENCE_FILES,
+    SEPARATORS,
+    TABLES,
+    ColumnNames,
+    describe_folder,
+    find_lines,
+    load_file,
+    require_file,
+)
 
 if TYPE_CHECKING:
     import datasets
 
+log = logging.getLogger(__name__)
+
 MOST_RECORDED = 20_000  # characters of row numbers in the log
 SHOWN = 5  # rows of each kind of problem that an error message names
+
+
+def check_inputs(cfg: TrainConfig) -> None:
+    """Raise UserError if the model's folder, a file or a column is missing, without torch. A run would raise it a few seconds later.
+
+    This applies to recipes whose Config has `check_columns(*tables)`; others may read their files in another way. The names at the
+    beginning of a file, which take milliseconds, are enough if all columns are there. Otherwise the file is read.
+    """
+    if not isinstance(cfg, RecipeConfig) or not hasattr(cfg, "check_columns"):
+        return
+    builtin.require_model(cfg.model)
+    files = [(option, path) for option, path in (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file)) if path]
+    tables = [(option, path) for option, path in files if Path(path).suffix.lower() in TABLES]
+    for option, path in files:
+        if (option, path) in tables or not (Path(path).exists() or has_magic(path)):  # others may be folders or patterns of files
+            require_file(option, path)
+    if not tables or tables != files:
+        return
+    with suppress(Exception):
+        return cfg.check_columns(*(ColumnNames(path) for _, path in tables))
+    try:
+        cfg.check_columns(*(load_file(*table) for table in tables))
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("the columns were not checked before the run: %r", error)
 
 
 def load_rows(
@@ -38,8 +78,6 @@ def load_rows(
         splits = {"train": read("--train_file", cfg.train_file)}
         if cfg.eval_file:
             splits["eval"] = read("--eval_file", cfg.eval_file)
-    elif cfg.eval_file:
-        raise UserError(f"--eval_file {cfg.eval_file}: was given without --train_file. Give both.")
     elif cfg.dataset:
         splits = builtin.load_dataset(cfg.dataset) if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub(cfg.dataset)
     else:

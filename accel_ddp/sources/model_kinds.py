@@ -1,5 +1,6 @@
 """Which models suit a task. Many can be loaded for a task and then learn something else without an error."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -76,22 +77,41 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
     The config does not always show it. Two texts that differ in their last token are therefore compared. The model is moved to
     the device, where it takes milliseconds.
     """
-    known = _is_causal_encoder(model.config)
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}  # an image token needs an image
-    rows = min(len(tokenizer), num_embeddings(model))
-    ordinary = [token for token in range(rows) if token not in special]
-    if known is not None or len(ordinary) < 9:
+    known, ids = _is_causal_encoder(model.config), _ordinary_tokens(model, tokenizer, device)
+    if known is not None or len(ids) < 9:
         return known
-    ids = torch.tensor(ordinary[:: len(ordinary) // 9][:9], device=device)
     texts = torch.stack([ids[:8], torch.cat([ids[:7], ids[8:]])])
+    scores = _try_scores(model, device, input_ids=texts, attention_mask=torch.ones_like(texts))
+    if scores is None:
+        return None
+    a, b = scores.float()
+    apart = torch.where(a == b, 0, a - b).abs().flatten(1).amax(1)  # a logit of -inf equals itself
+    if not apart.isfinite().all():  # NaN is no evidence, and training reports it
+        return None
+    return bool(apart[:-1].max() <= _allowed(scores) * apart[-1])
+
+
+def _allowed(scores: Tensor) -> float:
+    return 1e-4 if scores.dtype in (torch.float32, torch.float64) else 3e-2
+
+
+def _ordinary_tokens(model: nn.Module, tokenizer: Any, device: torch.device) -> Tensor:
+    """Return nine different tokens, or fewer if the model does not have as many."""
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}  # an image token needs an image
+    ordinary = [token for token in range(min(len(tokenizer), num_embeddings(model))) if token not in special]
+    return torch.tensor(ordinary[:: max(1, len(ordinary) // 9)][:9], device=device)
+
+
+def _try_scores(model: nn.Module, device: torch.device, **inputs: Any) -> Tensor | None:
+    """Return the logits or hidden states of a model in eval mode, or None if the model cannot compute them."""
     was_training = model.training
     if not getattr(model, "is_quantized", False) and not is_sharded(model):
         model.to(device)
     model.eval()
     try:
         with gathered(model), autocast(model, device):
-            output = model(input_ids=texts, attention_mask=torch.ones_like(texts))
-        scores: Tensor = output.logits if "logits" in output else output.last_hidden_state
+            output = model(**inputs)
+        return output.logits if "logits" in output else output.last_hidden_state
     except torch.OutOfMemoryError:
         raise
     except Exception:  # training reports what the model does not accept
@@ -100,12 +120,6 @@ def is_causal(model: nn.Module, tokenizer: Any, device: torch.device) -> bool | 
         return None
     finally:
         model.train(was_training)
-    a, b = scores.float()
-    apart = torch.where(a == b, 0, a - b).abs().flatten(1).amax(1)  # a logit of -inf equals itself
-    allowed = 1e-4 if scores.dtype in (torch.float32, torch.float64) else 3e-2
-    if not apart.isfinite().all():  # NaN is no evidence, and training reports it
-        return None
-    return bool(apart[:-1].max() <= allowed * apart[-1])
 
 
 def num_embeddings(model: nn.Module) -> int:
@@ -127,6 +141,40 @@ def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name:
         raise UserError(
             f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens behind it, so "
             f"it {READS}. {INSTEAD['AutoModelForCausalLM']}."
+        )
+
+
+def can_pack(asked: str, config: Any) -> bool:
+    """Return whether documents can share a row: the model takes positions, and all layers find the documents by them.
+
+    With "auto" this is read from its class and config, and `require_separate` checks it. The first reason against it is printed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    reason = ""
+    if "position_ids" not in inspect.signature(getattr(model_class, "forward", len)).parameters:
+        reason = "it takes no positions"
+    elif {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}:
+        reason = "not all of its layers are attention layers that can be separated"
+    if asked == "auto" and reason:
+        print_on_main(f"packing off: texts of {config.model_type} models do not share rows, because {reason}.")
+    return asked == "on" or (asked == "auto" and not reason)
+
+
+@torch.no_grad()
+def require_separate(model: nn.Module, tokenizer: Any, device: torch.device, name: str) -> None:
+    """Raise UserError if a document in a packed row does not have the same outputs as alone."""
+    ids = _ordinary_tokens(model, tokenizer, device)
+    if len(ids) < 9:
+        return
+    rows, positions = torch.stack([ids[:8], torch.cat([ids[5:], ids[4:8]])]), torch.arange(4, device=device).repeat(2, 2)
+    packed = _try_scores(model, device, input_ids=rows, position_ids=positions, use_cache=False)
+    alone = _try_scores(model, device, input_ids=rows[:, 4:], position_ids=positions[:, 4:], use_cache=False)
+    if packed is None or alone is None or (packed[:, 4:] - alone).abs().max() > _allowed(alone) * alone.abs().max():
+        raise UserError(
+            f"--model {name}: {_class_name(model)} computes another result for a text that shares its row with other texts. "
+            "Use --packing off, which gives each text a row."
         )
 
 

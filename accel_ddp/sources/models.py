@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.config.choices import choose
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import links
 from accel_ddp.sources import model_kinds
 from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
-from accel_ddp.sources.builtin import TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
+from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
 from accel_ddp.training.optim import freeze
@@ -72,11 +74,43 @@ def load_config(cfg: RecipeConfig) -> Any:
     return from_pretrained(AutoConfig, cfg.model, place)
 
 
+def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: str) -> tuple[str, str]:
+    """Return the dtype of `--dtype`, and the reason if `auto` had a choice: the files have 16 bits, but trained weights need 32.
+
+    Under adapters the weights are frozen. They keep the dtype of the files if mixed precision computes in 16 bits anyway.
+    """
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    if cfg.dtype != "auto":
+        return cfg.dtype, ""
+    if stored not in ("bfloat16", "float16"):
+        return "float32", ""
+    if not is_adapted:
+        return "float32", f"trained weights lose small updates in {stored}, in which the model is stored"
+    if precision not in ("bf16", "fp16"):
+        return "float32", f"the model is stored in {stored}, and is computed in float32 because mixed precision is off"
+    return stored, "as the model is stored, because its weights are frozen; adapters have float32"
+
+
+# Learning rates of AdamW for models with fewer parameters than the first number. Adapters need about ten times the learning rate of
+# whole models; 2e-4, and 1e-4 from 30 billion parameters on, are those of the QLoRA paper.
+WHOLE_LR, ADAPTER_LR = {1e9: 5e-5, 14e9: 2e-5, math.inf: 1e-5}, {1e9: 5e-4, 30e9: 2e-4, math.inf: 1e-4}
+NEW_LR = 2e-3  # for the built-in models with random weights
+
+
+def default_lr(name: str, size: int, is_adapted: bool) -> tuple[float, str]:
+    """Return the learning rate of `--lr auto` for a model with `size` parameters, and the reason."""
+    if name.startswith(f"{PREFIX}tiny-"):
+        return NEW_LR, "this built-in model starts with random weights"
+    rate = next(rate for limit, rate in (ADAPTER_LR if is_adapted else WHOLE_LR).items() if size < limit)
+    count = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
+    return rate, f"{'LoRA adapters' if is_adapted else 'all weights'} of a model with {count} parameters"
+
+
 def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: Any) -> nn.Module:
     """Return the model of `--model`, with weights of `--dtype` and embeddings for all tokens of the tokenizer.
 
-    Raise UserError before the weights are loaded if the config shows that the model is wrong for the task. The dtype is not that
-    of the file, because training bf16 weights loses small updates.
+    Raise UserError before the weights are loaded if the config shows that the model is wrong for the task. `--dtype auto` and
+    `--lr auto` are set here.
     """
     config = load_config(cfg)
     model_kinds.check_config(auto_class.__name__, cfg.model, config)
@@ -84,9 +118,14 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options.pop("pad_token_id", None)
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
-    if cfg.dtype != "float32" and not cfg.lora_r and not adapters:
+    is_adapted = bool(cfg.lora_r or adapters)
+    dtype, reason = weights_dtype(cfg, config, is_adapted, cfg.mixed_precision)
+    if reason:
+        choose(cfg, "dtype", dtype, reason)
+    elif dtype != "float32" and not is_adapted:
         warn(f"--dtype {cfg.dtype}: the trained weights have 16 bits, so small updates are lost in rounding.")
-    options["dtype"] = getattr(torch, cfg.dtype)
+    cfg.dtype = dtype
+    options["dtype"] = getattr(torch, dtype)
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
     if cfg.quantize != "no":
@@ -105,7 +144,11 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         model, info = from_pretrained(auto_class, name, place, **options)
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
+    for new in model._new_modules if reason else ():
+        model.get_submodule(new).float()
     model._adapters, model._source, model._rows = adapters, name, model_rows
+    if cfg.lr == "auto":
+        choose(cfg, "lr", *default_lr(cfg.model, model.num_parameters(), is_adapted))
     model._stored_dtype = config.dtype  # in which the model is exported
     if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
         model._original_config = copy.deepcopy(model.config)
@@ -169,7 +212,7 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
 
 def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module:
     """Return the model with gradient checkpointing, adapters and frozen parameters. It may be on the meta device."""
-    if cfg.gradient_checkpointing:
+    if cfg.gradient_checkpointing is True:
         if not getattr(model, "supports_gradient_checkpointing", False):
             in_config = links.sharding and links.sharding.activation_checkpointing
             name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"

@@ -74,6 +74,11 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], None], what: s
     return final
 
 
+def shows_progress() -> bool:
+    """Return whether libraries may show progress bars. Those of every rank would fill the terminal or the log."""
+    return this_rank.is_main and sys.stderr.isatty()
+
+
 @functools.cache
 def prepare_hub() -> str:
     """Return why the Hub cannot be reached, or "". Without a network, the Hub's libraries are switched to offline mode.
@@ -84,7 +89,7 @@ def prepare_hub() -> str:
     import huggingface_hub
     import transformers
 
-    if not (this_rank.is_main and sys.stderr.isatty()):  # progress bars of every rank would fill the terminal or the log
+    if not shows_progress():
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

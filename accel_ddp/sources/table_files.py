@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources.places import warn
+from accel_ddp.sources.places import shows_progress, warn
 from accel_ddp.text import nearest
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ COMPRESSED = {
     b"\xfd7zXZ": "unxz",
     b"\x28\xb5\x2f\xfd": "unzstd",
 }
+TABLES = FILE_FORMATS.keys() - {".txt"}  # most recipes need more columns than the one of a .txt
 SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
 SEPARATORS = ";\t|"  # between the cells of a .csv, by mistake
 
@@ -42,13 +43,15 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     file = require_file(option, path)
     kind = FILE_FORMATS.get(file.suffix.lower(), "")
     if not kind:
-        usable = [ending for ending in FILE_FORMATS if ending != ".txt"]  # most recipes need more columns than its one
-        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {', '.join(usable)}.")
+        usable = ", ".join(ending for ending in FILE_FORMATS if ending in TABLES)
+        raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {usable}.")
     if kind != "parquet":
         require_utf8(option, file)
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(logging.CRITICAL)  # the UserErrors below replace what it would log
+    if not shows_progress():
+        datasets.disable_progress_bars()
     rows: Any = ()
     try:
         rows = _load(kind, file, options)
@@ -65,6 +68,7 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
 def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
     import datasets
 
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a request for a local file, which waits 3 s without a network
     read = partial(datasets.load_dataset, kind, data_files=str(file.resolve()), split="train")
     try:
         with warnings.catch_warnings():
@@ -75,6 +79,27 @@ def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
         if kind != "json" or file.stat().st_size < 10 << 20 or _find_broken_json(file):
             raise
         return read(chunksize=file.stat().st_size + 1)
+
+
+class ColumnNames:
+    """The columns of a table as its beginning shows them, without `datasets`. Later rows of a .json may have further ones."""
+
+    def __init__(self, path: str):
+        file = Path(path)
+        if file.suffix.lower() == ".parquet":
+            import pyarrow.parquet
+
+            self.column_names = pyarrow.parquet.read_schema(file).names
+        elif FILE_FORMATS[file.suffix.lower()] == "csv":
+            self.column_names = next(_read_cells(file))[1]
+        else:
+            with file.open(encoding="utf-8-sig") as opened:
+                text = opened.read(1 << 20)
+            self.column_names = list(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+
+    def flatten(self) -> "ColumnNames":
+        """Do nothing: the names of nested columns are not known here."""
+        return self
 
 
 def require_file(option: str, path: str) -> Path:

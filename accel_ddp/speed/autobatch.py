@@ -17,7 +17,7 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
 USABLE = 0.9  # fraction of a GPU's memory; the rest is for fragmentation and for the library itself
-LARGEST_ON_CPU = 16  # items; larger micro-batches are not faster there, and the free memory is not known
+LARGEST_ON_CPU = 8  # items; larger micro-batches are not faster there, and the free memory is not known
 
 
 def choose(
@@ -58,7 +58,8 @@ def choose(
             finally:
                 torch.cuda.empty_cache()
             taken = torch.cuda.max_memory_allocated(device) - held
-            return (held + later + room * taken) / (USABLE * torch.cuda.get_device_properties(device).total_memory)
+            size = cfg.gpu_memory_gb * 2**30 or torch.cuda.get_device_properties(device).total_memory
+            return (held + later + room * taken) / (USABLE * size)
 
         was_training = module.training
         module.train(cfg.dropout)
@@ -68,6 +69,7 @@ def choose(
             with together("find the largest micro-batch that fits"):
                 largest = _largest(sizes, load)
         module.train(was_training)
+        torch.cuda.reset_peak_memory_stats(device)  # sizes that do not fit are no part of the run
         how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
     smallest = min(gather_everywhere(largest))
     if smallest == 0:

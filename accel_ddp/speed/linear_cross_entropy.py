@@ -5,7 +5,7 @@ it is for padding and for tokens without a label. Here logits are computed only 
 Of each chunk only its loss and its gradient remain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,18 @@ CHUNK = 1 << 28  # logits that exist at once
 Softmax = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
+    """Yield parts of equal size of a row of tokens, each with at most `CHUNK` logits."""
+    size = max(256, CHUNK // vocabulary // 256 * 256)
+    size = -(-tokens // max(1, -(-tokens // size)) // 64) * 64
+    yield from (slice(first, first + size) for first in range(0, tokens, max(size, 1)))
+
+
+def _scores(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    scores = hidden @ matrix.T
+    return scores if bias is None else scores.add_(bias.to(hidden.dtype))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """sum(cross_entropy(hidden @ weight.T + bias, labels)). The gradients are computed in the forward pass, chunk by chunk."""
 
@@ -36,21 +48,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if wants_bias else None
         total = hidden.new_zeros((), dtype=torch.promote_types(narrow, torch.float32))
-        size = max(256, CHUNK // len(matrix) // 256 * 256)
-        chunks = -(-len(hidden) // size)
-        size = -(-len(hidden) // chunks // 64) * 64 if chunks else size  # chunks of equal size
-        for first in range(0, len(hidden), max(size, 1)):
+        for here in _chunks(len(hidden), len(matrix)):
             # The labels are copied, because the loss would be compiled again for a view with another offset.
-            some, right = hidden[first : first + size], labels[first : first + size].clone()
-            scores = some @ matrix.T
-            if bias is not None:
-                scores += bias.to(narrow)
-            loss, gradient = softmax(scores, right)
+            loss, gradient = softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
             total = total + loss
             if wants_hidden:
-                torch.mm(gradient, matrix, out=d_hidden[first : first + size])
+                torch.mm(gradient, matrix, out=d_hidden[here])
             if wants_weight:
-                part = _product(gradient.T, some, torch.promote_types(weight.dtype, torch.float32))
+                part = _product(gradient.T, hidden[here], torch.promote_types(weight.dtype, torch.float32))
                 d_weight = part if d_weight is None else d_weight.add_(part)
             if wants_bias:
                 d_bias += gradient.sum(0, dtype=d_bias.dtype)
@@ -106,6 +111,16 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, bias, labels, softmax)
 
 
+@torch.no_grad()
+def losses_of_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+    """Return the loss of each token, without gradients. A token with the label -100 has the loss 0."""
+    matrix = weight.to(hidden.dtype)
+    found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    for here in _chunks(len(hidden), len(matrix)):
+        found[here] = losses.cross_entropy(_scores(hidden[here], matrix, bias), labels[here], "none")
+    return found
+
+
 class OutputHead:
     """The output head of a language model. It is skipped in the forward pass, and the loss is computed in chunks instead."""
 
@@ -120,12 +135,30 @@ class OutputHead:
 
     def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
         """Return the same as `losses.of_tokens(model(**inputs).logits, labels)`. Each token has a label or -100."""
-        sizes = getattr(batch, "sizes", None)
-        is_possible = sizes is not None and self.head is not None and not getattr(model, "find_unused_parameters", False)
-        if is_possible and self.is_last is None:
-            self.is_last = self._is_last(model, inputs)
-        if not is_possible or not self.is_last:
+        if not self._can_skip(model, inputs, batch):
             return losses.of_tokens(model(**inputs).logits, labels)
+        rows, right, _ = self._rows(model, inputs, labels, batch)
+        return linear_cross_entropy(rows, self.head.weight, self.head.bias, right, self.softmax)
+
+    def row_losses(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
+        """Return the loss of each row, without gradients, for an evaluation. It is the sum over the tokens of the row."""
+        if not self._can_skip(model, inputs, batch):
+            return losses.of_tokens(model(**inputs).logits, labels, "rows")
+        rows, right, slots = self._rows(model, inputs, labels, batch)
+        found = losses_of_tokens(rows, self.head.weight, self.head.bias, right)
+        return torch.where(labels != -100, found[slots].view(labels.shape), 0).sum(-1)
+
+    def _can_skip(self, model: nn.Module, inputs: dict[str, Any], batch: Any) -> bool:
+        """Return whether the head can be skipped: nothing is behind it, and DDP does not search for parameters without a gradient."""
+        is_possible = getattr(batch, "sizes", None) is not None and self.head is not None
+        if not is_possible or getattr(model, "find_unused_parameters", False):
+            return False
+        if self.is_last is None:
+            self.is_last = self._is_last(model, inputs)
+        return self.is_last
+
+    def _rows(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the head for tokens with a label, their labels, and for each token of the batch its row."""
         self.head.forward = self._pass_through
         try:
             hidden = model(**inputs).logits.flatten(0, 1)
@@ -134,14 +167,14 @@ class OutputHead:
         flat = labels.flatten()
         learned = flat != -100
         # The places of tokens with a label are computed on the device. The host knows an upper bound of their number.
-        room = rounded_up(sizes.targets) if flat.is_cuda else max(1, sizes.targets)
+        room = rounded_up(batch.sizes.targets) if flat.is_cuda else max(1, batch.sizes.targets)
         before = learned.cumsum(0) - 1
         places = torch.zeros(room + 1, dtype=torch.long, device=flat.device)
         places.scatter_(0, torch.where(learned, before, room), torch.arange(len(flat), device=flat.device))
         places = places[:-1]
         right = torch.where(torch.arange(room, device=flat.device) <= before[-1], flat[places], -100)
-        rows = Move.apply(hidden[None], places, before.clamp(min=0), learned)[0]
-        return linear_cross_entropy(rows.to(self.narrow), self.head.weight, self.head.bias, right, self.softmax)
+        slots = before.clamp(min=0)
+        return Move.apply(hidden[None], places, slots, learned)[0].to(self.narrow), right, slots
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside of the forward pass only

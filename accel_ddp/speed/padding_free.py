@@ -37,6 +37,7 @@ class Segments(NamedTuple):
     mask: Tensor  # bool, for each position of the padded batch: whether it belongs to a text
     shape: tuple[int, int]  # of the padded batch
     is_flash: bool
+    numbers: Tensor | None = None  # for each position of the padded batch: the number of its text, if its rows have several
 
 
 class Row(NamedTuple):
@@ -45,6 +46,8 @@ class Row(NamedTuple):
     mask: Tensor
     tokens: int  # length of the row: at least the number of tokens without padding
     longest: int  # at least the length of the longest text
+    positions: Tensor | None = None  # of each token in its text, if the rows of the padded batch have several texts
+    texts: int = 0  # at least the number of texts, if there are positions
 
 
 # Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
@@ -59,13 +62,13 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     sizes = getattr(current.batch, "sizes", None) if current is not None else None
     if sizes is None:
         return None
-    mask = current.batch["attention_mask"]
+    mask, positions = current.batch["attention_mask"], current.batch.get("position_ids")
     if not mask.is_cuda:
-        return Row(mask, sizes.tokens, sizes.width)
+        return Row(mask, sizes.tokens, sizes.width, positions, sizes.texts)
     tokens = rounded_up(sizes.tokens)
     # The unused end of the row is computed like a text, so it must not be longer than the longest.
     longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - sizes.tokens).bit_length())
-    return Row(mask, tokens, longest)
+    return Row(mask, tokens, longest, positions, rounded_up(sizes.texts))
 
 
 def rounded_up(number: int) -> int:
@@ -85,9 +88,18 @@ def segments_of(row: Row, is_flash: bool) -> Segments:
     ends = mask.sum(1).cumsum(0)
     starts = F.pad(ends, (1, 1)).to(torch.int32)
     starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronize with the device
+    numbers = None
+    if (
+        row.positions is not None
+    ):  # behind the starts of the texts: the end of the last one, and empty texts at the end of the row
+        is_first = flat & (row.positions == 0).flatten()
+        numbers = is_first.cumsum(0) - 1
+        starts = torch.full((row.texts + 2,), tokens, device=mask.device)
+        starts.scatter_(0, torch.where(is_first, numbers, row.texts + 1), torch.where(is_first, before, tokens))
+        starts = starts.scatter_(0, numbers[-1:] + 1, ends[-1:]).to(torch.int32)
     real = torch.arange(tokens, device=mask.device) < ends[-1]
     slots = torch.where(flat, before, 0)
-    return Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash)
+    return Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash, numbers)
 
 
 class Move(torch.autograd.Function):
@@ -204,6 +216,9 @@ def attention(
     if causal:
         width = segments.shape[1]
         mask = mask & torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
+    if segments.numbers is not None:
+        numbers = segments.numbers.view(segments.shape)
+        mask = mask & (numbers[:, None, :, None] == numbers[:, None, None, :])
     # Padding before a text would attend to nothing: 0 / 0. The result is not used, but its gradient would spread.
     mask = mask | torch.eye(segments.shape[1], dtype=torch.bool, device=mask.device)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)

@@ -105,7 +105,8 @@ class PaddingFree:
             if is_first:
                 self.last_batch = current
                 self.on_new_batch()
-            row = self._row(current, kwargs.get("attention_mask"))
+            mask = kwargs.get("attention_mask")
+            row = self._row(current, kwargs.get("position_ids") if mask is None else mask)  # rows of several texts have no mask
             # A checkpointed layer is called again in the backward pass, after this call has ended, and needs the same `at`.
             checkpointed = torch.is_grad_enabled() and any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
             if checkpointed and self.at is not None and not is_first:
@@ -125,13 +126,15 @@ class PaddingFree:
 
         return forward
 
-    def _row(self, current: CurrentBatch | None, mask: Tensor | None) -> Row | None:
-        """Return the row for this call, if it computes the current batch and can do so without padding."""
+    def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
+        """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
         row = padding_free.row_of(current)
-        if row is None or not isinstance(mask, Tensor) or not self.is_enabled or row.longest > self.longest or mask.ndim != 2:
+        if row is None or not isinstance(given, Tensor) or not self.is_enabled or row.longest > self.longest or given.ndim != 2:
             return None
-        is_current = mask.data_ptr() == row.mask.data_ptr() and mask.numel() == row.mask.numel()
-        return row._replace(mask=mask) if is_current else None
+        is_same = lambda known: known is not None and given.data_ptr() == known.data_ptr() and given.numel() == known.numel()
+        if is_same(row.mask):
+            return row._replace(mask=given, positions=None)
+        return row if is_same(row.positions) else None
 
     def _segments(self, hidden: Tensor) -> Segments:
         if self.at is None:  # in the first layer, because the autocast type is known only inside of the forward pass
@@ -189,7 +192,9 @@ class PaddingFree:
         packed = {name: self._packed(value, at) for name, value in kwargs.items()}
         packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
         # Flash attention needs no more. With the rest, every width of a padded batch would need its own CUDA graph.
-        packed["segments"] = at._replace(slots=None, places=None, real=None, mask=None, shape=None) if at.is_flash else at
+        packed["segments"] = (
+            at._replace(slots=None, places=None, real=None, mask=None, shape=None, numbers=None) if at.is_flash else at
+        )
         self.given, self.packed_arguments = (args, kwargs), (tuple(self._packed(value, at) for value in args), packed)
         return self.packed_arguments
 

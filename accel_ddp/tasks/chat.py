@@ -2,40 +2,58 @@
 
 import logging
 from collections.abc import Iterator
+from datetime import date
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from accel_ddp import phases
+from accel_ddp.config.choices import choose
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import broadcast_object
+from accel_ddp.sources import models
+from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
-from accel_ddp.sources.tokenization import SOURCE
-from accel_ddp.tasks.chat_rows import (
-    UNSUPPORTED_COLUMNS,
-    USUAL_COLUMNS,
-    UnusableRow,
-    check_message,
-    check_text,
-    choose_columns,
-    without_none,
+from accel_ddp.sources.tokenization import SOURCE, map_once
+from accel_ddp.tasks.chat_rows import OPTIONAL_COLUMNS, USUAL_COLUMNS, Chat, Pair, UnusableRow, choose_columns, read_row
+from accel_ddp.tasks.chat_template import (
+    CONTROL,
+    NO_END,
+    NO_PREFIX,
+    SPLIT,
+    TEMPLATES,
+    THOUGHTS,
+    Rendered,
+    Template,
+    encode_marked,
+    set_template,
+    tokenize,
+    unmarked,
 )
-from accel_ddp.tasks.chat_template import Rendered, tokenize
 from accel_ddp.tasks.examples import shorten
 
 if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
+TOKENS = ("input_ids", "attention_mask", "labels")
+MOST_CUT = 0.05  # of the rows may lose a part of their answer without a --max_length of the user
+TEXT_LENGTH = 2048  # tokens of a row of plain text, if the model accepts as many
 
 
 class Format:
     """How the rows of a table become tokens: `kind` is "chats", "instructions" or "texts", read from `columns`."""
 
-    def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any):
-        self.tokenizer, self.max_length, self.train_on_prompts = tokenizer, cfg.max_length, cfg.train_on_prompts
+    def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any, today: str = ""):
+        self.tokenizer, self.train_on_prompts, self.train_on = tokenizer, cfg.train_on_prompts, cfg.train_on
+        self.row_format = cfg.row_format
+        set_template(tokenizer, cfg)
+        # Runs before this option had a newline there.
+        self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t") if self.row_format > 1 else "\n"
         given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        self.kind, self.columns = choose_columns(rows, given)
+        self.kind, self.columns = choose_columns(rows, given, self.row_format)
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
         if ignored:
             raise UserError(
@@ -44,14 +62,24 @@ class Format:
             )
         if self.kind == "chats" and not tokenizer.chat_template:
             raise UserError(
-                f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for "
-                "chats, or set tokenizer.chat_template and save the tokenizer in a folder."
+                f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for chats, or "
+                f"give a template: --chat_template plain (or {', '.join(list(TEMPLATES)[1:])}, or a file)."
             )
-        others = [column for column in rows.column_names if column not in self.columns]
+        used = self.columns if self.kind == "texts" else (*self.columns, *OPTIONAL_COLUMNS)
+        others = [column for column in rows.column_names if column not in used]
         if others:
             log.info(f"rows are {self.kind} of {', '.join(self.columns)}. These columns are not used: {', '.join(others)}.")
         uses_template = self.kind != "texts" and tokenizer.chat_template
+        if cfg.separator and (uses_template or self.kind != "instructions"):
+            reason = "the chat template separates prompts and answers" if uses_template else f"the rows are {self.kind}"
+            raise UserError(f"--separator {cfg.separator!r}: would be ignored, because {reason}. Leave it out.")
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
+        self.template: Template | None = None
+        if uses_template:
+            if cfg.template_date == "auto" and "strftime_now" in str(tokenizer.chat_template):
+                choose(cfg, "template_date", today or date.today().isoformat(), "the chat template writes the date")
+            self.template = Template(tokenizer, cfg)
+        self.date = cfg.template_date
 
     def _find_first_ids(self, name: str) -> list[int]:
         """Return the tokens that the tokenizer puts before every text, for example a bos token. Warn about those behind it."""
@@ -74,33 +102,141 @@ class Format:
     @property
     def identity(self) -> list[Any]:
         """What the encoded rows depend on besides the vocabulary, for the cache key of tokenized data."""
-        return [self.kind, self.columns, self.first_ids, self.max_length, self.train_on_prompts, self.tokenizer.chat_template]
+        own = [self.kind, self.columns, self.first_ids, self.train_on_prompts, self.row_format, self.separator]
+        return [*own, self.train_on, self.date, self.tokenizer.chat_template]
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids`, `attention_mask` and `labels`, which are -100 for tokens that are not learned.
 
-        The ids of a chat are what `apply_chat_template` returns for the whole chat. `cut` is 0 for a complete row, 1 if a part of
-        what it teaches is truncated, and 2 if nothing of it is left; see `drop_truncated`. `problem` is why a row cannot be
-        used, or "".
+        The ids of a chat are what `apply_chat_template` returns for the whole chat. `first` and `last` are the places of the first
+        and behind the last token that is learned. `notes` are bits of `chat_template`. `problem` is why a row cannot be used, or "".
         """
-        done: dict[str, list] = {name: [] for name in ("input_ids", "attention_mask", "labels", "cut", "problem", SOURCE)}
-        for number, row in enumerate(self._tokenize([self._render(rows, i) for i in range(len(rows[self.columns[0]]))])):
-            ids, labels, problem = row
-            # A plain text becomes as many rows as it needs. Other rows are truncated.
-            starts = range(0, max(len(ids), 1), self.max_length) if self.kind == "texts" else (0,)
-            for start in starts:
-                part = slice(start, start + self.max_length)
-                learns = any(label != -100 for label in labels[part][1:])
-                if start and not learns:
-                    continue  # the last token alone: no token before it predicts it
-                loses = self.kind != "texts" and any(label != -100 for label in labels[self.max_length :])
-                done[SOURCE].append(number)
-                done["input_ids"].append(ids[part])
-                done["attention_mask"].append([1] * len(ids[part]))
-                done["labels"].append(labels[part])
-                done["cut"].append(0 if not loses else 1 if learns else 2)
-                done["problem"].append(problem or ("" if learns or loses else "it contains nothing to learn"))
+        names = (*TOKENS, "length", "first", "last", "notes", "problem", SOURCE)
+        done: dict[str, list] = {name: [] for name in names}
+        examples = [(number, one) for number in range(len(rows[self.columns[0]])) for one in self._render(rows, number)]
+        for (number, rendered), (ids, labels, problem) in zip(examples, self._tokenize([one for _, one in examples])):
+            if self.kind == "texts" and self.row_format > 1:
+                labels[:1] = [-100] * len(ids[:1])  # nothing predicts it
+            first = next((i for i in range(1, len(ids)) if labels[i] != -100), 0)
+            last = next((i + 1 for i in range(len(ids) - 1, 0, -1) if labels[i] != -100), 0)
+            problem = problem or ("" if last else "it contains nothing to learn")
+            values = (ids, [1] * len(ids), labels, len(ids), first, last, rendered.notes, problem, number)
+            for name, value in zip(names, values):
+                done[name].append(value)
         return done
+
+    def finish(self, tables: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
+        """Return the tokens of the usable rows, with at most `--max_length` of them, which is chosen here if it is `auto`.
+
+        Raise UserError for rows that cannot be used, see `drop_broken`. State what is special to the rows.
+        """
+        if cfg.max_length == "auto":
+            self._choose_length(tables, cfg)
+        width, is_cut = cfg.max_length, self.kind != "texts"
+        if is_cut and self.row_format > 1:
+            reason = f"its prompt fills --max_length {width}, so that nothing of its answer is left (give a higher value)"
+            tables = [_add_problem(rows, _column(rows, "first") >= width, reason) for rows in tables]
+        tables = drop_broken(tables, cfg)
+        self._report(tables)
+
+        def cut(rows: dict[str, list]) -> dict[str, list]:
+            return self._cut(rows, width)
+
+        done = []
+        for rows, name in zip(tables, ("training", "evaluation")):
+            tokens = with_row_numbers(rows.select_columns(list(TOKENS)), row_numbers(rows))
+            if is_cut:
+                is_lost = _column(rows, "first") >= width  # only in rows of format 1
+                some, none = int((_column(rows, "last") > width).sum() - is_lost.sum()), int(is_lost.sum())
+                if none == len(rows):
+                    raise UserError(
+                        f"--max_length {width}: no answer of the {name} data begins within this length. Give a higher value."
+                    )
+                effects = [f"{some:,} lose the end of their answer"] if some else []
+                effects += [f"{none:,} have no answer left and are dropped"] if none else []
+                if effects:
+                    warn(
+                        f"--max_length {width}: {some + none:,} of {len(rows):,} {name} rows are longer: {', and '.join(effects)}."
+                    )
+                tokens = tokens.select(np.flatnonzero(~is_lost)) if none else tokens
+            if (_column(rows, "length") > width).any():
+                tokens = map_once(tokens, cut, depends_on=[width, self.kind, self.row_format], cfg=cfg)
+            done.append(tokens)
+        return done
+
+    def _choose_length(self, tables: list["datasets.Dataset"], cfg: Any) -> None:
+        """Set `--max_length` so that all rows fit, if the model accepts as many tokens. Raise UserError if too many rows do not."""
+        config = models.load_config(cfg)
+        known = (self.tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
+        limit = min((number for number in known if number and 0 < number < 1e9), default=0)  # without one it is 1e30
+        longest = max(int(_column(rows, "length").max(initial=1)) for rows in tables)
+        whole = f"the longest row has {longest:,} tokens"
+        if self.kind == "texts":
+            choose(cfg, "max_length", min(limit or TEXT_LENGTH, TEXT_LENGTH), f"for plain texts; {whole}")
+            return
+        width = -(-longest // 64) * 64
+        if not limit or width <= limit:
+            choose(cfg, "max_length", width, whole)
+            return
+        for rows, name in zip(tables, ("training", "evaluation")):
+            lost = int((_column(rows, "last") > limit).sum())
+            if lost > MOST_CUT * len(rows):
+                raise UserError(
+                    f"--max_length auto: {cfg.model} accepts at most {limit:,} tokens, and {lost:,} of {len(rows):,} {name} rows would "
+                    f"lose a part of their answer. Shorten the rows, or give --max_length {limit} to train with what is left."
+                )
+        choose(cfg, "max_length", limit, f"the limit of {cfg.model}; {whole}")
+
+    def _report(self, tables: list["datasets.Dataset"]) -> None:
+        """State once how the template treats the rows, with their numbers."""
+        notes = np.concatenate([_column(rows, "notes") for rows in tables])
+        sources = np.concatenate(
+            [row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)]
+        )  # different rows of both tables
+        count = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END)}
+        if count[SPLIT]:
+            number = len(np.unique(sources[notes & SPLIT > 0]))
+            log.info(f"the template rewrites earlier turns: {number:,} chats become {count[SPLIT]:,} examples, one per answer")
+        if count[THOUGHTS]:
+            log.info(
+                f"the template removes thoughts of earlier answers, as in use: {count[THOUGHTS]:,} examples begin without them"
+            )
+        if count[NO_PREFIX]:
+            log.info(
+                f"the generation prompt is not the beginning of {count[NO_PREFIX]:,} chats (the template adds or changes something): "
+                "their answers are trained from the first character that differs"
+            )
+        if count[NO_END]:
+            warn(f"In {count[NO_END]:,} rows no token that ends the answer is trained, so the model may not learn to stop.")
+        if count[CONTROL]:
+            rows = np.unique(sources[notes & CONTROL > 0] % 2**40) + 1
+            warn(
+                f"Control tokens stand in the texts of {len(rows):,} rows (the first are {', '.join(map(str, rows[:5]))}). They are "
+                "trained as ordinary text: the text is the same, and its tokens are not those of the chat template."
+            )
+
+    def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
+        """Return rows of at most `width` tokens. A text becomes as many rows as it needs. Other rows are truncated."""
+        done: dict[str, list] = {name: [] for name in (*TOKENS, SOURCE)}
+        for number, (ids, mask, labels) in enumerate(zip(*(rows[name] for name in TOKENS))):
+            for start in self._part_starts(len(ids), width):
+                part = slice(start, start + width)
+                if start and self.row_format > 1:
+                    labels[start] = -100  # the context of a part
+                if start and all(label == -100 for label in labels[part][1:]):
+                    continue  # the last token alone: no token before it predicts it
+                for name, value in zip(done, (ids[part], mask[part], labels[part], number)):
+                    done[name].append(value)
+        return done
+
+    def _part_starts(self, number: int, width: int) -> range:
+        """Return where the parts of a row of tokens begin.
+
+        A part begins with the last token of the part before it, so every token but the first one is predicted.
+        """
+        if self.kind != "texts" or self.row_format == 1:
+            return range(0, max(number, 1), width if self.kind == "texts" else max(number, 1))
+        return range(0, max(number - 1, 1), max(width - 1, 1))
 
     def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
         """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
@@ -112,11 +248,11 @@ class Format:
                 words = rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")
                 prompt, answer = " ".join(words[:8]), " ".join(words[8:40])
             else:
-                prompt, end = rendered.answers[-1]
-                answer = end[len(prompt) :]
+                before, end = rendered.answers[-1]
+                prompt, answer = rendered.prompt or before, end[len(before) :]
             ids = self._prompt_ids(prompt) if prompt else []
             if ids and len(ids) <= max_tokens:
-                found.append(Sample(prompt, answer, ids))
+                found.append(Sample(unmarked(prompt), unmarked(answer), ids))
         return found
 
     def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
@@ -125,95 +261,71 @@ class Format:
         for i, rendered in self._usable(some):
             if self.kind == "texts":
                 return " ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8])
-            if not self.tokenizer.chat_template:
+            row = self._read(some, i)
+            if not isinstance(row, Chat):
                 return rendered.answers[0][0]
-            if self.kind == "instructions":
-                asked = [some[column][i] for column in self.columns[:-1]]
-                return [{"role": "user", "content": shorten("\n\n".join(text for text in asked if text))}]
-            messages = [check_message(message) for message in some[self.columns[0]][i]]
-            first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-            return [{**message, "content": shorten(message["content"])} for message in messages[:first]]
+            first = row.trained.index(True)
+            return [{**message, "content": shorten(message["content"])} for message in row.messages[:first]]
         return "Hi"
 
     def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
-        """Yield the rows that can be used, with their places."""
-        rendered = ((i, self._render(rows, i)) for i in range(len(rows[self.columns[0]])))
+        """Yield the last examples of the rows that can be used, with their places."""
+        rendered = ((i, self._render(rows, i)[-1]) for i in range(len(rows[self.columns[0]])))
         return ((i, row) for i, row in rendered if not row.problem)
 
-    def _render(self, rows: dict[str, list], i: int) -> Rendered:
-        """Return row `i` as one text, or the reason why it cannot be used."""
+    def _render(self, rows: dict[str, list], i: int) -> list[Rendered]:
+        """Return row `i` as text, or as several texts, or the reason why it cannot be used."""
         try:
-            for column in UNSUPPORTED_COLUMNS:
-                is_ignored = self.kind != "texts" and column in rows and column not in self.columns
-                if is_ignored and rows[column][i] not in (None, "", [], {}, "[]", "{}"):
-                    raise UnusableRow(
-                        f"its column {column} has content, which {self.kind} cannot include yet. Remove the column to train without it"
-                    )
-            return self._format(tuple(rows[column][i] for column in self.columns))
+            row = self._read(rows, i)
+            return self.template.examples(row, self.train_on) if isinstance(row, Chat) and self.template else [self._format(row)]
         except UnusableRow as error:
-            return Rendered("", [], str(error))
+            return [Rendered("", [], str(error))]
 
-    def _format(self, row: tuple) -> Rendered:
+    def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
+        row = {column: values[i] for column, values in rows.items()}
+        return read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
+
+    def _format(self, row: Chat | Pair | str) -> Rendered:
         end = self.tokenizer.eos_token or ""
-        if self.kind == "texts":
-            return Rendered(check_text(row[0], self.columns[0]) + end, [])
-        if self.kind == "chats":
-            if not isinstance(row[0], list):
-                raise UnusableRow(f"the column {self.columns[0]} is not a list of messages")
-            return self._apply_template(row[0])
-        may_be_empty = self.columns[1:-1]  # the column `input` of Alpaca
-        *asked, answer = (check_text(value, column, column in may_be_empty) for value, column in zip(row, self.columns))
-        prompt = "\n\n".join(text for text in asked if text)
-        if self.tokenizer.chat_template:
-            return self._apply_template([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}])
-        return Rendered(f"{prompt}\n{answer}{end}", [(prompt + "\n", f"{prompt}\n{answer}{end}")])
-
-    def _apply_template(self, given: list[Any]) -> Rendered:
-        """Return the whole chat as text. An answer reaches from the end of the generation prompt through the end-of-turn token."""
-        messages = [check_message(message) for message in given]
-        text = self._fill_template(messages) if messages else ""
-        if any(isinstance(message.get("content") or message.get("value"), list) for message in given):
-            try:
-                is_same = self._fill_template([without_none(message) for message in given]) == text
-            except UnusableRow:
-                is_same = False
-            if not is_same:
-                raise UnusableRow("a message has its content in parts, which the chat template does not join. Write one text")
-        answers = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if not message["content"].strip():
-                raise UnusableRow("an answer is empty")
-            if i == 0:
-                raise UnusableRow("it begins with an answer")
-            before = self._fill_template(messages[:i], add_generation_prompt=True)
-            until = text if i == len(messages) - 1 else self._fill_template(messages[: i + 1])
-            if not (text.startswith(until) and until.startswith(before)):
-                raise UnusableRow("the chat template changes earlier turns when later turns follow, so answers are not marked")
-            answers.append((before, until))
-        if not answers:
-            raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
-        return Rendered(text, answers)
-
-    def _fill_template(self, messages: list[dict[str, Any]], **options: bool) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # a template is a program and can fail in many ways
-            raise UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
+        if isinstance(row, str):
+            has_end = self.row_format > 1 and row.endswith(end)
+            return Rendered(row if has_end else row + end, [])
+        prompt = row.prompt + self.separator
+        return Rendered(f"{prompt}{row.answer}{end}", [(prompt, f"{prompt}{row.answer}{end}")])
 
     def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], str]]:
         """Return token ids, labels and the problem of each row, with the tokens that the tokenizer puts before every text."""
         done = []
-        for ids, labels, problem in tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts"):
+        tokenized = tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
+        for row, (ids, labels, problem) in zip(rows, tokenized):
+            if problem and not row.problem and self.row_format > 1 and not self.tokenizer.chat_template:
+                ids, labels, problem = self._tokenize_apart(row, problem)
             first = [] if problem or ids[: len(self.first_ids)] == self.first_ids else self.first_ids
             done.append(([*first, *ids], [-100] * len(first) + labels, problem))
         return done
 
+    def _tokenize_apart(self, row: Rendered, problem: str) -> tuple[list[int], list[int], str]:
+        """Return the tokens of a prompt and those of its answer, if together they are the text of the row.
+
+        In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
+        """
+        ((prompt, whole),), mark = row.answers, self.tokenizer.eos_token or ""
+        split = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        before, answer = split(prompt), whole[len(prompt) :]
+        for after in (split(answer), split(mark + answer)[len(split(mark)) :]):
+            if self.tokenizer.decode(before + after) == self.tokenizer.decode(split(whole)):
+                return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after, ""
+        return [], [], problem
+
     def _prompt_ids(self, text: str) -> list[int]:
         """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode_marked(self.tokenizer, text)
         return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
+
+
+def agree_on_today() -> str:
+    """Return the date of rank 0. This is a collective."""
+    return broadcast_object(date.today().isoformat())
 
 
 class Sample(NamedTuple):
@@ -224,22 +336,15 @@ class Sample(NamedTuple):
     ids: list[int]
 
 
-def drop_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
-    """Return the rows in which a part of the answer is left, without the column `cut`. Warn about truncated rows."""
-    kept = []
-    for rows, name in zip(tables, ("training", "evaluation")):
-        cut = rows.with_format("numpy")["cut"][:]
-        some, none = int((cut == 1).sum()), int((cut == 2).sum())
-        if none == len(rows):
-            raise UserError(
-                f"--max_length {max_length}: no answer of the {name} data begins within this length. Give a higher value."
-            )
-        effects = [f"{some:,} lose the end of their answer"] if some else []
-        effects += [f"{none:,} have no answer left and are dropped"] if none else []
-        if effects:
-            warn(f"--max_length {max_length}: {some + none:,} of {len(rows):,} {name} rows are longer: {', and '.join(effects)}.")
-        kept.append(rows.select((cut < 2).nonzero()[0]).remove_columns("cut"))
-    return kept
+def _column(rows: "datasets.Dataset", name: str) -> np.ndarray:
+    return rows.with_format("numpy")[name][:]
+
+
+def _add_problem(rows: "datasets.Dataset", has_it: np.ndarray, problem: str) -> "datasets.Dataset":
+    if not has_it.any():
+        return rows
+    problems = [before or problem * bool(new) for before, new in zip(rows["problem"][:], has_it)]
+    return with_row_numbers(rows.remove_columns("problem").add_column("problem", problems), row_numbers(rows))
 
 
 @torch.no_grad()

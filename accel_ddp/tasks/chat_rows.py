@@ -1,5 +1,7 @@
 """Rows of conversations as users have them: the columns and formats in the wild, and their messages in one form."""
 
+import json
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.errors import UserError
@@ -16,11 +18,13 @@ USUAL_COLUMNS = {
     "answer_column": ("answer", "output", "completion", "response"),
     "text_column": ("text",),
 }
-# Columns that a chat template may use and that this module does not pass to it. Rows with content there are refused.
-UNSUPPORTED_COLUMNS = ("tools", "functions", "documents", "system", "history", "chat_template_kwargs")
+# Columns of chats and of prompts with answers that are read too, where a row has content there.
+TEMPLATE_COLUMNS = ("documents", "chat_template_kwargs")
+OPTIONAL_COLUMNS = ("system", "tools", "functions", "history", *TEMPLATE_COLUMNS)
+MEDIA_COLUMNS = ("images", "videos", "audios")
 
 
-def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: int = 2) -> tuple[str, tuple[str, ...]]:
     """Return the kind of the rows and their columns: those that are `given`, otherwise the usual ones. Raise UserError without any."""
     for option, column in given.items():
         if column and column not in rows.column_names:
@@ -28,6 +32,8 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str
     usual = {option: next((name for name in names if name in rows.column_names), "") for option, names in USUAL_COLUMNS.items()}
     messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
     is_open = not any(given.values())
+    if row_format > 1 and not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
+        _refuse_preferences(rows, messages or prompt)
     if messages and (given["messages_column"] or is_open):
         return "chats", (messages,)
     if prompt and answer and (given["prompt_column"] or given["answer_column"] or is_open):
@@ -42,12 +48,25 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str
     )
 
 
-ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-
-# What a chat template may use and this module does not pass to it. Rows with content there are refused.
-UNSUPPORTED_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-UNSUPPORTED_ROLES = ("tool_call", "function_call")
+def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
+    """Raise UserError for pairs of a good and a bad answer, and for answers that are labeled as good or bad."""
+    names = rows.column_names
+    if {"chosen", "rejected"} <= {*names}:
+        is_chat = not isinstance(rows[0]["chosen"], str)
+        whole = "--messages_column chosen" + " if it has whole chats" * bool(prompt) if is_chat else ""
+        pairs = [f"--prompt_column {prompt} --answer_column chosen"] if prompt else []
+        raise UserError(
+            "The data have preferences (columns chosen and rejected), and no recipe learns preferences yet. sft would train rejected "
+            f"answers too. To train on the chosen answers only, name their columns: {' or '.join([*pairs, *filter(None, [whole])])}."
+        )
+    label = next((name for name in ("kto_tag", "label") if name in names), "")
+    values = {str(value).lower() for value in rows[:1000][label]} if label and prompt else set()
+    if values and values <= {"true", "false"}:
+        raise UserError(
+            f"The data have answers that are labeled as good or bad (KTO: column {label}), and no recipe learns such labels yet. sft "
+            f"would train the answers whose {label} is false too. Keep the rows whose {label} is true. If the column means something "
+            "else, name the columns to train on (--messages_column, or --prompt_column and --answer_column)."
+        )
 
 
 class Chat(NamedTuple):
@@ -59,8 +78,208 @@ class Chat(NamedTuple):
     trained: tuple[bool, ...] = ()  # whether a message may be trained: an answer without `weight: 0`
 
 
+class Pair(NamedTuple):
+    """A prompt and its answer as texts, for a tokenizer without a chat template."""
+
+    prompt: str
+    answer: str
+
+
 class UnusableRow(Exception):
-    """Why a row cannot be used."""
+    """Why a row cannot be used. What is special to the row follows a tab, see `drop_broken`."""
+
+
+ROLES = ("system", "user", "assistant", "tool", "developer", "function")
+OLD_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of ShareGPT
+NEW_ROLES = OLD_ROLES | {"chatgpt": "assistant", "observation": "tool", "function": "tool", "function_response": "tool"}
+CALL_ROLES = ("function_call", "tool_call")  # of LLaMA-Factory: the content is the call
+REASONING = ("reasoning_content", "thinking", "reasoning")
+WEIGHTS = ("weight", "train", "training")  # of a message: 0 or false if it is not trained
+KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", *REASONING, *WEIGHTS, "function_call", "from", "value")
+TEXT_PARTS = ("text", "input_text", "output_text")
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+def read_row(
+    kind: str, columns: tuple[str, ...], row: dict[str, Any], template: str = "", row_format: int = 2
+) -> Chat | Pair | str:
+    """Return a row as a chat, as a prompt with its answer, or as a text. Raise UnusableRow with the reason if that is impossible.
+
+    `template` is the source of the chat template. Without one, prompts and answers stay texts.
+    """
+    if kind == "texts":
+        return check_text(row[columns[0]], columns[0])
+    if row_format > 1 and (found := next((name for name in MEDIA_COLUMNS if row.get(name)), "")):
+        raise UnusableRow(f"sft trains text only, and its column {found} has content")
+    extra = {name: row[name] for name in OPTIONAL_COLUMNS if row.get(name) not in (*EMPTY, "[]", "{}")}
+    before, after = row[columns[0]], row[columns[-1]]
+    if kind == "chats":
+        before, after = [], read_json(after, f"the column {columns[0]}")
+        if not isinstance(after, list):
+            raise UnusableRow(f"the column {columns[0]} is not a list of messages")
+    elif isinstance(before, str | None) and isinstance(after, str | None):
+        texts = [
+            check_text(row[name], name, may_be_empty=name in columns[1:-1]) for name in columns
+        ]  # Alpaca's `input` may be empty
+        prompt, answer = "\n\n".join(text for text in texts[:-1] if text), texts[-1]
+        if not template:
+            if extra:
+                raise UnusableRow(f"its column {min(extra)} has content, which needs a chat template (--chat_template)")
+            return Pair(prompt, answer)
+        before, after = [], [*_read_history(extra.pop("history", [])), ("user", prompt), ("assistant", answer)]
+        after = [{"role": role, "content": text} for role, text in after]
+    elif not template:
+        raise UnusableRow(
+            f"its {columns[0]} or {columns[-1]} is a list of messages, which needs a chat template (--chat_template)"
+        )
+    if "history" in extra:
+        raise UnusableRow("its column history has content, which belongs to a prompt and an answer that are texts")
+    before, after = (_read_messages(part, role, template, row_format) for part, role in ((before, "user"), (after, "assistant")))
+    if [message for message, _ in after[: len(before)]] == [message for message, _ in before]:
+        after = after[len(before) :]  # an answer that is a whole chat, which begins with the prompt
+    messages, weights = [message for message, _ in before + after], [0] * len(before) + [weight for _, weight in after]
+    if system := check_text(extra.pop("system", None), "system", may_be_empty=True):
+        if not messages or messages[0]["role"] != "system":
+            messages, weights = [{"role": "system", "content": system}, *messages], [0, *weights]
+        elif messages[0]["content"] != system:
+            raise UnusableRow("it has a system prompt in the column system and another one in its messages")
+    return _make_chat(messages, weights, extra)
+
+
+def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[str, Any]) -> Chat:
+    is_answer = [message["role"] == "assistant" for message in messages]
+    if not any(is_answer):
+        raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
+    # Nothing asks for an answer at the beginning of a chat. It is context for the next ones.
+    leading = [*is_answer, False].index(False)
+    trained = tuple(bool(answer and weight and i >= leading) for i, (answer, weight) in enumerate(zip(is_answer, weights)))
+    if not any(trained):
+        raise UnusableRow("it has only answers" if all(is_answer) else "none of its answers has the weight 1")
+    found = {name: read_json(without_none(extra[name]), f"the column {name}") for name in TEMPLATE_COLUMNS if name in extra}
+    options = found.pop("chat_template_kwargs", {})
+    if not isinstance(options, dict):
+        raise UnusableRow("the column chat_template_kwargs is not an object")
+    tools = [tool for name in ("tools", "functions") for tool in _read_tools(extra.get(name, []), name)]
+    return Chat(messages, tools or None, {**options, **found}, trained)
+
+
+def _read_history(history: Any) -> list[tuple[str, str]]:
+    """Return the earlier turns of Alpaca's format, which are lists of a prompt and an answer."""
+    turns = read_json(history, "the column history")
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        raise UnusableRow("the column history is not a list of pairs of a prompt and an answer")
+    roles = ("user", "assistant")
+    return [(role, check_text(text, "history")) for turn in turns for role, text in zip(roles, turn)]
+
+
+def _read_messages(given: Any, role: str, template: str, row_format: int) -> list[tuple[dict[str, Any], int]]:
+    """Return messages with their weights. A text is one message of this role."""
+    messages = (
+        [{"role": role, "content": given}] if isinstance(given, str | None) else given if isinstance(given, list) else [given]
+    )
+    done = []
+    for number, message in enumerate(messages, start=1):
+        try:
+            done.append(_read_message(message, template, row_format))
+        except UnusableRow as error:
+            reason, _, detail = str(error).partition("\t")
+            raise UnusableRow(f"{reason}\tmessage {number}{detail and ', '}{detail}") from None
+    return done
+
+
+def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str, Any], int]:
+    """Return the message with `role`, `content` as one text, and its other keys, which the chat template may use; and its weight."""
+    if not isinstance(given, dict):
+        raise UnusableRow("a message has no role and content")
+    message = {key: value for key, value in without_none(given).items() if row_format == 1 or value not in EMPTY}
+    role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
+    if not isinstance(role, str):
+        raise UnusableRow(f"a message has no role (its keys are {', '.join(given)})")
+    message = {key: value for key, value in message.items() if key not in ("role", "from", "content", "value")}
+    if role in CALL_ROLES:
+        calls = read_json(content, "a tool call")
+        role, content, message["tool_calls"] = "assistant", None, calls if isinstance(calls, list) else [calls]
+    role = (OLD_ROLES if row_format == 1 else NEW_ROLES).get(role, role)
+    near = nearest(role.lower(), ROLES, cutoff=0.8)
+    if role not in ROLES and near and abs(len(role) - len(near)) < 3:  # a template may define further roles
+        raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
+    weights = [message.pop(key) for key in WEIGHTS[: 1 if row_format == 1 else None] if key in message]
+    if wrong := [weight for weight in weights if weight not in (0, 1)]:
+        raise UnusableRow(f"the weight of a message is {wrong[0]!r:.40}, and not 0 or 1")
+    if call := message.pop("function_call", None):
+        message["tool_calls"] = [*message.get("tool_calls", []), call]
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [_read_call(call, number) for number, call in enumerate(calls, start=1)]
+    if thoughts := {check_text(message.pop(key), key, may_be_empty=True) for key in REASONING if message.get(key)}:
+        if len(thoughts) > 1:
+            raise UnusableRow(f"a message has different texts in {', '.join(REASONING)}")
+        message["reasoning_content"] = message["thinking"] = thoughts.pop()  # templates read one of them
+    for key in message if row_format > 1 else ():
+        if key not in KEYS and not _mentions(template, key):
+            near = nearest(key.lower(), KEYS, cutoff=0.7)
+            hint = f"did you mean {near!r}?" if near else "remove it"
+            raise UnusableRow(f"a message has the key {key!r}, which the chat template does not use ({hint})")
+    text = _join_parts(content)
+    if role == "user" and not text:
+        raise UnusableRow("a message of the user is empty")
+    if role == "assistant" and not (text.strip() or message.get("tool_calls") or message.get("reasoning_content")):
+        raise UnusableRow("an answer is empty")
+    return {**message, "role": role, "content": text}, int(all(weights))
+
+
+def _mentions(template: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
+
+
+def _join_parts(content: Any) -> str:
+    """Return the content of a message as one text. Parts of it that are texts are joined."""
+    if not isinstance(content, list):
+        if not isinstance(content, str | None):
+            raise UnusableRow(f"the content of a message is not text\t{content!r:.40}")
+        return content or ""
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if found := next((word for word in ("image", "audio", "video", "file") if word in str(kind)), ""):
+            raise UnusableRow(f"sft trains text only, and a message has {'an' if found[0] in 'ai' else 'a'} {found}")
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise UnusableRow(f"a message has a part of the type {kind!r}, and only texts can be learned")
+    return "".join(part["text"] for part in content)
+
+
+def _read_call(given: Any, number: int) -> dict[str, Any]:
+    """Return a tool call in OpenAI's form, with arguments as a dictionary."""
+    call = dict(given) if isinstance(given, dict) else {}
+    function = call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableRow(f"a tool call has no function with a name\tcall {number}")
+    try:
+        arguments = read_json(function.get("arguments") or {}, "the arguments of a tool call")
+    except UnusableRow as error:
+        raise UnusableRow(str(error).replace("\t", f"\tcall {number}: ")) from None
+    if not isinstance(arguments, dict):
+        raise UnusableRow(f"the arguments of a tool call are not a JSON object\tcall {number}: {arguments!r:.40}")
+    return {"type": "function", **call, "function": {**function, "arguments": arguments}}
+
+
+def _read_tools(given: Any, column: str) -> list[dict[str, Any]]:
+    """Return descriptions of tools in OpenAI's form. A table often has them as JSON, because each has another schema."""
+    tools = read_json(without_none(given), f"the column {column}")
+    found = [read_json(tool, f"a tool of the column {column}") for tool in (tools if isinstance(tools, list) else [tools])]
+    for tool in found:
+        if not isinstance(tool, dict) or not (isinstance(tool.get("name"), str) or "type" in tool or "function" in tool):
+            raise UnusableRow(f"the column {column} is not a list of tools with names")
+    inner = lambda tool: {key: value for key, value in tool.items() if key != "type"}
+    return [{"type": "function", "function": inner(tool)} if "name" in tool else tool for tool in found]
+
+
+def read_json(value: Any, what: str) -> Any:
+    """Return what a text in JSON describes, and other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise UnusableRow(f"{what} cannot be read as JSON\t{value!r:.40}") from None
 
 
 def check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
@@ -69,44 +288,6 @@ def check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
     if not (value or "").strip() and not may_be_empty:
         raise UnusableRow(f"its {column} is empty")
     return value or ""
-
-
-def check_message(message: Any) -> dict[str, Any]:
-    """Return the message with `role`, `content` as one text, and its other keys, which the chat template may use.
-
-    The keys `from` and `value` and the roles of ShareGPT are translated.
-    """
-    if not isinstance(message, dict):
-        raise UnusableRow("a message has no role and content")
-    role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
-    if not isinstance(role, str):
-        raise UnusableRow(f"a message has no role (its keys are {', '.join(message)})")
-    role = SHAREGPT_ROLES.get(role, role)
-    near = nearest(role.lower(), ROLES, cutoff=0.8)
-    if role not in ROLES and near and abs(len(role) - len(near)) < 3:  # a template may define further roles
-        raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
-    if found := next((key for key in UNSUPPORTED_KEYS if message.get(key)), role if role in UNSUPPORTED_ROLES else ""):
-        raise UnusableRow(f"a message has {found}, which sft cannot learn yet")
-    if message.get("weight") not in (None, 1):
-        raise UnusableRow(f"a message has the weight {message['weight']}, but all answers of a chat are learned equally")
-    others = {key: value for key, value in without_none(message).items() if key not in ("role", "from", "content", "value")}
-    text = _join_parts(content)
-    if role == "user" and not text:
-        raise UnusableRow("a message of the user is empty")
-    return {**others, "role": role, "content": text}
-
-
-def _join_parts(content: Any) -> str:
-    """Return the content of a message as one text. Parts of it that are texts are joined."""
-    if not isinstance(content, list):
-        if not isinstance(content, str | None):
-            raise UnusableRow(f"the content of a message is {content!r:.40}, not text")
-        return content or ""
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise UnusableRow(f"a message has a part of the type {kind or type(part).__name__!r}, and only texts can be learned")
-    return "".join(part["text"] for part in content)
 
 
 def without_none(value: Any) -> Any:

@@ -285,7 +285,10 @@ class CountingCollate:
         labels = batch.get("labels")
         targets = int((labels != -100).sum()) if labels is not None and labels.ndim == 2 else 0
         lengths = mask.sum(-1)
-        return {**batch, _SIZES: (lengths.numel(), int(lengths.sum()), int((lengths**2).sum()), mask.shape[-1], targets)}
+        texts, squares = lengths.numel(), int((lengths**2).sum())
+        if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
+            texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets)}
 
 
 def with_sizes(batch: Any) -> Any:
