@@ -17,7 +17,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export, export_files
 from accel_ddp.sources import models
-from accel_ddp.tasks import examples
+from accel_ddp.tasks import examples, generation_metrics
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 from tests.test_recipes import evaluations, sentence, write_jsonl
 
@@ -138,6 +138,42 @@ def test_adapters_of_every_task_load_elsewhere_with_the_printed_line(tiny_model,
             content = b"" if not is_published else content  # peft finds a local base model by its path
         for word in (b"secret_", tiny_model.encode(), str(cache).encode()):
             assert word not in content, path
+
+
+def test_what_servers_read_is_what_was_trained(cache, tmp_path):
+    """A base model of 16 bits, which does not stop at <|im_end|>, learns a template. Read the export as other tools do."""
+    import datasets
+    import gguf
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    place, base, folder = models.locate("builtin:tiny-llama", cache), tmp_path / "base", tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(base)
+    AutoTokenizer.from_pretrained(place, eos_token="<|pad|>", padding_side="left").save_pretrained(base)
+    generation = {"bos_token_id": 0, "eos_token_id": 2, "temperature": 0.6}  # transformers refuses to save this without do_sample
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    (base / "chat_template.jinja").unlink()
+
+    cfg = RecipeConfig(model=str(base), output_dir="run", dtype="float32")
+    tokenizer = models.load_tokenizer(cfg)
+    tokenizer.padding_side, tokenizer.chat_template = "right", "{{ messages[0].content }}<|im_end|>"  # by the recipe, by the user
+    model = models.load(AutoModelForCausalLM, cfg, tokenizer)
+    answer = {"input_ids": [0, 7, 8, 1, 9, 1], "labels": [-100, -100, 8, 1, -100, 1]}
+    truncated = {"input_ids": [0, 7, 8, 0], "labels": [-100, -100, 8, 0]}
+    generation_metrics.add_end_tokens(model, tokenizer, datasets.Dataset.from_list([answer] * 30 + [truncated]))
+    facts = {"recipe": "sft.py", "config": vars(cfg), "metrics": {}, "versions": {}, "num_ranks": 1}
+    export._write(folder, model, export.files_of(model, tokenizer), facts)
+
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 1]
+    assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
+    assert (folder / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    there, before = (AutoTokenizer.from_pretrained(one) for one in (folder, base))
+    assert (there.padding_side, there.model_max_length) == (before.padding_side, before.model_max_length) == ("left", 512)
+    assert (there.chat_template, tokenizer.padding_side) == (tokenizer.chat_template, "right")
+    vocabulary = gguf.SpecialVocab(folder, load_merges=True)  # as llama.cpp's convert_hf_to_gguf.py reads it
+    assert vocabulary.chat_template == tokenizer.chat_template
+    assert vocabulary.special_token_ids == {"bos": 0, "eos": 2, "pad": 2}
+    assert vocabulary.merges
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,19 @@ def command(tmp_path, tiny_model, cache) -> list[object]:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["--train_file", tmp_path / "data.jsonl", "--eval_file", tmp_path / "data.jsonl", "--max_eval_items", "7"]
     sizes = ["--global_batch_size", "8", "--micro_batch_size", "2", "--log_every", "1", "--ema_decay", "0.9"]
-    kept = ["--steps", "8", "--save_every", "1", "--eval_every", "2", "--keep_last", "2", "--keep_best", "--best_metric", "loss:max"]
+    kept = [
+        "--steps",
+        "8",
+        "--save_every",
+        "1",
+        "--eval_every",
+        "2",
+        "--keep_last",
+        "2",
+        "--keep_best",
+        "--best_metric",
+        "loss:max",
+    ]
     return [sys.executable, ROOT / "recipes" / "classify.py", "--model", tiny_model, *data, *sizes, *kept]
 
 

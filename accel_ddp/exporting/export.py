@@ -331,6 +331,8 @@ def _weights_of(path: Path, averaged: bool = False) -> Any:
     # With --quantize the adapters were trained on rounded weights, and are exported for the original ones.
     if run["config"].get("quantize", "no") == "no" and digest_of_frozen(model) != run.get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
+    for name, p in model.named_parameters():  # new layers above a base model of 16 bits are trained in float32
+        p.data = p.data.to(there[name][1]) if name in there else p.data
     _load(model, pieces)
     return model
 

@@ -107,7 +107,9 @@ def _mark_tokens(
         until = decode(ids[:end])  # spaces between tokens depend on the tokens before
         part, before = _visible(until[len(before) :]), until
         space = part[: len(part) - len(part.lstrip())] if group > 1 else ""
-        text += part if group == 0 else mark(part) if group == 1 else f"{space}{mark(f'{part.lstrip()} → {name(labels[end - 1])}')}"
+        text += (
+            part if group == 0 else mark(part) if group == 1 else f"{space}{mark(f'{part.lstrip()} → {name(labels[end - 1])}')}"
+        )
     return text
 
 
