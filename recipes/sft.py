@@ -2,7 +2,7 @@ r"""Fine-tune a causal language model on instructions, chats or plain text: all 
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/sft.py
     accelerate launch --config_file accelerate_configs/local.yaml recipes/sft.py \
-        --model HuggingFaceTB/SmolLM2-135M-Instruct --train_file chats.jsonl --lora_r 16 --lr 2e-4 --max_length 1024
+        --model HuggingFaceTB/SmolLM2-135M-Instruct --train_file chats.jsonl --lora_r 16
 
 Rows are chats (`messages` with role and content, formatted by the tokenizer's chat template), prompts and answers, or texts.
 Only the answers are learned. The loss is the mean over their tokens, however they are spread over ranks and micro-batches.
