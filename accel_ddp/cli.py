@@ -109,15 +109,16 @@ def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
     from accel_ddp.doctor.check_options import load_recipe_config
 
     try:
-        if cfg := load_recipe_config([str(script), *options]):
-            from accel_ddp.sources.data import check_inputs
-
-            check_inputs(cfg)
-        return cfg
+        cfg = load_recipe_config([str(script), *options])
     except UserError:
         raise
     except Exception:
         return None
+    if cfg:
+        from accel_ddp.sources.data import check_inputs
+
+        check_inputs(cfg)
+    return cfg
 
 
 def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[str]:

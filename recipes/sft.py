@@ -46,7 +46,6 @@ class Config(RecipeConfig):
         "auto",
         "short plain texts share rows of at most --max_length tokens and do not see each other",
         group="data",
-        also=("sample_packing", "neat_packing"),
     )
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
@@ -67,14 +66,19 @@ class Config(RecipeConfig):
     )
     lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
     micro_batch_size: int | Literal["auto"] = "auto"
-    eval_batch_size: int | Literal["auto"] = option("auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16)
+    eval_batch_size: int | Literal["auto"] = option(
+        "auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
+    )
     gradient_checkpointing: bool | Literal["auto"] = option(
-        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise", legacy=False
+        "auto",
+        "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
+        legacy=False,
     )
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
-        accel_ddp.chat_rows.choose_columns(tables[0], given)
+        row_format = 1 if self.resume else self.row_format  # that of the run is not known yet
+        accel_ddp.chat_rows.choose_columns(tables[0], given, row_format)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}

@@ -65,8 +65,8 @@ OTHER_NAMES = {
 # What to do about settings of other toolkits (axolotl, LLaMA-Factory, TRL, HF Trainer) that are no single option here. A text is
 # used in recipes that have the options in it.
 INSTEAD = {
-    "leave it out; padding-free is the default (--padding_free)": "packing sample_packing eval_sample_packing eval_packing "
-    "neat_packing pad_to_sequence_len pad_to_max_length group_by_length",
+    "leave it out; padding-free is the default (--padding_free), and sft packs plain texts": "packing sample_packing "
+    "eval_sample_packing eval_packing neat_packing pad_to_sequence_len pad_to_max_length group_by_length",
     "leave it out; it follows from --global_batch_size and --micro_batch_size": "gradient_accumulation_steps",
     "leave it out; the recipe states it: accel-ddp run sft": "stage do_train do_eval rl",
     "use --lora_r 16 for LoRA, with --quantize 4bit for QLoRA; without them all weights are trained": "adapter finetuning_type",

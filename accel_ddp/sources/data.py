@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
-
 MOST_RECORDED = 20_000  # characters of row numbers in the log
 SHOWN = 5  # rows of each kind of problem that an error message names
 
@@ -41,11 +40,21 @@ def check_inputs(cfg: TrainConfig) -> None:
     """Raise UserError if the model's folder, a file or a column is missing, without torch. A run would raise it a few seconds later.
 
     This applies to recipes whose Config has `check_columns(*tables)`; others may read their files in another way. The names at the
-    beginning of a file, which take milliseconds, are enough if all columns are there. Otherwise the file is read.
+    beginning of a file, which take milliseconds, are enough if all columns are there. Otherwise the file is read. Errors of other
+    types are left to the run.
     """
-    if not isinstance(cfg, RecipeConfig) or not hasattr(cfg, "check_columns"):
-        return
-    builtin.require_model(cfg.model)
+    try:
+        if isinstance(cfg, RecipeConfig) and hasattr(cfg, "check_columns"):
+            _check_inputs(cfg)
+    except UserError:
+        raise
+    except Exception as error:
+        log.debug("the files were not checked: %r", error)
+
+
+def _check_inputs(cfg: Any) -> None:
+    if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
+        builtin.require_model(cfg.model)
     files = [(option, path) for option, path in (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file)) if path]
     tables = [(option, path) for option, path in files if Path(path).suffix.lower() in TABLES]
     for option, path in files:
@@ -55,12 +64,7 @@ def check_inputs(cfg: TrainConfig) -> None:
         return
     with suppress(Exception):
         return cfg.check_columns(*(ColumnNames(path) for _, path in tables))
-    try:
-        cfg.check_columns(*(load_file(*table) for table in tables))
-    except UserError:
-        raise
-    except Exception as error:
-        log.debug("the columns were not checked before the run: %r", error)
+    cfg.check_columns(*(load_file(*table) for table in tables))
 
 
 def load_rows(

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Subset
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import data, models, places, tokenization
-from accel_ddp.sources.table_files import FILE_FORMATS, describe_folder, load_file, require_file, require_utf8
+from accel_ddp.sources.table_files import TABLES, describe_folder, load_file, require_file, require_utf8
 
 if TYPE_CHECKING:
     import datasets
@@ -69,7 +69,7 @@ def load_text_file(option: str, place: str) -> "datasets.Dataset":
 
 def is_table(place: str) -> bool:
     """Return whether the file has columns, by its ending."""
-    return Path(place).suffix.lower() in FILE_FORMATS.keys() - {".txt"}
+    return Path(place).suffix.lower() in TABLES
 
 
 def find_text_files(option: str, place: str) -> list[Path]:
