@@ -22,14 +22,14 @@ from accel_ddp.errors import UserError
 from accel_ddp.observe.recorder import start_recorder
 from accel_ddp.phases import CHECK, COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS, OTHER, UNLIMITED, phase
 from accel_ddp.ranks import signals
-from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import Exit, Moment, ending
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
-from accel_ddp.saving.run_folder import write_options
+from accel_ddp.saving.run_folder import update_options
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
@@ -156,9 +156,8 @@ class TrainingRun:
 
     def start(self, tables: Callable[[], dict[str, Table]] | None) -> None:
         """Store the options that were chosen for this model, and describe the run to the hooks, which may end it."""
-        with together("write config.json"):
-            if self.accelerator.is_main_process:
-                write_options(self.cfg)
+        if self.accelerator.is_main_process:
+            update_options(self.cfg)
         facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
         self.notify("on_describe", facts)
         self.is_done = self._any_rank(self.notify("on_start", self.step, self.total_steps, self.saved.evaluations))

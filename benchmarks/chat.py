@@ -11,10 +11,10 @@ chats are made from a seed: one to four turns of words that follow each other wi
 check all chats have nearly 2,048 tokens. The process is limited to a GPU of 24 GB: torch gets what CUDA leaves of it.
 
 Both sides of the comparison train LoRA adapters of rank 16 on all linear layers, with the same rows in the same order, the same
-template, batches, learning rates and precision (bf16 over bf16 weights), and learn the same tokens: the answers. TRL's variants are
-`padded`, `padding-free` (the same batches) and `packing` (rows of several chats, so that steps differ). Flash attention and Liger
-kernels are used if they are installed. All variants run in each round, each in its own process. Tokens are those of chats, without
-padding. Results are written to OUT as JSON.
+template, batches, learning rates and precision (bf16 over bf16 weights), and learn the same tokens: the answers (`trained_tokens`).
+TRL's variants are `padding-free` (the same batches), `packing` (rows of several chats, so that steps differ) and, if asked for,
+`padded`. Flash attention and Liger kernels are used if they are installed. All variants run in each round, each in its own process.
+Tokens are those of chats, without padding. Results are written to OUT as JSON.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import runpy
 import shutil
 import statistics
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def common_words(number: int) -> list[str]:
     """Return the most frequent words of the manual that Python contains."""
     from pydoc_data import topics
 
-    found = Counter(re.findall(r"[a-z]{3,10}", " ".join(topics.topics.values())))
+    found = Counter(re.findall(r"[a-z]{3,10}", " ".join(topics.topics.values()).lower()))
     return [word for word, _ in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))][:number]
 
 
@@ -146,17 +147,18 @@ def make_llama(work: Path, shape: dict[str, Any]) -> Path:
 
 
 def make_smollm2(work: Path) -> Path:
-    """Copy the built-in pretrained model, and give its tokenizer our template, which marks the answers for both sides."""
+    """Write the built-in pretrained model in bf16, with a tokenizer whose template marks the answers for both sides."""
 
     def make(folder: Path) -> None:
-        from transformers import AutoTokenizer
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from accel_ddp.sources.builtin import locate
 
-        shutil.copytree(locate("builtin:SmolLM2-135M-Instruct", environment(work)["ACCEL_DDP_CACHE"]), folder, dirs_exist_ok=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        place = locate("builtin:SmolLM2-135M-Instruct", environment(work)["ACCEL_DDP_CACHE"])
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(place)
         tokenizer.chat_template = TEMPLATE
-        (folder / "chat_template.jinja").unlink(missing_ok=True)
         tokenizer.save_pretrained(folder)
 
     return make_once(work / "models" / "smollm2", make)
@@ -247,8 +249,6 @@ def train_with_trl(folder: Path) -> None:
         def on_step_end(self, args, state, control, **kwargs):
             if on_gpu and state.global_step in (spec["warm"], spec["steps"]):
                 torch.cuda.synchronize()
-            import time
-
             times.append(time.time())
 
         def on_log(self, args, state, control, logs=None, **kwargs):
@@ -287,13 +287,15 @@ def train_with_trl(folder: Path) -> None:
     parts = {"model": model, "args": arguments, "train_dataset": rows, "processing_class": tokenizer, "peft_config": adapters}
     trainer = Timed(**parts, callbacks=[Stopwatch()])
     made = trainer.train_dataset
-    learned = sum(sum(label != -100 for label in labels[1:]) for labels in made["labels"]) if "labels" in made.column_names else 0
+    rows_of_run = [] if spec["flags"].get("packing") else spec["order"][: spec["steps"] * spec["batch"]]
+    labels = made["labels"][:] if rows_of_run else []
+    learned = sum(sum(label != -100 for label in labels[row][1:]) for row in rows_of_run)
     trainer.train()
     per_step = batch * sum(map(len, made["input_ids"])) / len(made)  # for packing, whose rows are others
     measured = {
         "times": times,
         "losses": losses,
-        "learned": learned,
+        "trained_tokens": learned,
         "per_step": per_step,
         "liger": has_liger,
         "flash": has_flash,
@@ -322,7 +324,7 @@ def run_variant(variant: str, spec: dict[str, Any], folder: Path, options: argpa
         if not result["failed"]:
             updates = [event for event in read_events(folder / "run") if event["event"] == "update"]
             result |= {"times": [event["time"] for event in updates], "losses": [event["loss"] for event in updates]}
-            result["learned_in_run"] = sum(event["items"] for event in updates)
+            result["trained_tokens"] = sum(event["items"] for event in updates)
     else:
         (folder / "spec.json").write_text(json.dumps({**spec, "flags": TRL[variant]}))
         result = run_process([__file__, "--trl_in", str(folder)], folder, options.work, options.timeout)
@@ -356,7 +358,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     found = []
     for number in range(options.rounds):
-        for variant in options.variants or ["ours", *TRL]:
+        for variant in options.variants or ["ours", "trl padding-free", "trl packing"]:
             folder = options.work / "runs" / f"{options.compare}-{variant.replace(' ', '-')}-{number}"
             found.append(run_variant(variant, {**spec, "tokens": tokens.tolist()}, folder, options))
     whole = {variant: [r for r in found if r["variant"] == variant and not r["failed"]] for variant in ["ours", *TRL]}
@@ -365,25 +367,25 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     peak = {v: middle(runs, lambda r: (r["peak"] or {}).get("allocated", 0)) for v, runs in whole.items() if runs}
     loss = {variant: middle(runs, lambda r: last_tenth(r["losses"])) for variant, runs in whole.items() if runs}
     ratios = {}
-    for variant in TRL if "ours" in speed else ():
-        if variant in speed:
-            memory = peak["ours"] / peak[variant] if peak[variant] else None
-            ratios[variant] = {
-                "tokens_per_second": speed["ours"] / speed[variant],
-                "peak": memory,
-                "loss": loss["ours"] - loss[variant],
-            }
+    for variant in [name for name in TRL if name in speed and "ours" in speed]:
+        memory = peak["ours"] / peak[variant] if peak[variant] else None
+        ratios[variant] = {"tokens_per_second": speed["ours"] / speed[variant], "peak": memory}
+        ratios[variant]["difference_of_last_losses"] = loss["ours"] - loss[variant]
+        if variant != "trl packing":  # the same batches: compare step by step
+            pair = [np.array(whole[name][0]["losses"]) for name in ("ours", variant)]
+            ratios[variant]["mean_difference_of_steps"] = float(np.abs(pair[0] - pair[1]).mean())
+            ratios[variant]["trained_tokens"] = [whole[name][0]["trained_tokens"] for name in ("ours", variant)]
     if any(whole.values()):
         drawn = [r for runs in whole.values() for r in runs]
         draw_curves(drawn, f"{options.compare}: training loss", options.out / f"curves-chat-{options.compare}.png")
-    return {
+    summary = {
         "tokens_per_second": speed,
         "peak": peak,
         "last_loss": loss,
         "ours_to": ratios,
         "mean_tokens": float(tokens.mean()),
-        "runs": found,
     }
+    return {**summary, "runs": found}
 
 
 def main() -> None:

@@ -179,7 +179,9 @@ def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]
     if cfg.lora_r:
         import peft
 
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=cfg.lora_r, lora_alpha=cfg.lora_alpha))
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            task_type="CAUSAL_LM", r=cfg.lora_r, lora_alpha=cfg.lora_alpha, target_modules=cfg.lora_targets[0]
+        ))  # fmt: skip
     collate = transformers.DataCollatorForTokenClassification(tokenizer, **PADDING)
     return {"model": model, "train_dataset": rows, "data_collator": collate}
 

@@ -116,6 +116,8 @@ def _plain(value: Any) -> str:
     """Return a default as it is typed: `2e-5`, not `2e-05`."""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(value)
     return f"{value:g}".replace("e-0", "e-") if isinstance(value, float) else str(value)
 
 

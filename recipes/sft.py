@@ -2,10 +2,11 @@ r"""Fine-tune a causal language model on instructions, chats or plain text: all 
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/sft.py
     accelerate launch --config_file accelerate_configs/local.yaml recipes/sft.py \
-        --model HuggingFaceTB/SmolLM2-135M-Instruct --train_file chats.jsonl --lora_r 16 --lr 2e-4 --max_length 1024
+        --model HuggingFaceTB/SmolLM2-135M-Instruct --train_file chats.jsonl --lora_r 16
 
 Rows are chats (`messages` with role and content, formatted by the tokenizer's chat template), prompts and answers, or texts.
-Only the answers are learned. The loss is the mean over their tokens, however they are spread over ranks and micro-batches.
+Only the answers are learned, through their end token (--train_on chooses them). The loss is the mean over their tokens, however they
+are spread over ranks and micro-batches.
 """
 
 import math
@@ -43,10 +44,9 @@ class Config(RecipeConfig):
         "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
     packing: Literal["auto", "on", "off"] = option(
-        "auto",
-        "short plain texts share rows of at most --max_length tokens and do not see each other",
-        group="data",
-    )
+        "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
+        group="data", legacy="off",
+    )  # fmt: skip
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
@@ -77,8 +77,7 @@ class Config(RecipeConfig):
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
-        row_format = 1 if self.resume else self.row_format  # that of the run is not known yet
-        accel_ddp.chat_rows.choose_columns(tables[0], given, row_format)
+        accel_ddp.chat_rows.choose_columns(tables[0], given, 1 if self.resume else self.row_format)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -97,14 +96,17 @@ class Task:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            train_rows, eval_rows, self.samples, self.prompt = build_data(cfg, self.processor, today)
-            is_packed = accel_ddp.tokenization.LENGTHS in train_rows.column_names
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+            rows, self.samples, self.prompt, kind = build_data(cfg, self.processor, today)
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
         accel_ddp.fit_memory(cfg, accelerator, self.model_class)
-        with accel_ddp.together("load the model"):
-            self.model = build_model(cfg, accelerator, self.processor, is_packed)
-            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, train_rows)
+        with accel_ddp.together("load the model") as facts:
+            self.model = build_model(cfg, accelerator, self.processor)
+            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
+            if kind == "texts" and cfg.row_format > 1:
+                rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
+                facts["--packing"] = cfg.packing
+        train_rows, eval_rows = rows
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
@@ -159,17 +161,7 @@ def build_data(cfg: Config, tokenizer, today):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
-    if (
-        form.kind == "texts"
-        and cfg.row_format > 1
-        and accel_ddp.model_kinds.can_pack(cfg.packing, accel_ddp.models.load_config(cfg))
-    ):
-
-        def pack(rows):
-            return accel_ddp.tokenization.pack_documents(rows, cfg.max_length)
-
-        usable = [accel_ddp.tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in usable]
-    return (*usable, samples, form.first_prompt(tables[1]))
+    return usable, samples, form.first_prompt(tables[1]), form.kind
 
 
 def inputs_of(batch):
@@ -178,14 +170,12 @@ def inputs_of(batch):
     return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
 
 
-def build_model(cfg: Config, accelerator, tokenizer, is_packed=False):
+def build_model(cfg: Config, accelerator, tokenizer):
     from transformers import AutoModelForCausalLM
 
     model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
     model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
     accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
-    if is_packed:
-        accel_ddp.model_kinds.require_separate(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 

@@ -1,18 +1,24 @@
 """Tests of the tokens of `sft`: a chat has the tokens of `apply_chat_template`, and what cannot be included is refused."""
 
+import datetime
+import functools
 import json
 import re
 from collections import Counter
-from types import SimpleNamespace
+from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from accel_ddp.errors import UserError
+from accel_ddp.memory.estimate_command import load_recipe
+from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, pack_documents
-from accel_ddp.tasks import chat
+from accel_ddp.tasks import chat, chat_template
 from accel_ddp.tasks.chat_rows import USUAL_COLUMNS, Chat, UnusableRow, choose_columns, read_row
+from tests.conftest import ROOT
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
 LLAMA = (  # bos in the template, and an end token in the middle of a chat
@@ -91,13 +97,14 @@ def make_tokenizer(kind: str):
 KINDS = ["byte level", "byte level with a space", "prepend", "metaspace first", "metaspace always", "word piece", "slow"]
 
 
+@functools.cache
+def recipe_config() -> type:
+    return load_recipe(ROOT / "recipes" / "sft.py").Config
+
+
 def form_of(tokenizer, column: str = "messages", max_length: int = 1000, **more: object):
-    given = {"model": "tiny", "max_length": max_length, "train_on_prompts": False, "separator": "", "row_format": 2, "train_on": "all"}
-    given |= {"chat_template": "", "template_date": "auto", **more}
-    columns = {"messages_column": "", "prompt_column": "", "answer_column": "", "text_column": ""}
-    return chat.Format(
-        datasets.Dataset.from_dict({name: [""] for name in column.split()}), tokenizer, SimpleNamespace(**columns, **given)
-    )
+    cfg = recipe_config()(model="tiny", max_length=max_length, **more)
+    return chat.Format(datasets.Dataset.from_dict({name: [""] for name in column.split()}), tokenizer, cfg)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -296,7 +303,7 @@ def test_tools_calls_and_thoughts_have_one_form():
     ]
     chats = [read_row("chats", ("messages",), row, CHATML) for row in rows]
     assert chats[0] == chats[1] == chats[2]
-    messages, tools, options, trained = chats[0]
+    messages, tools, options, trained, _ = chats[0]
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}, "a null that JSON states is kept"
     assert messages[3] == {"role": "assistant", "content": "2", "reasoning_content": "a", "thinking": "a"}
     assert (tools, options, trained) == ([{"type": "function", "function": ADD}], {}, (False, True, False, True))
@@ -365,7 +372,8 @@ def test_every_token_of_a_text_is_trained_once():
     """Long texts are split, and their parts and short texts share rows. Compare with the tokens of the texts."""
     tokenizer = make_tokenizer("byte level")
     texts = [" ".join(TEXTS[i:] * i) + "</s>" * (i == 3) for i in range(10)][1:]
-    done = form_of(tokenizer, "text", max_length=16).encode({"text": texts})
+    form = form_of(tokenizer, "text")
+    done = form._cut(form.encode({"text": texts}), 16)
     packed = pack_documents({name: done[name] for name in ("input_ids", "attention_mask", "labels")}, 16)
     assert max(map(len, packed["input_ids"])) == 16
     assert sum(map(len, packed["input_ids"])) > 0.95 * 16 * (len(packed["input_ids"]) - 1), "rows are filled"
@@ -379,6 +387,195 @@ def test_every_token_of_a_text_is_trained_once():
     assert trained == [tokenizer(text.removesuffix("</s>") + "</s>", add_special_tokens=False)["input_ids"] for text in texts]
     count = lambda labels: Counter(label for row in labels for label in row)
     assert count(packed["labels"]) == count(done["labels"])
-    old = form_of(tokenizer, "text", max_length=16, row_format=1).encode({"text": texts})
-    assert len(old["input_ids"]) <= len(done["input_ids"])
-    assert [old["input_ids"][i] for i in (0, 1)] == [done["input_ids"][0], done["input_ids"][1][1:] + old["input_ids"][1][-1:]]
+    old = form_of(tokenizer, "text", row_format=1)
+    parts = old._cut(old.encode({"text": texts[:1]}), 16)["input_ids"]
+    assert [token for part in parts for token in part] == done["input_ids"][0] + [
+        token for i in range(1, done[SOURCE].count(0)) for token in done["input_ids"][i][1:]
+    ]
+
+
+def tokenizer_with(template: str, *controls: str):
+    tokenizer = make_tokenizer("byte level")
+    tokenizer.add_tokens(list(controls), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def own_template(name: str) -> str:
+    return (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def finish(form, rows: list, tiny_model: str, tmp_path: Path, **more: object):
+    """Return the configuration and the rows for training and evaluation."""
+    cfg = recipe_config()(model=tiny_model, cache_dir=str(tmp_path), dataset="chats", **more)
+    made = form.encode({"messages": rows})
+    numbers = np.array(made.pop(SOURCE))
+    tables = [with_row_numbers(datasets.Dataset.from_dict(made), numbers) for _ in range(2)]
+    return cfg, form.finish(tables, cfg)
+
+
+def test_a_field_that_the_template_does_not_write_is_named():
+    """Llama 3 templates of the tests and Phi's leave out fields. What is only written in another way is no reason to refuse."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 'a "b"\n', "y": [1.5, True]}}}
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds\ttwo  words", "parameters": {}}}
+    result = {"role": "tool", "content": '{"a": "b\\n"}', "name": "add"}
+    called = [user("Hi "), answer("", tool_calls=[call]), result, answer(" Hello\n\n")]
+    rows = {
+        "": ({"messages": called, "tools": [tool]}, "qwen2_5"),
+        "tool_calls": ({"messages": called}, "phi3"),
+        "tools": ({"messages": TALK, "tools": [tool]}, "phi3"),
+        "reasoning_content": ({"messages": [user("Hi"), answer("Hello", reasoning_content="H")]}, "phi3"),
+        "content of a assistant message with tool_calls": (
+            {"messages": [user("Hi"), answer("Look", tool_calls=[call])]},
+            "llama3_1",
+        ),
+        "<think> in content": ({"messages": [user("Hi"), answer("<think>Mm</think>Hello")]}, "deepseek_r1"),
+        "documents": ({"messages": TALK, "documents": [{"text": "a page"}]}, "qwen2_5"),
+        "enable_thinking": ({"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}}, "phi3"),
+    }
+    for field, (row, name) in rows.items():
+        form = form_of(tokenizer_with(own_template(name)), " ".join(row))
+        (problem,) = form.encode({column: [value] for column, value in row.items()})["problem"]
+        assert bool(problem) == bool(field), problem
+        assert re.search(f"^the chat template of tiny does not (write|use) `{field}`. Remove it", problem) or not field
+
+
+def test_a_date_of_the_template_is_fixed_and_known(capsys):
+    tokenizer = tokenizer_with(
+        own_template("gpt_oss"), "<|start|>", "<|message|>", "<|end|>", "<|return|>", "<|channel|>", "<|call|>"
+    )
+    texts = []
+    for given in ("auto", "2020-02-03"):
+        form = form_of(tokenizer, template_date=given)
+        texts.append(tokenizer.decode(form.encode({"messages": [TALK]})["input_ids"][0]))
+        assert form.date in form.identity
+    printed = capsys.readouterr().out
+    assert f"template_date {datetime.date.today()}: the chat template writes the date" in printed
+    assert len(printed.splitlines()) == 1
+    assert str(datetime.date.today()) in texts[0]
+    assert "2020-02-03" in texts[1]
+    with pytest.raises(UserError, match="--template_date today: is no date"):
+        form_of(tokenizer, template_date="today")
+
+
+def test_a_model_without_a_template_gets_one(tmp_path):
+    """Built-in templates that suit the vocabulary train answers up to their end token, and are saved with the tokenizer."""
+    controls = {
+        "llama3": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "gemma": ["<start_of_turn>", "<end_of_turn>"],
+    }
+    ends = {"plain": " Hello</s>", "mistral": " Hello</s>", "chatml": "Hello<|im_end|>", "llama3": "Hello<|eot_id|>"}
+    chats = [{"role": "system", "content": "Be brief."}, *TALK, user("I'm"), answer("Hello")]
+    for name, end in (ends | {"gemma": "Hello<end_of_turn>"}).items():
+        tokenizer = tokenizer_with(None, *controls.get(name, []))
+        done = form_of(tokenizer, chat_template=name).encode({"messages": [chats]})
+        assert (done["problem"], done["notes"]) == ([""], [0]), name
+        assert tokenizer.decode([id for id in done["labels"][0] if id != -100]) == end * 2
+        assert done["input_ids"][0] == tokenizer.apply_chat_template(chats, return_dict=False)
+    tokenizer.save_pretrained(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == tokenizer.chat_template
+    (tmp_path / "own.jinja").write_text(CHATML)
+    for given in (str(tmp_path / "own.jinja"), CHATML):
+        form_of(tokenizer, chat_template=given)
+        assert tokenizer.chat_template == CHATML
+    for given, reason in {
+        "llama3": "lacks one of its tokens: <|start_header_id|> <|end_header_id|> <|eot_id|>. Use one of: plain, chatml, mistral",
+        "chatmll": "no such file or built-in template. Did you mean chatml?",
+        "{% for m in messages %}{{ m.content }}": "cannot be used for chats: Unexpected end of template",
+        "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}": "does not write the messages of the assistant",
+        "{{ raise_exception('no') }}": "cannot be used for chats: no. Give another one",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(reason)):
+            form_of(tokenizer_with(None), chat_template=given)
+    with pytest.raises(UserError, match=r"no chat template, which chats need.* --chat_template plain"):
+        form_of(tokenizer_with(None))
+
+
+def test_max_length_is_chosen_by_the_data_up_to_the_limit_of_the_model(tiny_model, tmp_path, capsys, caplog):
+    form = form_of(tokenizer_with(CHATML))
+    rows = [[user("Hi " * (i % 3 + 1)), answer("Hello " * 10)] for i in range(1, 41)]
+    cfg, (train, _) = finish(form, rows, tiny_model, tmp_path)
+    longest = max(map(len, train["input_ids"]))
+    assert cfg.max_length == -(-longest // 64) * 64
+    assert (
+        f"max_length {cfg.max_length}: the longest row has {longest} tokens (--max_length changes it)" in capsys.readouterr().out
+    )
+    rows[0] = [user("Hi"), answer("Hello " * 600)]
+    cfg, (train, _) = finish(form, rows, tiny_model, tmp_path)
+    assert (cfg.max_length, max(map(len, train["input_ids"]))) == (512, 512), "the limit of the model"
+    assert "1 of 40 training rows are longer: 1 lose the end of their answer" in caplog.text
+    assert train.features["labels"] == datasets.Dataset.from_dict({"labels": [[1]]}).features["labels"]
+    with pytest.raises(
+        UserError, match="accepts at most 512 tokens, and 40 of 40 training rows would lose a part of their answer"
+    ):
+        finish(form, rows[:1] * 40, tiny_model, tmp_path)
+    _, (train, _) = finish(form, rows[:1] * 40, tiny_model, tmp_path, max_length=512)
+    assert len(train) == 40, "the user has set it"
+    rows[5] = [user("Hi " * 600), answer("Hello")]
+    with pytest.raises(UserError, match=r"1 of 40 rows .* its prompt fills --max_length 512.*: row 6. Correct them"):
+        finish(form, rows, tiny_model, tmp_path)
+
+
+def test_what_is_special_to_rows_is_stated_once(tiny_model, tmp_path, caplog):
+    thoughts = [answer("Hello", reasoning_content=text) for text in ("They greet.", "They sleep.")]
+    cases = {
+        "qwen3": (
+            [user("Hi"), thoughts[0], user("I'm"), thoughts[1]],
+            "4 chats become 8 examples, one per answer",
+            "4 examples begin without",
+        ),
+        "deepseek_r1": (TALK, "the generation prompt is not the beginning of 4 chats", ""),
+        "glm4": (TALK, "In 4 rows no token that ends the answer is trained", ""),
+        "chatml": ([user("</s> a"), answer("Hello")], "Control tokens stand in the texts of 2 rows (the first are 1, 2)", ""),
+    }
+    caplog.set_level("INFO")
+    for name, (row, *words) in cases.items():
+        caplog.clear()
+        tokenizer = tokenizer_with(own_template(name), "<|user|>", "<|assistant|>")
+        finish(form_of(tokenizer), [row, row], tiny_model, tmp_path)
+        assert all(word in caplog.text for word in words), caplog.text
+
+
+def test_answers_of_long_chats_are_found_without_a_rendering_for_each():
+    tokenizer = tokenizer_with(CHATML)
+    template = form_of(tokenizer).template
+    row = [turn for i in range(9) for turn in (user(TEXTS[i % 8]), answer(f"{TEXTS[-i % 8]} {i}"))]
+    given, number = Chat(row, trained=(False, True) * 9), 0
+    render, find = template.render, template._find
+
+    def counted(*args: object, **more: object):
+        nonlocal number
+        number += 1
+        return render(*args, **more)
+
+    template.render = counted
+    for train_on in ("all", 4):
+        number = 0
+        fast = template.examples(given, train_on)
+        assert number <= 6
+        template._find = lambda *args: {}
+        assert fast == template.examples(given, train_on)
+        template._find = find
+
+
+def test_an_answer_at_the_beginning_is_context_or_left_out():
+    """A template that rejects it gets the rest of the chat, also in samples. A system prompt stays."""
+    tokenizer = make_tokenizer("byte level")
+    rows = [[answer("I'm"), *TALK], [{"role": "system", "content": "end."}, answer("I'm"), *TALK], TALK]
+    system = [rows[1][0], *TALK]
+    tokenizer.chat_template = CHATML
+    done = form_of(tokenizer).encode({"messages": rows})
+    trained = [tokenizer.decode([label for label in labels if label != -100]) for labels in done["labels"]]
+    assert trained == ["Hello<|im_end|>", "I'm<|im_end|>Hello<|im_end|>", "Hello<|im_end|>"]
+    assert done["input_ids"][0] == tokenizer.apply_chat_template(rows[0], return_dict=False)
+    tokenizer.chat_template = CHATML.replace("{% for m in messages %}", (
+        "{% set talk = messages | rejectattr('role', 'equalto', 'system') | list %}"
+        "{% if talk[0].role != 'user' %}{{ raise_exception('a user begins') }}{% endif %}{% for m in messages %}"
+    ))  # fmt: skip
+    form = form_of(tokenizer)
+    done = form.encode({"messages": rows})
+    assert done["problem"] == ["", "", ""]
+    wanted = [tokenizer.apply_chat_template(messages, return_dict=False) for messages in (TALK, system, TALK)]
+    assert done["input_ids"] == wanted
+    assert [notes & chat_template.LEFT_OUT > 0 for notes in done["notes"]] == [True, True, False]
+    assert form.first_prompt(datasets.Dataset.from_dict({"messages": rows})) == TALK[:1]

@@ -465,6 +465,16 @@ def test_collectives_are_recorded(group):
     assert last["input_sizes"] == [[768]]
 
 
+def test_chat_templates_write_the_date_that_is_set():
+    import datetime
+
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = "{{ strftime_now('%d %b %Y') }}"
+    compat.set_template_date(template, datetime.date(2020, 2, 3))
+    assert render_jinja_template([[{"role": "user"}]], chat_template=template)[0] == ["03 Feb 2020"]
+
+
 # ---- programs and forks; tests/test_trackers.py has the race that the lock prevents
 
 STARTS = """

@@ -103,6 +103,13 @@ def test_switches_accept_several_spellings():
         is parse("--gradient-checkpointing", "True").gradient_checkpointing
         is True
     )
+    (sft,) = (cls for cls in recipe_configs() if cls.__module__ == "sft")  # its switch may be `auto` too
+    given = lambda *words: parse_config(sft, list(words)).gradient_checkpointing
+    assert given("--gradient_checkpointing") is given("--gradient-checkpointing", "true", "--steps", "3") is True
+    assert given("--no_gradient_checkpointing") is given("--gradient_checkpointing", "off") is False
+    assert given() == given("--gradient_checkpointing", "auto") == "auto"
+    with pytest.raises(UserError, match=r"--gradient_checkpointing maybe: must be one of true, false, auto"):
+        given("--gradient_checkpointing", "maybe")
     assert parse("--broadcast_buffers", "true").broadcast_buffers == "on"
     assert parse("--pin_memory", "False").pin_memory == "off"
     assert parse("--resume").resume == parse("--resume", "--steps", "3").resume == "auto"

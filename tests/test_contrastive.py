@@ -1,6 +1,7 @@
 """Losses over a whole batch, and models that skip parameters: the same result on any number of ranks."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 from torch import nn
 
+from accel_ddp.exporting import export
 from accel_ddp.tasks.contrastive import correlation_metrics, in_batch_losses, retrieval_metrics, score_losses, text_keys
 from accel_ddp.training.optim import freeze, words_to_freeze
 from tests.conftest import PROGRAMS, ROOT, run_ranks
@@ -104,9 +106,19 @@ def test_pairs_with_scores_are_learned_the_same_on_two_ranks_and_exported(tmp_pa
             ranks, ROOT / "recipes" / "embed.py", "--model", tiny_model, "--train_file", tmp_path / "sts.csv",
             "--anchor_column", "first", "--positive_column", "second", "--score_column", "similarity", "--max_score", 5,
             "--matryoshka", 8, "--epochs", 5, "--global_batch_size", 8, "--micro_batch_size", 2, "--lr", 0.2, "--no_dropout",
-            "--optimizer", "sgd", "--keep_best", "--output_dir", tmp_path / str(ranks),
+            "--optimizer", "sgd", "--keep_best", "--best_metric", "spearman:min", "--output_dir", tmp_path / str(ranks),
         ).well().text  # fmt: skip
     assert_same(*(load_file(tmp_path / name / "model" / "model.safetensors") for name in "12"), 1e-5)
+    best = json.loads((tmp_path / "2" / "best.json").read_text())
+    assert f"--keep_best: exporting step {best['step']}, which has the best spearman." in text
+    out = export.from_checkpoint(str(tmp_path / "2" / best["checkpoint"]), str(tmp_path / "out"))
+    for file in ("model.safetensors", "config.json"):
+        assert (out / file).read_bytes() == (tmp_path / "2" / "model" / file).read_bytes()
+    *_, end = [json.loads(line) for line in (tmp_path / "2" / "log.jsonl").read_text().splitlines()]
+    assert end["step"] > end["best_step"] == best["step"]
+    assert end["spearman"] == best["value"]
+    assert re.search(rf"^ +before +step {best['step']}\n(.*\n)*spearman .* {best['value']:.4f}$", text, flags=re.MULTILINE)
+    assert f"| spearman | {best['value']:.4f} |" in (tmp_path / "2" / "model" / "README.md").read_text()
     logged = [json.loads(line) for line in (tmp_path / "1" / "log.jsonl").read_text().splitlines()]
     before, *_, after = [event for event in logged if event["event"] == "evaluate"]
     assert after["loss"] < before["loss"]

@@ -249,7 +249,7 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
              "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git", "cd"}  # fmt: skip
     known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs"}  # of docs/aws.md
     known |= {"at=http://169.254.169.254/latest", "get", "get()", "token", "token()", "until", "sleep", "pkill", "curl", "for"}
-    known |= {"wandb", "tensorboard", "trackio"}
+    known |= {"wandb", "tensorboard", "trackio", "vllm"}
     ours, seen = 0, set()
     for page, text in texts:
         for words in commands_in(text.replace("accelerate_configs/tuned.yaml", f"{tmp_path}/tuned.yaml")):

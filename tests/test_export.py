@@ -17,7 +17,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export, export_files
 from accel_ddp.sources import models
-from accel_ddp.tasks import examples
+from accel_ddp.tasks import examples, generation_metrics
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 from tests.test_recipes import evaluations, sentence, write_jsonl
 
@@ -128,11 +128,52 @@ def test_adapters_of_every_task_load_elsewhere_with_the_printed_line(tiny_model,
     assert "name " in outputs["classify", "hub", "auto"], "the names of the labels are kept"
     assert "name " in outputs["tag", "hub", "auto"]
     for path in (path for path in there.rglob("*") if path.is_file()):
-        for word in (b"secret_", tiny_model.encode(), str(cache).encode()):
-            assert word not in path.read_bytes(), path
+        content = path.read_bytes()
         if path.name == "adapter_config.json":
-            kept = json.loads(path.read_text())["modules_to_save"] or []
+            config = json.loads(content)
+            kept = config["modules_to_save"] or []
             assert len(kept) == len(set(kept))
+            is_published = path.relative_to(there).parts[0].startswith(("classify", "sft"))
+            assert is_published or " hub " in str(path) or Path(config["base_model_name_or_path"]).is_dir()
+            content = b"" if not is_published else content  # peft finds a local base model by its path
+        for word in (b"secret_", tiny_model.encode(), str(cache).encode()):
+            assert word not in content, path
+
+
+def test_what_servers_read_is_what_was_trained(cache, tmp_path):
+    """A base model of 16 bits, which does not stop at <|im_end|>, learns a template. Read the export as other tools do."""
+    import datasets
+    import gguf
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    place, base, folder = models.locate("builtin:tiny-llama", cache), tmp_path / "base", tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(base)
+    AutoTokenizer.from_pretrained(place, eos_token="<|pad|>", padding_side="left").save_pretrained(base)
+    generation = {"bos_token_id": 0, "eos_token_id": 2, "temperature": 0.6}  # transformers refuses to save this without do_sample
+    (base / "generation_config.json").write_text(json.dumps(generation))
+    (base / "chat_template.jinja").unlink()
+
+    cfg = RecipeConfig(model=str(base), output_dir="run", dtype="float32")
+    tokenizer = models.load_tokenizer(cfg)
+    tokenizer.padding_side, tokenizer.chat_template = "right", "{{ messages[0].content }}<|im_end|>"  # by the recipe, by the user
+    model = models.load(AutoModelForCausalLM, cfg, tokenizer)
+    answer = {"input_ids": [0, 7, 8, 1, 9, 1], "labels": [-100, -100, 8, 1, -100, 1]}
+    truncated = {"input_ids": [0, 7, 8, 0], "labels": [-100, -100, 8, 0]}
+    generation_metrics.add_end_tokens(model, tokenizer, datasets.Dataset.from_list([answer] * 30 + [truncated]))
+    facts = {"recipe": "sft.py", "config": vars(cfg), "metrics": {}, "versions": {}, "num_ranks": 1}
+    export._write(folder, model, export.files_of(model, tokenizer), facts)
+
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 1]
+    assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
+    assert (folder / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()
+    there, before = (AutoTokenizer.from_pretrained(one) for one in (folder, base))
+    assert (there.padding_side, there.model_max_length) == (before.padding_side, before.model_max_length) == ("left", 512)
+    assert (there.chat_template, tokenizer.padding_side) == (tokenizer.chat_template, "right")
+    vocabulary = gguf.SpecialVocab(folder, load_merges=True)  # as llama.cpp's convert_hf_to_gguf.py reads it
+    assert vocabulary.chat_template == tokenizer.chat_template
+    assert vocabulary.special_token_ids == {"bos": 0, "eos": 2, "pad": 2}
+    assert vocabulary.merges
 
 
 @pytest.fixture(scope="module")
@@ -165,10 +206,10 @@ def test_the_printed_line_works_in_a_shell_with_a_row_of_the_users_data(adapters
     env = clean_environment(HF_HUB_OFFLINE="1", PYTHONPATH="")
     ended = subprocess.run(["bash", "-c", line], env=env, cwd=tmp_path, text=True, capture_output=True, timeout=300)
     assert re.search(r"'label': 'name \d'", ended.stdout), ended.stderr[-3000:]
-    for path in (path for path in folder.rglob("*") if path.is_file()):
+    for path in (path for path in folder.rglob("*") if path.is_file() and path.name != "adapter_config.json"):
         assert b"secret_folder" not in path.read_bytes(), path
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["modules_to_save"]) == ("base", ["classifier"])
+    assert (config["base_model_name_or_path"], config["modules_to_save"]) == (str(secret / "base"), ["classifier"])
     card = (folder / "README.md").read_text()
     assert "name: dev.jsonl" in card
     assert 'subfolder="base"' in card
@@ -178,14 +219,11 @@ def test_adapters_are_trained_further_and_such_a_run_resumes_bit_identical(adapt
     folder, _, options = adapters
     base, classify = Path(options[1]).parent / "base", ROOT / "recipes" / "classify.py"
     shutil.copytree(folder, copy := tmp_path / "adapters")
-    refused = run_ranks(1, classify, *options, "--model", copy, "--output_dir", tmp_path / "refused")
-    assert refused.codes == [2]
-    assert (
-        f"--model {copy}: contains LoRA adapters for the model base, which cannot be loaded here. Write its folder"
-        in refused.text
-    )
-    config = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    base.rename(base.with_name("moved"))
+    words = f"--model {copy}: contains LoRA adapters for the model {base}, which cannot be loaded here. Write its folder"
+    with pytest.raises(UserError, match=re.escape(words)):
+        models.load_config(RecipeConfig(model=str(copy)))
+    base.with_name("moved").rename(base)
 
     one, two = tmp_path / "one", tmp_path / "two"
     run_ranks(1, classify, *options, "--model", copy, "--output_dir", one).well()

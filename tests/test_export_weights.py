@@ -1,5 +1,6 @@
 """The export of a checkpoint copies one tensor at a time, and has the weights that `save_pretrained` writes."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -32,14 +33,14 @@ def models() -> dict:
     }  # fmt: skip
 
 
-def write_checkpoint(model, path: Path, shards: int) -> None:
+def write_checkpoint(model, path: Path, shards: int, files: dict[str, bytes] | None = None) -> None:
     """Write a checkpoint of a model, whole if `shards` is 0, or in parts like those of that many ranks."""
     model.config.architectures = [type(model).__name__]
     run = {
         "recipe": "clm.py", "run": "r", "step": 1, "config": {"output_dir": "run"}, "versions": {}, "values": {},
         "evaluations": {}, "num_ranks": 1,
     }  # fmt: skip
-    weights, files = to_save(model), {"config.json": model.config.to_json_string().encode()}
+    weights, files = to_save(model), files or {"config.json": model.config.to_json_string().encode()}
     if not shards:
         checkpoint_format.write(path, {checkpoint_format.MODEL: weights, checkpoint_format.OPTIMIZER: {}}, run, files)
         return
@@ -65,7 +66,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_exported_weights_are_those_that_save_pretrained_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_files.write_weights, "__defaults__", (5_000,))  # bytes of a file
+    monkeypatch.setattr(export_files.write_weights, "__defaults__", (None, "", 5_000))  # bytes of a file
     streamed = {}
     for name, model in models().items():
         folder = tmp_path / name.replace(" ", "_")
@@ -86,6 +87,48 @@ def test_exported_weights_are_those_that_save_pretrained_writes(tmp_path, monkey
                 assert index["weight_map"].keys() == expected.keys()
                 assert len(set(index["weight_map"].values())) > 1
     assert streamed == {"tied": True, "not tied": True, "masked": True, "gpt2": True, "experts": False, "images": True}
+
+
+def test_weights_are_rounded_once_to_the_dtype_of_the_model_that_was_loaded(tmp_path, monkeypatch):
+    """A run trains float32 weights. Compare the export of its checkpoint, and of the model in memory, with `model.to(dtype)`."""
+    import transformers as t
+
+    for name, kept in (("tied", "norm"), ("experts", "gate")):  # of which the second one is not streamed
+        folder, model = tmp_path / name, models()[name]
+        model._stored_dtype = torch.bfloat16
+        monkeypatch.setattr(type(model), "_keep_in_fp32_modules_strict", [kept])
+        files = export.files_of(model, t.ByT5Tokenizer())
+        write_checkpoint(model, folder / "step_00000001", 0, files)
+        facts = {"recipe": "clm.py", "config": {"output_dir": "run"}, "metrics": {}, "versions": {}, "num_ranks": 1}
+        export._write(folder / "memory", model, files, facts)
+        out = {dtype: export.from_checkpoint(str(folder), str(folder / dtype), dtype=dtype) for dtype in ("auto", "float16")}
+        for place, dtype in ((folder / "memory", "bfloat16"), (out["auto"], "bfloat16"), (out["float16"], "float16")):
+            found = read(place)
+            expected = copy.deepcopy(model).to(getattr(torch, dtype))
+            for (_, own), (one, rounded) in zip(model.named_parameters(), expected.named_parameters()):
+                rounded.data = own.data if f".{kept}." in one else rounded.data
+            expected.save_pretrained(folder / "expected")
+            wanted = read(folder / "expected")
+            assert found.keys() == wanted.keys(), name
+            assert {one: tensor.dtype for one, tensor in found.items()} == {one: tensor.dtype for one, tensor in wanted.items()}
+            assert all(torch.equal(found[one], wanted[one]) for one in wanted), (name, place)
+            assert t.AutoConfig.from_pretrained(place).dtype == getattr(torch, dtype)
+        assert next(model.parameters()).dtype == torch.float32, "the model in memory stays as it is"
+
+
+def test_adapters_are_merged_in_float32_into_weights_of_16_bits():
+    import peft
+
+    model = models()["tied"].to(torch.bfloat16)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    pairs = {name.split("base_model.model.")[1]: p.detach().clone() for name, p in adapted.named_parameters() if "lora_" in name}
+    merged = dict(export._merge(adapted, "auto").named_parameters())
+    for name, p in merged.items():
+        a, b = (pairs.get(name.replace("weight", f"lora_{one}.default.weight")) for one in "AB")
+        expected = before[name] if a is None else (before[name].double() + 4 * b.double() @ a.double()).to(torch.bfloat16)
+        assert torch.equal(p, expected), name
+    assert len(pairs) == 4
 
 
 @pytest.mark.slow

@@ -34,8 +34,8 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 
 
 def on_gpu(**more: str) -> dict[str, str]:
-    """Return an environment in which all GPUs are visible."""
-    env = clean_environment(**more)
+    """Return an environment in which all GPUs are visible. Ranks without `accelerate launch` compute in float32."""
+    env = clean_environment(**{"ACCELERATE_MIXED_PRECISION": "no", **more})
     del env["CUDA_VISIBLE_DEVICES"]
     return env
 
@@ -53,7 +53,7 @@ def nodes(script: Path, *arguments: object) -> tuple[list[list], list[dict[str, 
     port = str(free_port())
     commands = [
         [*LAUNCH, "--config_file", "accelerate_configs/2node.yaml", "--main_process_port", port, "--machine_rank", str(node),
-         script, *arguments]
+         "--mixed_precision", "no", script, *arguments]
         for node in (0, 1)
     ]  # fmt: skip
     return commands, [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)]
@@ -63,8 +63,10 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model" / "model.safetensors")
 
 
-def test_classify_in_bf16_on_one_gpu(tmp_path):
-    ended = one_node("--mixed_precision", "bf16", "--output_dir", tmp_path / "run")
+def test_classify_computes_in_bf16_by_default(tmp_path):
+    """`accelerate launch` sets ACCELERATE_MIXED_PRECISION=no, although our config states no precision."""
+    ended = one_node("--output_dir", tmp_path / "run")
+    assert "mixed_precision bf16: every GPU has it" in ended.text
     assert "mixed precision: bf16" in ended.text
     before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
     assert accuracy > before
@@ -169,7 +171,7 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
-    for kind in ("bert", "llama"):
+    for kind in ("bert", "llama", "packed"):
         assert found[kind]["padding-free"] < 0.05, found
         assert found[kind]["captured"] == 0, found
         assert found[kind]["accumulated"] == 0, found

@@ -216,3 +216,20 @@ def test_outputs_that_are_not_finite_are_no_evidence_against_a_model(tokenizer):
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     assert model_kinds.is_causal(model, tokenizer, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("llama", {}, ""),
+        ("gpt2", {}, ""),
+        ("gemma3_text", {"head_dim": 8}, ""),
+        ("lfm2", {"full_attn_idxs": [1]}, "not all of its layers are attention layers"),
+        ("opt", {"ffn_dim": 64}, "they would see each other"),  # it makes a mask of its own
+        ("mamba", {}, "not all of its layers are attention layers"),
+    ],
+)
+def test_documents_share_rows_only_in_models_that_keep_them_apart(kind, options, reason, tokenizer):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(kind, **options))
+    assert model_kinds.why_mixed(model, tokenizer, torch.device("cpu")) == reason

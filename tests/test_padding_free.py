@@ -216,6 +216,7 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
     PaddingFree(model).install()
     assert difference(padded, compute(model, batch)) == 0
     # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
+    torch.manual_seed(0)
     model = KINDS["bert"]().eval()
     layers = PaddingFree(model)
     layers.install()
@@ -374,6 +375,31 @@ def test_skipping_the_output_head_gives_the_same_loss_and_gradients(kind):
     assert difference(whole, skipped) < 1e-5
 
 
+def test_the_losses_of_rows_in_chunks_are_those_of_all_logits_in_any_batch(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
+    torch.manual_seed(0)
+    model = KINDS["llama"]().eval()
+    ids = torch.randint(5, 100, (9, 60))
+    mask = (torch.arange(60) < torch.tensor([60, 51, 60, 3, 60, 60, 44, 58, 60])[:, None]).long()
+    labels = torch.where((mask == 1) & (torch.rand(9, 60) < 0.9), ids, -100)
+    labels[1] = -100  # a row without an answer
+    head = linear_cross_entropy.OutputHead(model)
+
+    def measure(rows: slice) -> torch.Tensor:
+        parts = {"input_ids": ids[rows], "attention_mask": mask[rows]}
+        batch = with_sizes(CountingCollate(lambda _: {**parts, "labels": labels[rows]})([]))
+        with losses.CurrentBatch(batch), torch.no_grad():
+            return head.row_losses(model, parts, losses.next_tokens(labels[rows]), batch)
+
+    with torch.no_grad():
+        wanted = losses.of_tokens(model(input_ids=ids, attention_mask=mask).logits[:, :-1], labels[:, 1:], "rows")
+    whole = measure(slice(None))
+    assert head.is_last
+    assert wanted[1] == whole[1] == 0
+    torch.testing.assert_close(whole, wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.cat([measure(slice(i, i + 1)) for i in range(9)]), wanted, rtol=1e-6, atol=0)
+
+
 def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
     config = transformers.Gemma2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0)
     model = transformers.Gemma2ForCausalLM(config).eval()
@@ -382,6 +408,7 @@ def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
     head = linear_cross_entropy.OutputHead(model)
     labels = losses.next_tokens(batch["labels"])
     assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
+    assert torch.equal(head.row_losses(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels, "rows"))
     assert head.is_last is False
 
 

@@ -50,6 +50,7 @@ class Case:
     weights: str = "model.safetensors"
     metrics: tuple[str, ...] = field(default=("loss",))
     tables: tuple[str, ...] = ("predictions",)
+    shown: str = r"label: ⟦\d⟧"  # what `--show_example` prints, as a regular expression
 
 
 def pipeline(task: str, text: object, **more: object) -> Callable[[str], object]:
@@ -104,6 +105,7 @@ def uneven_chat(i: int) -> dict:
     return {"messages": [question, {"role": "assistant", "content": sentence(i, 1 if i % 3 else 61)}]}
 
 
+ANSWER = r"<\|im_start\|>user\n[a-z ]+<\|im_end\|>\n<\|im_start\|>assistant\n⟦[a-z ]+<\|im_end\|>"
 CASES = {
     "classify": Case(
         "classify",
@@ -129,13 +131,14 @@ CASES = {
         pipeline("token-classification", "a fine film", aggregation_strategy="simple"),
         metrics=("f1", "loss", "macro_f1"),
         tables=CLASSES,
+        shown=r"\[CLS\] ⟦[a-z]+ → B-X⟧",
     ),
     "sft": Case("sft", uneven_chat, ["--samples", "1", "--max_new_tokens", "2"], pipeline("text-generation", "hello"),
-                metrics=("loss", "perplexity")),
+                metrics=("loss", "perplexity"), shown=ANSWER),
     "sft with adapters": Case(
         "sft", uneven_chat,
         ["--samples", "1", "--max_new_tokens", "2", "--lora_r", "2", "--gradient_checkpointing", "--lr", "1"],
-        pipeline("text-generation", "hello"), "adapter/adapter_model.safetensors",
+        pipeline("text-generation", "hello"), "adapter/adapter_model.safetensors", shown=ANSWER,
     ),
     "classify with adapters": Case(
         "classify",
@@ -151,6 +154,7 @@ CASES = {
         lambda i: {"source": sentence(i, 3), "target": sentence(i, 1 + i % 9)},
         ["--max_new_tokens", "4", "--metrics", "ter", "rouge_1"],
         lambda folder: __import__("transformers").AutoModelForSeq2SeqLM.from_pretrained(folder),
+        shown=r"\n[a-z ]+</s>\n⟦[a-z ]+</s>⟧\n",
     ),
     "images": Case(
         "images", None, ["--norm", "group", "--metrics", "roc_auc"],
@@ -164,10 +168,11 @@ CASES = {
         ["--negative_columns", "wrong", "--matryoshka", "8", "--scale", "5"],
         sentence_embeddings,
         metrics=("mrr", "recall_at_1_8"),
+        shown=r"(\[CLS\] [a-z ]+ \[SEP\]\n){3}",
     ),
     "pretrain_mlm": Case(
         "pretrain_mlm", lambda i: {"text": sentence(i, 40)}, ["--max_length", "32"],
-        pipeline("fill-mask", "a fine [MASK]"), metrics=("loss", "perplexity"),
+        pipeline("fill-mask", "a fine [MASK]"), metrics=("loss", "perplexity"), shown=r"⟦\[MASK\] → [#a-z]+⟧",
     ),
 }  # fmt: skip
 
@@ -185,7 +190,7 @@ def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
         case = CASES[name]
         given = ["--steps", "6", "--save_every", "2", "--keep_last", "3", "--eval_every", "3", "--log_every", "1"]
         given += ["--global_batch_size", "8", "--micro_batch_size", "2", "--max_eval_items", "11", "--eval_batch_size", "4"]
-        given += ["--optimizer", "sgd", "--lr", "0.05", "--log_predictions", "2"]
+        given += ["--optimizer", "sgd", "--lr", "0.05", "--log_predictions", "2", "--show_example", "1"]
         if case.rows:
             for part, first, number in (("train", 0, 48), ("eval", 48, 13)):
                 write_jsonl(folder / f"{name}.{part}.jsonl", [case.rows(i) for i in range(first, first + number)])
@@ -260,6 +265,8 @@ def test_a_recipe_keeps_the_promises(name, options, tmp_path):
     text = run_ranks(1, script, *given, "--output_dir", one).well().text
     assert re.search(r"^ +before +after$", text, flags=re.MULTILINE)
     assert "Traceback" not in text
+    assert re.search(case.shown, text), text
+    assert text.count("\n  answer  ") == {"sft": 3, "seq2seq": 9}.get(name, text.count("\n  answer  ")), "after 3 evaluations"
 
     killed = Running([[sys.executable, script, *given, "--output_dir", two]] * 2, rank_environments(2))
     killed.until("step 4/6")
@@ -336,6 +343,7 @@ def test_a_checkpoint_contains_only_the_adapters_which_merge_into_an_ordinary_mo
     assert not any("lora_" in name for name in load_file(folder / "model" / "model.safetensors"))
 
     import torch
+    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
     from accel_ddp.sources import models
@@ -348,6 +356,8 @@ def test_a_checkpoint_contains_only_the_adapters_which_merge_into_an_ordinary_mo
         below = AutoModelForCausalLM.from_pretrained(models.locate("builtin:tiny-llama"))
         below.load_adapter(str(alone))
         outputs.append(below(ids).logits)
+        for place in (alone, folder / "model" / "adapter"):
+            outputs.append(AutoPeftModelForCausalLM.from_pretrained(place)(ids).logits)
     for other in outputs[1:]:
         torch.testing.assert_close(other, outputs[0], atol=1e-5, rtol=1e-5)
 

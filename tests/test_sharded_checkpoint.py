@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from accel_ddp.exporting import export
 from accel_ddp.saving.checkpoint_format import find_problem
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, free_port, rank_environments, run_all, run_ranks
 
@@ -145,7 +146,19 @@ def command(tmp_path, tiny_model, cache) -> list[object]:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = ["--train_file", tmp_path / "data.jsonl", "--eval_file", tmp_path / "data.jsonl", "--max_eval_items", "7"]
     sizes = ["--global_batch_size", "8", "--micro_batch_size", "2", "--log_every", "1", "--ema_decay", "0.9"]
-    kept = ["--steps", "8", "--save_every", "1", "--eval_every", "2", "--keep_last", "2", "--keep_best"]
+    kept = [
+        "--steps",
+        "8",
+        "--save_every",
+        "1",
+        "--eval_every",
+        "2",
+        "--keep_last",
+        "2",
+        "--keep_best",
+        "--best_metric",
+        "loss:max",
+    ]
     return [sys.executable, ROOT / "recipes" / "classify.py", "--model", tiny_model, *data, *sizes, *kept]
 
 
@@ -196,6 +209,10 @@ def test_a_sharded_run_that_is_stopped_or_killed_resumes_bit_identical_and_remov
     assert len([name for name in one if name.endswith("classifier.weight/ema")]) == 2, "each rank has a part"
     assert one.keys() == other.keys()
     assert [name for name in one if one[name] != other[name]] == []
+    models = [folder / "model" for folder in (straight, stopped)]
+    models.append(export.from_checkpoint(str(straight / "step_00000002"), str(tmp_path / "out")))  # the averages of this step
+    assert len({(model / "model.safetensors").read_bytes() for model in models}) == 1, "the highest loss is that of step 2"
+    assert "\n2 steps on 2 ranks" in (models[1] / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_a_run_logs_its_speed_and_chooses_its_micro_batch_size(tmp_path):
     options += ["--model", "builtin:tiny-llama", "--global_batch_size", "12"]
     sft = ROOT / "recipes" / "sft.py"
     auto = run_ranks(2, sft, *options, "--micro_batch_size", "auto", "--output_dir", tmp_path / "auto").well()
-    assert "--micro_batch_size auto: 6 x 1 micro-batch per rank" in auto.text
+    assert "micro_batch_size 6: 1 micro-batch per rank and step, at most 8 on CPUs" in auto.text
     one = run_ranks(1, sft, *options, "--micro_batch_size", "4", "--padding_free", "off", "--output_dir", tmp_path / "one").well()
     assert "speed: no padding inside of the layers" in auto.text
     assert "no padding inside of the layers" not in one.text

@@ -144,19 +144,21 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
             f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
         )
         if not _is_on_hub(base):
-            lines.append(
-                f"On another machine, replace the place of that model in the next line and in {folder / ADAPTER_CONFIG} "
-                "(base_model_name_or_path)."
-            )
+            lines.append("On another machine, replace the place of that model in the last line.")
             base = locate(base)
     elif base:
         hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
         lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
     if base:
         place = folder if (folder / ADAPTER_CONFIG).is_file() else folder / ADAPTER
-        kind = PEFT_CLASSES.get(json.loads(files[ADAPTER_CONFIG]).get("task_type") or "")
+        written = json.loads((place / ADAPTER_CONFIG).read_text())
+        kind = PEFT_CLASSES.get(written.get("task_type") or "")
         load = f'peft.{kind}.from_pretrained("{place}") loads them with their model, and ' if kind else ""
         lines.append(f"{load}--model {place} trains them further.")
+        if not _is_on_hub(_base_of(files)):
+            where = f"base_model_name_or_path in {place / ADAPTER_CONFIG}"
+            is_there = Path(written["base_model_name_or_path"]).is_dir()
+            lines[-1] += f" If the model moves, change {where}." if is_there else f" First write the model's folder into {where}."
     return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
 
 
@@ -331,6 +333,8 @@ def _weights_of(path: Path, averaged: bool = False) -> Any:
     # With --quantize the adapters were trained on rounded weights, and are exported for the original ones.
     if run["config"].get("quantize", "no") == "no" and digest_of_frozen(model) != run.get("frozen", ""):
         raise UserError(f"{path}: its adapters were trained on other weights than {source} has now.")
+    for name, p in model.named_parameters():  # new layers above a base model of 16 bits are trained in float32
+        p.data = p.data.to(there[name][1]) if name in there else p.data
     _load(model, pieces)
     return model
 

@@ -33,6 +33,7 @@ GIB = 1 << 30
 WORKSPACES = 64 << 20  # bytes of the matrix products of cuBLAS and of the loss
 CONTEXT = 0.6 * GIB  # of CUDA, which no tensor uses
 COMMUNICATION = 0.6 * GIB  # of NCCL
+MARGIN = 1.1  # how much larger a peak may be than its estimate, where `auto` relies on it
 FRAGMENTATION = 0.05  # of the peak: memory that the allocator has requested and cannot use
 
 log = logging.getLogger(__name__)
@@ -258,14 +259,16 @@ class Estimator:
         of = f"of {available / GIB:.1f} GiB estimated"
         if self.cfg.gradient_checkpointing == "auto":
             is_on, why = False, f"{found.total / GIB:.1f} {of} without it"
-            if needed(found.total, ranks) > available:
+            if needed(found.total * MARGIN, ranks) > available:
                 with contextlib.suppress(UserError):  # the model does not support it
                     with_it = self.estimate(ranks, plan, **CHECKPOINTED)
                     is_on, why = with_it.total < found.total, f"{why}, {with_it.total / GIB:.1f} with it"
                     found = min(with_it, found, key=lambda one: one.total)
             choices["gradient_checkpointing"] = is_on, why
         if getattr(self.cfg, "eval_batch_size", 0) == "auto":
-            fitting = [size for size, more in found.evaluations.items() if needed(found.total + more, ranks) <= available]
+            fitting = [
+                size for size, more in found.evaluations.items() if needed((found.total + more) * MARGIN, ranks) <= available
+            ]
             size = max(fitting, default=1)
             peak = found.total + found.evaluations.get(size, 0)
             choices["eval_batch_size"] = size, f"an evaluation needs no more than {peak / GIB:.1f} {of}"
@@ -325,11 +328,11 @@ class Estimator:
             # A batch may not be divisible, and a model may not support gradient checkpointing or not be traceable.
             try:
                 found = self.estimate(ranks, plan, **options)
+                if not fits(found, available) and needed(found.total, ranks) <= available:  # only the evaluation is too large
+                    found = self.estimate(ranks, plan, **options, eval_batch_size=1)
+                    words = _joined(words, "--eval_batch_size 1")
             except Exception:
                 continue
-            if not fits(found, available):  # only the evaluation may be too large
-                found = dataclasses.replace(found, eval_batch_size=1)
-                words = _joined(words, "--eval_batch_size 1")
             if fits(found, available):
                 yield Suggestion(words, found)
 
@@ -351,7 +354,11 @@ class Estimator:
                 layouts.append((f"FSDP over the same {ranks} GPUs{how}", ranks, sharded))
             layouts += [(f"FSDP over {number} GPUs{how}", number, sharded) for number in NUMBERS if number > ranks]
             if not sharded.cpu_offload:
-                words = "--fsdp_offload_params true" if plan else f"FSDP over {max(2, ranks)} GPUs with --fsdp_offload_params true{how}"
+                words = (
+                    "--fsdp_offload_params true"
+                    if plan
+                    else f"FSDP over {max(2, ranks)} GPUs with --fsdp_offload_params true{how}"
+                )
                 layouts.append((words, max(2, ranks), dataclasses.replace(plan or sharded, cpu_offload=True)))
         for words, number, other in layouts:
             with contextlib.suppress(UserError):  # the batch cannot be split over so many GPUs
@@ -385,8 +392,9 @@ class Estimator:
                 changes += [ADAPTERS, NARROW_ADAPTERS, NARROW_ADAPTERS | smallest]
             if plan is None and cfg.quantize == "no":
                 changes += [{**({} if has_adapters else ADAPTERS), "quantize": "4bit", **smallest}]
-        length = getattr(cfg, "max_length", 0) or 0
-        changes += [{"max_length": length // part, **smallest} for part in (2, 4, 8) if isinstance(length, int) and length >= 128 * part]
+        length = getattr(cfg, "max_length", 0)
+        parts = [part for part in (2, 4, 8) if isinstance(length, int) and length >= 128 * part]
+        changes += [{"max_length": length // part, **smallest} for part in parts]
         for options in changes:
             words = " ".join(f"--{name}" + (f" {value}" if value is not True else "") for name, value in options.items())
             yield words, ranks, plan, options

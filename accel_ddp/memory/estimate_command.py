@@ -11,6 +11,7 @@ from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
 from accel_ddp.memory.at_start import NAMES
 from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
+from accel_ddp.memory.fake_model import ASSUMED_LENGTH
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config, stated_precision
 from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
@@ -165,6 +166,8 @@ def _table(found: list[Estimate]) -> str:
 
 def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
     lines = ["The total is what torch allocates. CUDA, NCCL and fragmentation are added to decide whether a run fits."]
+    if getattr(estimator.cfg, "max_length", 0) == "auto":
+        lines.append(f"Texts of {ASSUMED_LENGTH:,} tokens are assumed, because --max_length auto depends on the data.")
     if not layouts[0][0].has_activations:
         lines.append("Activations are not included, because the forward pass of this model could not be traced.")
     for size in sorted(sizes):
@@ -173,8 +176,9 @@ def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | Non
         for one, plan in layouts:
             settled = estimator.settled(one.ranks, plan, usable)
             found = settled.estimate(one.ranks, plan)
-            auto = "".join(f", --{name} {value}" for name, (value, _) in settled.choices.items())
-            good += [f"{one.title}{f' ({found.peak / GIB:.1f} GiB{auto})' if auto else ''}"] if fits(found, usable) else []
+            is_on = settled.choices.get("gradient_checkpointing", (False, ""))[0]
+            how = f" ({found.peak / GIB:.1f} GiB with --gradient_checkpointing, which `auto` turns on)" if is_on else ""
+            good += [one.title + how] if fits(found, usable) else []
         if good:
             lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
             continue

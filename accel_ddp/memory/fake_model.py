@@ -89,7 +89,7 @@ def quantized_weights(model: nn.Module, inside: set[int] | None = None) -> set[n
 def _stored_bytes(p: nn.Parameter, kind: str, is_quantized: bool) -> int:
     if is_quantized:  # in 4 bits, each block of 64 weights has a scale, and the scales have 8 bits
         return int(p.numel() * {"4bit": 0.5 + 1 / 64, "8bit": 1.0}[kind]) + (4 * p.shape[0] if kind == "8bit" else 0)
-    return p.numel() * (p.element_size() if kind == "no" else 4)  # PEFT converts all others to float32
+    return p.numel() * p.element_size()
 
 
 def _find_layers(model: nn.Module) -> tuple[set[int], int]:
@@ -120,6 +120,7 @@ LORA_TASKS = {
     "AutoModel": "FEATURE_EXTRACTION",
 }
 IMAGES = "AutoModelForImageClassification"
+ASSUMED_LENGTH = 2048  # tokens of a text, where --max_length auto has no data to look at
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # The class that a model without `Task.model_class` has, by the end of its architecture.
 CLASSES = {
@@ -154,7 +155,6 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     if not model_class:
         name = (getattr(config, "architectures", None) or [""])[0]
         model_class = next((found for end, found in CLASSES.items() if name.endswith(end)), "AutoModel")
-    is_quantized, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
     if given:
         targets = given.config.target_modules
@@ -163,6 +163,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     options: dict[str, Any] = {"dtype": getattr(torch, models.weights_dtype(cfg, config, cfg.lora_r > 0, precision)[0])}
     if cfg.attn_implementation != "auto":
         options["attn_implementation"] = cfg.attn_implementation
+    is_quantized, cfg = cfg.quantize != "no", dataclasses.replace(cfg, quantize="no")  # it changes no shapes, and needs a GPU
     with torch.device("meta"):
         try:
             model = getattr(transformers, model_class).from_config(config, **options)
@@ -171,9 +172,8 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
         model._new_modules, model._adapters = [], None
         model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
     dtypes: dict[nn.Parameter, torch.dtype] = {}
-    if is_quantized:  # weights are multiplied as 16 bits without a copy that stays, and all others have 32 bits
-        dtypes = dict.fromkeys(model.parameters(), torch.float32)
-        dtypes |= dict.fromkeys(quantized_weights(model), NARROW.get(precision, torch.float32))
+    if is_quantized:  # they are multiplied as 16 bits, without a copy that stays
+        dtypes = dict.fromkeys(quantized_weights(model), NARROW.get(precision, torch.float32))
     return FakeModel(_faked(model, mode, dtypes), model_class, mode, config)
 
 
@@ -216,7 +216,8 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
         side = side if isinstance(side, int) else max(side)
         channels = getattr(fake.config, "num_channels", 3)
         return Batch(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
-    width = getattr(cfg, "max_length", 0) or min(getattr(fake.config, "max_position_embeddings", None) or 512, 4096)
+    limit, width = getattr(fake.config, "max_position_embeddings", None), getattr(cfg, "max_length", 0)
+    width = min(limit or ASSUMED_LENGTH, ASSUMED_LENGTH) if width == "auto" else width or min(limit or 512, 4096)
     ids = torch.zeros(texts, width, dtype=torch.long)
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
     labels = ids

@@ -219,55 +219,52 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         moments = marks.extend(np.stack(tracker.moments), num_layers)
         del gradients, loss
         marks.remove()
+        if stack is not None:
+            del stack[1:-1]  # without gradients, layers leave nothing behind
         evaluations = _trace_evaluations(fake, computed, head, cfg, tracker, num_layers)
     return Trace(moments, num_layers, marks.output_bytes, is_padding_free, evaluations)
 
 
 # What `--eval_batch_size auto` may choose. More tokens at once are not faster.
-EVAL_SIZES, EVAL_TOKENS = (1, 4, 16, 64), 1 << 15
+EVAL_SIZES, EVAL_TOKENS = (1, 8, 64), 1 << 15
 
 
 def _trace_evaluations(
     fake: FakeModel, computed: "_Autocast", head: OutputHead | None, cfg: Any, tracker: Tracker, num_layers: int
 ) -> dict[int, int]:
-    """Return the bytes of an evaluation with the batch size of the options and with others, and of the answers to prompts."""
+    """Return the bytes of an evaluation with the batch size of the options, or with all that `auto` may choose."""
     fake.model.eval()
-    single = make_batch(fake, cfg, 1)
     given = getattr(cfg, "eval_batch_size", 1)
-    most = EVAL_TOKENS // single.sizes.width if single.sizes else EVAL_SIZES[-1]
-    sizes = [size for size in EVAL_SIZES if size <= max(1, most)] if given == "auto" else {1, given}
-
-    @torch.no_grad()
-    def peak(compute: Callable[[], Any]) -> int:
+    width = make_batch(fake, cfg, 1)["labels"].shape[-1] if given == "auto" else 0
+    sizes = [size for size in EVAL_SIZES if size * width <= max(EVAL_TOKENS, width)] if given == "auto" else [given]
+    found = {}
+    for size in sizes:
+        batch = make_batch(fake, cfg, size)
+        inputs = _inputs(fake, batch)
         tracker.moments.clear()
         before = int(tracker.live[0].sum())
-        with tracker:
-            compute()
-        return max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
-
-    def measure(batch: Any) -> None:
-        inputs = _inputs(fake, batch)
-        with CurrentBatch(batch):
+        with torch.no_grad(), tracker, CurrentBatch(batch):
             if head is not None:
                 head.row_losses(computed, inputs, losses.next_tokens(batch["labels"]), batch)
             else:
                 logits = getattr(computed(**inputs), "logits", None)
                 if logits is not None and fake.model_class in GENERATING:
                     losses.of_tokens(logits, batch["labels"], "rows")
+        found[size] = max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
+    least = min(found.values()) + _cache_bytes(fake, cfg, computed.narrow, num_layers)  # one prompt at a time is answered
+    return {size: max(taken, least) for size, taken in found.items()}
 
-    def answer() -> None:
-        """Compute a prompt with a cache of keys and values, and add the cache of the layers that are not traced."""
-        made = computed(**_inputs(fake, single) | {"use_cache": True, "logits_to_keep": 1}).past_key_values
-        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in made.layers) // len(made.layers)
-        kept.append(torch.empty(size * max(0, num_layers - len(made.layers)), dtype=torch.uint8))
 
-    kept: list[Tensor] = []
-    answers = 0
-    if head is not None and (getattr(cfg, "samples", 0) or getattr(cfg, "log_predictions", 0)):
-        with contextlib.suppress(Exception):  # a model with another kind of cache
-            answers = peak(answer)
-            kept.clear()
-    return {size: max(answers, peak(functools.partial(measure, make_batch(fake, cfg, size)))) for size in sizes}
+def _cache_bytes(fake: FakeModel, cfg: Any, narrow: torch.dtype | None, num_layers: int) -> int:
+    """Return the bytes of the keys and values of a prompt, if a causal language model answers some in an evaluation."""
+    if fake.model_class != "AutoModelForCausalLM" or not (getattr(cfg, "samples", 0) or getattr(cfg, "log_predictions", 0)):
+        return 0
+    config = fake.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads)
+    tokens = make_batch(fake, cfg, 1)["labels"].shape[-1] + getattr(cfg, "max_new_tokens", 0)
+    per_token = 2 * (getattr(config, "num_key_value_heads", None) or heads) * size * (narrow or torch.float32).itemsize
+    return num_layers * tokens * per_token
 
 
 def _shorten(model: nn.Module) -> tuple[nn.ModuleList | None, int]:

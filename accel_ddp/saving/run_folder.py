@@ -46,19 +46,25 @@ def claim(cfg: TrainConfig) -> IO[str]:
         if _is_run(folder):  # elsewhere hidden files belong to the user
             checkpoint_format.sweep(folder)
         checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
-        write_options(cfg)
+        _write_options(cfg)
     except OSError as error:
         raise UserError(f"--output_dir {folder}: cannot be written on {this_rank.host}: {error.strerror}.") from error
     return lock
 
 
-def write_options(cfg: TrainConfig) -> None:
+def _write_options(cfg: TrainConfig) -> None:
     """Write config.json: the options, and why those that were `auto` have their values."""
     values = {"chosen": reasons(cfg), **as_plain_dict(cfg)}
-    try:
-        checkpoint_format.write_json(Path(cfg.output_dir, "config.json"), redact_values(values))
-    except OSError as error:
-        raise UserError(f"--output_dir {cfg.output_dir}: cannot be written on {this_rank.host}: {error.strerror}.") from error
+    checkpoint_format.write_json(Path(cfg.output_dir, "config.json"), redact_values(values))
+
+
+def update_options(cfg: TrainConfig) -> None:
+    """Write the config.json of `claim` again, with what was chosen meanwhile. A full disk does not end the run: checkpoints have it."""
+    if Path(cfg.output_dir, "config.json").is_file():
+        try:
+            _write_options(cfg)
+        except OSError as error:
+            log.warning("%s/config.json: the chosen options could not be written: %s.", cfg.output_dir, error.strerror)
 
 
 def refuse_run_of_other_node(cfg: TrainConfig) -> None:

@@ -85,8 +85,6 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
     if not task:
         option = f"--model {cfg.model}" if given else f"--lora_r {cfg.lora_r}"
         raise UserError(f"{option}: the model of this recipe does not support adapters. Leave it out.")
-    if cfg.quantize != "no":
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     targets: Any = [name for word in cfg.lora_targets for name in word.split(",") if name]  # `q_proj,v_proj` or `q_proj v_proj`
     if targets == [ALL_LINEAR] or not targets:

@@ -1,6 +1,5 @@
 """Which models suit a task. Many can be loaded for a task and then learn something else without an error."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -144,38 +143,26 @@ def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name:
         )
 
 
-def can_pack(asked: str, config: Any) -> bool:
-    """Return whether documents can share a row: the model takes positions, and all layers find the documents by them.
-
-    With "auto" this is read from its class and config, and `require_separate` checks it. The first reason against it is printed.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    reason = ""
-    if "position_ids" not in inspect.signature(getattr(model_class, "forward", len)).parameters:
-        reason = "it takes no positions"
-    elif {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}:
-        reason = "not all of its layers are attention layers that can be separated"
-    if asked == "auto" and reason:
-        print_on_main(f"packing off: texts of {config.model_type} models do not share rows, because {reason}.")
-    return asked == "on" or (asked == "auto" and not reason)
-
-
 @torch.no_grad()
-def require_separate(model: nn.Module, tokenizer: Any, device: torch.device, name: str) -> None:
-    """Raise UserError if a document in a packed row does not have the same outputs as alone."""
+def why_mixed(model: nn.Module, tokenizer: Any, device: torch.device) -> str:
+    """Return why documents that share a row would have another result than alone, or "" if they have the same.
+
+    Two rows end with the same document and begin with different ones. Rounding does not change between them, because they have the
+    same shape, so a small difference is found too.
+    """
     ids = _ordinary_tokens(model, tokenizer, device)
-    if len(ids) < 9:
-        return
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    if {*(getattr(config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"} or len(ids) < 9:
+        return "not all of its layers are attention layers"
     rows, positions = torch.stack([ids[:8], torch.cat([ids[5:], ids[4:8]])]), torch.arange(4, device=device).repeat(2, 2)
     packed = _try_scores(model, device, input_ids=rows, position_ids=positions, use_cache=False)
     alone = _try_scores(model, device, input_ids=rows[:, 4:], position_ids=positions[:, 4:], use_cache=False)
-    if packed is None or alone is None or (packed[:, 4:] - alone).abs().max() > _allowed(alone) * alone.abs().max():
-        raise UserError(
-            f"--model {name}: {_class_name(model)} computes another result for a text that shares its row with other texts. "
-            "Use --packing off, which gives each text a row."
-        )
+    if packed is None or alone is None:
+        return "it takes no positions"
+    apart = [(a - b).abs().max().float() for a, b in ((packed[0, 4:], packed[1, 4:]), (packed[:, 4:], alone))]
+    allowed, largest = _allowed(alone), alone.abs().max().float()
+    is_same = apart[0] <= allowed / 100 * largest and apart[1] <= allowed * largest
+    return "" if is_same or not largest.isfinite() else "they would see each other"
 
 
 def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str, first_token: str = "") -> None:

@@ -82,6 +82,9 @@ def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: s
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     if cfg.dtype != "auto":
         return cfg.dtype, ""
+    if cfg.quantize != "no" and precision in ("bf16", "fp16"):
+        narrow = {"bf16": "bfloat16", "fp16": "float16"}[precision]
+        return narrow, "embeddings, norms and head under --quantize, which are frozen; adapters have float32"
     if stored not in ("bfloat16", "float16"):
         return "float32", ""
     if not is_adapted:
@@ -94,12 +97,13 @@ def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: s
 # Learning rates of AdamW for models with fewer parameters than the first number. Adapters need about ten times the learning rate of
 # whole models; 2e-4, and 1e-4 from 30 billion parameters on, are those of the QLoRA paper.
 WHOLE_LR, ADAPTER_LR = {1e9: 5e-5, 14e9: 2e-5, math.inf: 1e-5}, {1e9: 5e-4, 30e9: 2e-4, math.inf: 1e-4}
-NEW_LR = 2e-3  # for the built-in models with random weights
+NEW_MODELS, NEW_LR = f"{PREFIX}tiny-", 2e-3  # the built-in models with random weights
+OTHER_LR = {"sgd": 1e-2, "adafactor": 1e-3}  # usual values of optimizers whose learning rates are unlike those of AdamW
 
 
 def default_lr(name: str, size: int, is_adapted: bool) -> tuple[float, str]:
     """Return the learning rate of `--lr auto` for a model with `size` parameters, and the reason."""
-    if name.startswith(f"{PREFIX}tiny-"):
+    if name.startswith(NEW_MODELS):
         return NEW_LR, "this built-in model starts with random weights"
     rate = next(rate for limit, rate in (ADAPTER_LR if is_adapted else WHOLE_LR).items() if size < limit)
     count = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
@@ -118,6 +122,9 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options.pop("pad_token_id", None)
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
+    if cfg.lr == "auto" and cfg.optimizer in OTHER_LR and not cfg.model.startswith(NEW_MODELS):
+        instead = f"Give one, for example --lr {OTHER_LR[cfg.optimizer]:g}"
+        raise UserError(f"--optimizer {cfg.optimizer} --lr auto: auto knows the learning rates of AdamW only. {instead}.")
     is_adapted = bool(cfg.lora_r or adapters)
     dtype, reason = weights_dtype(cfg, config, is_adapted, cfg.mixed_precision)
     if reason:

@@ -320,7 +320,7 @@ class Speed:
             print_on_main(
                 "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
             )
-        elif not self.cfg.gradient_checkpointing:  # it runs a layer again in the backward pass
+        elif self.cfg.gradient_checkpointing is not True:  # it runs a layer again in the backward pass
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
             group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device

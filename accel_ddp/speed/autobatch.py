@@ -6,9 +6,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
+from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.shards import is_sharded, local
 from accel_ddp.text import counted
 from accel_ddp.training.losses import LossSum, WholeBatch
@@ -17,6 +18,7 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
 USABLE = 0.9  # fraction of a GPU's memory; the rest is for fragmentation and for the library itself
+USABLE_BY_ONE = 0.97  # if a micro-batch has one item
 LARGEST_ON_CPU = 8  # items; larger micro-batches are not faster there, and the free memory is not known
 
 
@@ -39,7 +41,7 @@ def choose(
     per_rank = cfg.split(accelerator.num_processes)[0]
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     largest = max(size for size in sizes if size <= LARGEST_ON_CPU)
-    how = f" (at most {LARGEST_ON_CPU} on CPUs; it must divide the {per_rank} items of a rank)"
+    how = f"at most {LARGEST_ON_CPU} on CPUs"
     if accelerator.device.type == "cuda":
         module = accelerator.unwrap_model(model)
         device = accelerator.device
@@ -58,8 +60,10 @@ def choose(
             finally:
                 torch.cuda.empty_cache()
             taken = torch.cuda.max_memory_allocated(device) - held
-            size = cfg.gpu_memory_gb * 2**30 or torch.cuda.get_device_properties(device).total_memory
-            return (held + later + room * taken) / (USABLE * size)
+            # Of a single item nothing can be saved, except for CUDA graphs, which are captured only if there is room.
+            usable, factor = (USABLE, room) if size > 1 else (USABLE_BY_ONE, 1.0)
+            whole = cfg.gpu_memory_gb * 2**30 or torch.cuda.get_device_properties(device).total_memory
+            return (held + later + factor * taken) / (usable * whole)
 
         was_training = module.training
         module.train(cfg.dropout)
@@ -70,21 +74,21 @@ def choose(
                 largest = _largest(sizes, load)
         module.train(was_training)
         torch.cuda.reset_peak_memory_stats(device)  # sizes that do not fit are no part of the run
-        how = f", by trying the longest items (it must divide the {per_rank} items of a rank)"
+        how = "by trying the longest items"
     smallest = min(gather_everywhere(largest))
     if smallest == 0:
         raise UserError(
             "--micro_batch_size auto: not even one of the longest items fits into the GPU memory of every rank. Use "
             "--gradient_checkpointing, --mixed_precision bf16, --lora_r 16, or a smaller --max_length."
         )
-    cfg.micro_batch_size = smallest
-    micro, count = cfg.split(accelerator.num_processes)
+    count = per_rank // smallest
     if cfg.static_graph and count > 1 and accelerator.num_processes > 1:
         raise UserError(
-            f"--static_graph cannot be combined with several micro-batches per update, and only {micro} items fit into one. "
+            f"--static_graph cannot be combined with several micro-batches per update, and only {smallest} items fit into one. "
             "Leave --static_graph out."
         )
-    print_on_main(f"--micro_batch_size auto: {micro} x {counted(count, 'micro-batch')} per rank{how}")
+    reason = f"{counted(count, 'micro-batch')} per rank and step, {how}; it must divide the {per_rank} items of a rank"
+    choices.choose(cfg, "micro_batch_size", smallest, reason)
 
 
 def _doubling(sizes: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from datetime import date
+from itertools import compress, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,19 @@ from accel_ddp.sources import models
 from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, map_once
-from accel_ddp.tasks.chat_rows import OPTIONAL_COLUMNS, USUAL_COLUMNS, Chat, Pair, UnusableRow, choose_columns, read_row
+from accel_ddp.tasks.chat_rows import (
+    OPTIONAL_COLUMNS,
+    USUAL_COLUMNS,
+    Chat,
+    Pair,
+    UnusableRow,
+    choose_columns,
+    leave_out_first,
+    read_row,
+)
 from accel_ddp.tasks.chat_template import (
     CONTROL,
+    LEFT_OUT,
     NO_END,
     NO_PREFIX,
     SPLIT,
@@ -73,6 +84,9 @@ class Format:
         if cfg.separator and (uses_template or self.kind != "instructions"):
             reason = "the chat template separates prompts and answers" if uses_template else f"the rows are {self.kind}"
             raise UserError(f"--separator {cfg.separator!r}: would be ignored, because {reason}. Leave it out.")
+        if cfg.packing == "on" and self.kind != "texts":
+            reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
+            raise UserError(f"--packing on: {reason}. Leave it out.")
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
         self.template: Template | None = None
         if uses_template:
@@ -117,7 +131,7 @@ class Format:
         for (number, rendered), (ids, labels, problem) in zip(examples, self._tokenize([one for _, one in examples])):
             if self.kind == "texts" and self.row_format > 1:
                 labels[:1] = [-100] * len(ids[:1])  # nothing predicts it
-            first = next((i for i in range(1, len(ids)) if labels[i] != -100), 0)
+            first = next(compress(count(1), map((-100).__ne__, labels[1:])), 0)
             last = next((i + 1 for i in range(len(ids) - 1, 0, -1) if labels[i] != -100), 0)
             problem = problem or ("" if last else "it contains nothing to learn")
             values = (ids, [1] * len(ids), labels, len(ids), first, last, rendered.notes, problem, number)
@@ -193,22 +207,27 @@ class Format:
         sources = np.concatenate(
             [row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)]
         )  # different rows of both tables
-        count = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END)}
-        if count[SPLIT]:
-            number = len(np.unique(sources[notes & SPLIT > 0]))
-            log.info(f"the template rewrites earlier turns: {number:,} chats become {count[SPLIT]:,} examples, one per answer")
-        if count[THOUGHTS]:
-            log.info(
-                f"the template removes thoughts of earlier answers, as in use: {count[THOUGHTS]:,} examples begin without them"
+        number = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT)}
+        if number[LEFT_OUT]:
+            chats = len(np.unique(sources[notes & LEFT_OUT > 0]))
+            warn(
+                f"{chats:,} chats begin with an answer, which is left out: the template rejects chats that do not begin with a user."
             )
-        if count[NO_PREFIX]:
+        if number[SPLIT]:
+            chats = len(np.unique(sources[notes & SPLIT > 0]))
+            log.info(f"the template rewrites earlier turns: {chats:,} chats become {number[SPLIT]:,} examples, one per answer")
+        if number[THOUGHTS]:
             log.info(
-                f"the generation prompt is not the beginning of {count[NO_PREFIX]:,} chats (the template adds or changes something): "
+                f"the template removes thoughts of earlier answers, as in use: {number[THOUGHTS]:,} examples begin without them"
+            )
+        if number[NO_PREFIX]:
+            log.info(
+                f"the generation prompt is not the beginning of {number[NO_PREFIX]:,} chats (the template adds or changes something): "
                 "their answers are trained from the first character that differs"
             )
-        if count[NO_END]:
-            warn(f"In {count[NO_END]:,} rows no token that ends the answer is trained, so the model may not learn to stop.")
-        if count[CONTROL]:
+        if number[NO_END]:
+            warn(f"In {number[NO_END]:,} rows no token that ends the answer is trained, so the model may not learn to stop.")
+        if number[CONTROL]:
             rows = np.unique(sources[notes & CONTROL > 0] % 2**40) + 1
             warn(
                 f"Control tokens stand in the texts of {len(rows):,} rows (the first are {', '.join(map(str, rows[:5]))}). They are "
@@ -248,8 +267,8 @@ class Format:
                 words = rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")
                 prompt, answer = " ".join(words[:8]), " ".join(words[8:40])
             else:
-                before, end = rendered.answers[-1]
-                prompt, answer = rendered.prompt or before, end[len(before) :]
+                start, end = rendered.answers[-1]
+                prompt, answer = rendered.prompt or rendered.text[:start], rendered.text[start:end]
             ids = self._prompt_ids(prompt) if prompt else []
             if ids and len(ids) <= max_tokens:
                 found.append(Sample(unmarked(prompt), unmarked(answer), ids))
@@ -263,7 +282,7 @@ class Format:
                 return " ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8])
             row = self._read(some, i)
             if not isinstance(row, Chat):
-                return rendered.answers[0][0]
+                return rendered.text[: rendered.answers[0][0]]
             first = row.trained.index(True)
             return [{**message, "content": shorten(message["content"])} for message in row.messages[:first]]
         return "Hi"
@@ -277,13 +296,18 @@ class Format:
         """Return row `i` as text, or as several texts, or the reason why it cannot be used."""
         try:
             row = self._read(rows, i)
-            return self.template.examples(row, self.train_on) if isinstance(row, Chat) and self.template else [self._format(row)]
+            if not isinstance(row, Chat) or not self.template:
+                return [self._format(row)]
+            more = LEFT_OUT if row.left_out else 0
+            return [one._replace(notes=one.notes | more) for one in self.template.examples(row, self.train_on)]
         except UnusableRow as error:
             return [Rendered("", [], str(error))]
 
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
         row = {column: values[i] for column, values in rows.items()}
-        return read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
+        found = read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
+        is_begun = isinstance(found, Chat) and self.template and self.template.begins_with_user
+        return leave_out_first(found) if is_begun else found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
         end = self.tokenizer.eos_token or ""
@@ -291,7 +315,8 @@ class Format:
             has_end = self.row_format > 1 and row.endswith(end)
             return Rendered(row if has_end else row + end, [])
         prompt = row.prompt + self.separator
-        return Rendered(f"{prompt}{row.answer}{end}", [(prompt, f"{prompt}{row.answer}{end}")])
+        text = f"{prompt}{row.answer}{end}"
+        return Rendered(text, [(len(prompt), len(text))])
 
     def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], str]]:
         """Return token ids, labels and the problem of each row, with the tokens that the tokenizer puts before every text."""
@@ -309,9 +334,9 @@ class Format:
 
         In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
         """
-        ((prompt, whole),), mark = row.answers, self.tokenizer.eos_token or ""
+        ((start, _),), whole, mark = row.answers, row.text, self.tokenizer.eos_token or ""
         split = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        before, answer = split(prompt), whole[len(prompt) :]
+        before, answer = split(whole[:start]), whole[start:]
         for after in (split(answer), split(mark + answer)[len(split(mark)) :]):
             if self.tokenizer.decode(before + after) == self.tokenizer.decode(split(whole)):
                 return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after, ""

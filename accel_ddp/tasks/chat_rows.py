@@ -76,6 +76,7 @@ class Chat(NamedTuple):
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = {}  # further variables of the template: documents, chat_template_kwargs
     trained: tuple[bool, ...] = ()  # whether a message may be trained: an answer without `weight: 0`
+    left_out: int = 0  # answers before the first question, see `leave_out_first`
 
 
 class Pair(NamedTuple):
@@ -163,6 +164,14 @@ def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[s
     return Chat(messages, tools or None, {**options, **found}, trained)
 
 
+def leave_out_first(chat: Chat) -> Chat:
+    """Return the chat without answers before the first question, for templates that reject them."""
+    first = next((i for i, message in enumerate(chat.messages) if message["role"] not in ("system", "developer", "assistant")), 0)
+    kept = [i for i, message in enumerate(chat.messages) if i >= first or message["role"] != "assistant"]
+    messages, trained = [chat.messages[i] for i in kept], tuple(chat.trained[i] for i in kept)
+    return chat._replace(messages=messages, trained=trained, left_out=len(chat.messages) - len(kept)) if any(trained) else chat
+
+
 def _read_history(history: Any) -> list[tuple[str, str]]:
     """Return the earlier turns of Alpaca's format, which are lists of a prompt and an answer."""
     turns = read_json(history, "the column history")
@@ -200,8 +209,8 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
         calls = read_json(content, "a tool call")
         role, content, message["tool_calls"] = "assistant", None, calls if isinstance(calls, list) else [calls]
     role = (OLD_ROLES if row_format == 1 else NEW_ROLES).get(role, role)
-    near = nearest(role.lower(), ROLES, cutoff=0.8)
-    if role not in ROLES and near and abs(len(role) - len(near)) < 3:  # a template may define further roles
+    near = "" if role in ROLES else nearest(role.lower(), ROLES, cutoff=0.8)  # which takes longer than all the rest
+    if near and abs(len(role) - len(near)) < 3:  # a template may define further roles
         raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
     weights = [message.pop(key) for key in WEIGHTS[: 1 if row_format == 1 else None] if key in message]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:

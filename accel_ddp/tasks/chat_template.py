@@ -2,8 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Container, Iterator
 from datetime import date
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain": (
         "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}"
         "{{ eos_token if m.role == 'assistant' else '\n\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
-        (),
+        ("eos_token",),
     ),
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -42,53 +44,56 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mistral": (
         _SYSTEM + "{% elif m.role == 'user' %}[INST] {{ ns.head }}{{ m.content }} [/INST]{% set ns.head = '' %}"
         "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-        (),
+        ("eos_token",),
     ),
 }
+REWRITTEN = "the chat template changes earlier turns when later turns follow, so answers are not marked"
 # What is special to a row, as bits of its column `notes`. `Format.finish` reports them once per run.
-SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END = 1, 2, 4, 8, 16
+SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT = 1, 2, 4, 8, 16, 32
 THOUGHT_FIELDS = ("reasoning_content", "<think> in content")
 # Characters of no language, around control tokens that stand literally in a text.
 LEFT, RIGHT = "\U000f0000", "\U000f0001"
 _MARKED, _MARKS = re.compile(f"{LEFT}([^{LEFT}{RIGHT}]+){RIGHT}"), str.maketrans("", "", LEFT + RIGHT)
 
 
-def unmarked(text: str) -> str:
-    return text.translate(_MARKS)
-
-
 class Rendered(NamedTuple):
-    """A row as text. Each of its answers is a pair: the text before the answer, and the text until the end of the answer."""
+    """A row as text, with the places at which its answers begin and end."""
 
     text: str
-    answers: list[tuple[str, str]]
+    answers: list[tuple[int, int]]
     problem: str = ""
     spans: list[tuple[int, int]] | None = None  # the characters that the template marks as generated; None without its own marks
     prompt: str = ""  # the text that the model is given for the last answer, if it is not the one before the answer
     notes: int = 0
 
 
+class Place(NamedTuple):
+    """Where an answer begins and ends in the text of a chat, the chat until then, and the text that a model is given for it."""
+
+    start: int
+    stop: int
+    whole: str
+    prompt: str
+
+
 def set_template(tokenizer: Any, cfg: Any) -> None:
     """Set the template that `--chat_template` names: built-in, a file, or the text of one."""
-    given = cfg.chat_template
+    given, known = cfg.chat_template, tokenizer.get_vocab()
     if given in TEMPLATES:
-        tokenizer.chat_template, needed = TEMPLATES[given]
-        known = {*map(str, tokenizer.added_tokens_decoder.values()), *tokenizer.get_vocab()}
-        missing = [token for token in needed if token not in known] + ["eos_token"] * (not tokenizer.eos_token)
-        if missing:
-            others = ", ".join(name for name, (_, tokens) in TEMPLATES.items() if known.issuperset(tokens))
+        usable = [name for name, (_, needed) in TEMPLATES.items() if all(known.get(getattr(tokenizer, t, t)) for t in needed)]
+        if given not in usable:
             raise UserError(
-                f"--chat_template {given}: the tokenizer of {cfg.model} has no token {missing[0]}. Use one of: {others}, or a file."
+                f"--chat_template {given}: the tokenizer of {cfg.model} lacks one of its tokens: {' '.join(TEMPLATES[given][1])}. "
+                f"Use one of: {', '.join(usable)}, or a file."
             )
-    elif "{%" in given or "{{" in given:
-        tokenizer.chat_template = given
+        tokenizer.chat_template = TEMPLATES[given][0]
+    elif given and not ("{%" in given or "{{" in given) and not Path(given).is_file():
+        raise UserError(
+            f"--chat_template {given}: there is no such file or built-in template.{did_you_mean(given, list(TEMPLATES))} "
+            f"Use one of: {', '.join(TEMPLATES)}, or a file."
+        )
     elif given:
-        if not Path(given).is_file():
-            raise UserError(
-                f"--chat_template {given}: there is no such file or built-in template.{did_you_mean(given, list(TEMPLATES))} "
-                f"Use one of: {', '.join(TEMPLATES)}, or a file."
-            )
-        tokenizer.chat_template = Path(given).read_text("utf-8")
+        tokenizer.chat_template = given if "{%" in given or "{{" in given else Path(given).read_text("utf-8", errors="replace")
 
 
 class Template:
@@ -98,65 +103,53 @@ class Template:
         self.tokenizer, self.is_old = tokenizer, cfg.row_format == 1
         self.name = f"--chat_template {cfg.chat_template:.40}" if cfg.chat_template else f"the chat template of {cfg.model}"
         given = tokenizer.chat_template
-        self.source = "\n".join(given.values()) if isinstance(given, dict) else given
-        self.special = dict(tokenizer.special_tokens_map)
+        sources = list(given.values()) if isinstance(given, dict) else [given]
+        self.source, self.special = "\n".join(sources), dict(tokenizer.special_tokens_map)
         has_tags = re.search(r"\{%-?\s*generation\s*-?%\}", self.source)
         self.has_tags = bool(has_tags and tokenizer.is_fast and not self.is_old)
         self.in_parts, self.arguments_as_text, self.empty_content = False, False, {"content": ""}
-        if self.writes_date and cfg.template_date != "auto":
+        for source in sources if cfg.template_date != "auto" else ():
             try:
-                day = date.fromisoformat(cfg.template_date)
-                for source in given.values() if isinstance(given, dict) else (given,):
-                    compat.set_template_date(source, day)
+                compat.set_template_date(source, date.fromisoformat(cfg.template_date))
             except ValueError:
-                raise UserError(
-                    f"--template_date {cfg.template_date}: is no date. Type YYYY-MM-DD, for example 2026-01-31."
-                ) from None
+                reason = "is no date. Type YYYY-MM-DD, for example 2026-01-31."
+                raise UserError(f"--template_date {cfg.template_date}: {reason}") from None
+            except Exception:  # it cannot be compiled, which is reported below
+                break
         self._look_at_turns()
         self._look_at_tools()
-
-    @property
-    def writes_date(self) -> bool:
-        return "strftime_now" in self.source
 
     def _look_at_turns(self) -> None:
         """Find out how answers begin and end. Raise UserError if the template is broken or has no answers."""
         ask, reply = {"role": "user", "content": "Ask1"}, {"role": "assistant", "content": "Reply2"}
-        plain, text, reason = Chat([ask, reply]), "", "it does not write the messages of the assistant"
+        text, reason = "", "it does not write the messages of the assistant"
         for self.in_parts in (False, True):
             try:
-                text = self.render(plain)[0]
+                text = self.render(Chat([ask, reply]))[0]
             except UnusableRow as error:
                 reason = str(error).removeprefix("the chat template rejects it: ")
             if "Ask1" in text and "Reply2" in text:
                 break
         else:
-            raise UserError(
-                f"{self.name}: cannot be used for chats: {reason}. Give another one with --chat_template NAME or FILE."
-            )
-        prompt, added = (
-            self._try([ask], prompt=True),
-            [t for t in self.tokenizer.added_tokens_decoder.values() if t.content.strip()],
-        )
+            raise UserError(f"{self.name}: cannot be used for chats: {reason}. Give another one: --chat_template NAME or FILE.")
+        prompt, (opening, _, tail) = self._try([ask], prompt=True), text.partition("Reply2")
+        added = [token for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         written = [t.content for t in added if t.content in text + self.source or t.content in self.special.values()]
-        self.controls = _any_of(written)
-        tail = text.partition("Reply2")[2]
+        self.controls, self.end_tokens = _any_of(written), tuple(written)
         found = re.search(f"(?:{self.controls.pattern})+", tail)
-        # What ends a turn: a token, a text if the vocabulary has no such token, or nothing.
+        # What ends a turn: tokens, a text if the vocabulary has no such token, or nothing.
         self.end = found[0] if found else tail.strip()
         self.ends = sorted({*written, self.end} - {""}, key=len, reverse=True)
         self.lost_prompt = prompt[len(_common(prompt, text)) :]  # <think> in DeepSeek
         prompt_part = prompt.removesuffix(self.lost_prompt)
-        self.header, self.opening = (
-            prompt_part.removeprefix(self._try([ask])),
-            text.partition("Reply2")[0].removeprefix(prompt_part),
-        )
+        self.header, self.opening = prompt_part.removeprefix(self._try([ask])), opening.removeprefix(prompt_part)
         # Answers of plain chats can be found in the text, if only the template can write what is before and behind them.
         self.has_limits = bool(found and self.controls.search(self.header) and not self.lost_prompt)
-        structure = [token for token in written if token in text or token in prompt]
+        structure = [token for token in written if token in text + prompt]
         self.structure, self.literals = _any_of(structure), _any_of({*structure, *(t.content for t in added if t.special)})
         system, thought = {"role": "system", "content": "Word3"}, {"reasoning_content": "Word3", "thinking": "Word3"}
         texts = {"system": self._try([system, ask, reply]), "reasoning_content": self._try([ask, reply | thought])}
+        self.begins_with_user = self._try([reply, ask, reply]).count("Reply2") < 2
         self.unwritten = {field for field, text in texts.items() if text and "Word3" not in text}
 
     def _look_at_tools(self) -> None:
@@ -164,25 +157,21 @@ class Template:
         schema = {"type": "object", "properties": {"key5": {"type": "string", "description": "Key5"}}, "required": ["key5"]}
         tools = [{"type": "function", "function": {"name": "name4", "description": "Word4", "parameters": schema}}]
         call = {"type": "function", "id": "abcdefgh1", "function": {"name": "name4", "arguments": {"key5": "value6"}}}
-        said = {"role": "assistant", "tool_calls": [call]}
         result = {"role": "tool", "name": "name4", "tool_call_id": "abcdefgh1", "content": "Result7"}
-        chat = [{"role": "user", "content": "Ask1"}, said, result, {"role": "assistant", "content": "Reply2"}]
-        best = ""
-        for self.arguments_as_text in (False, True):
-            for self.empty_content in ({"content": ""}, {"content": None}, {}):
-                text = self._try(chat, tools)
-                # A dictionary that is printed has single quotes, and JSON that is written as JSON again has \".
-                if "value6" in text and not re.search(r"'key5'|\\+\"key5|\bNone\b", text):
-                    best = text
-                    break
-            if best:
+        chat = [{"role": "user", "content": "Ask1"}, {"role": "assistant", "tool_calls": [call]}, result]
+        chat += [{"role": "assistant", "content": "Reply2"}]
+        contents: tuple[dict[str, Any], ...] = ({"content": ""}, {"content": None}, {})
+        for self.arguments_as_text, self.empty_content in product((False, True), contents):
+            text = self._try(chat, tools)
+            # A dictionary that is printed has single quotes, and JSON that is written as JSON again has \".
+            if "value6" in text and not re.search(r"'key5'|\\+\"key5|\bNone\b", text):
                 break
         else:
-            self.arguments_as_text, self.empty_content = False, {"content": ""}
-            best = self._try(chat, tools)
-        if best:  # otherwise the template rejects such chats
+            self.arguments_as_text, self.empty_content = False, contents[0]
+            text = self._try(chat, tools)
+        if text:  # otherwise the template rejects such chats
             words = {"tool_calls": "value6", "content of a tool message": "Result7", "tools": "Word4"}
-            self.unwritten |= {field for field, word in words.items() if word not in best}
+            self.unwritten |= {field for field, word in words.items() if word not in text}
 
     def _try(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False) -> str:
         """Return the text of a chat, or "" if the template rejects it."""
@@ -198,11 +187,10 @@ class Template:
         messages = chat.messages[:number]
         if self.in_parts:
             messages = [{**one, "content": [{"type": "text", "text": one.get("content") or ""}]} for one in messages]
-        options = {**self.special, **chat.template_options}
         try:
             texts, spans = render_jinja_template(
                 [messages], tools=chat.tools, chat_template=self.tokenizer.get_chat_template(None, chat.tools),
-                add_generation_prompt=prompt, return_assistant_tokens_mask=self.has_tags, **options,
+                add_generation_prompt=prompt, return_assistant_tokens_mask=self.has_tags, **{**self.special, **chat.template_options},
             )  # fmt: skip
         except Exception as error:  # a template is a program and can fail in many ways
             raise UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
@@ -210,29 +198,24 @@ class Template:
 
     def _convert(self, chat: Chat) -> Chat:
         """Return the chat with tool calls in the form that the template accepts."""
-        if not any(message.get("tool_calls") for message in chat.messages):
-            return chat
-        messages = []
-        for message in chat.messages:
+        messages = list(chat.messages)
+        for i, message in enumerate(messages):
             if calls := message.get("tool_calls"):
                 text = lambda value: json.dumps(value, ensure_ascii=False) if self.arguments_as_text else value
                 functions = [{**call["function"], "arguments": text(call["function"]["arguments"])} for call in calls]
-                message = {**message, "tool_calls": [{**call, "function": f} for call, f in zip(calls, functions)]}
-                if not message.get("content"):
-                    message = {key: value for key, value in message.items() if key != "content"} | self.empty_content
-            messages.append(message)
+                content = {"content": message["content"]} if message.get("content") else self.empty_content
+                rest = {key: value for key, value in message.items() if key != "content"}
+                messages[i] = {**rest, **content, "tool_calls": [{**call, "function": f} for call, f in zip(calls, functions)]}
         return chat._replace(messages=messages)
 
-    def examples(self, chat: Chat, train_on: int | str = "all") -> list[Rendered]:
+    def examples(self, given: Chat, train_on: int | str = "all") -> list[Rendered]:
         """Return the chat as text, or one text for each answer if the template writes an answer differently once others follow.
 
         `train_on` and `chat.trained` choose the answers. Raise UnusableRow if the template cannot write the whole chat.
         """
-        chat = self._convert(chat)
-        notes, plain = 0, chat
-        if not self.is_old:
-            chat = self._mark(chat)
-            notes = CONTROL if chat is not plain else 0
+        plain = self._convert(given)
+        chat = plain if self.is_old else self._mark(plain)
+        notes = CONTROL * (chat is not plain)
         text, spans = self.render(chat)
         if notes and unmarked(text) != self.render(plain)[0]:
             raise UnusableRow("a control token stands in its text, and the chat template does not keep it apart. Remove it")
@@ -241,100 +224,87 @@ class Template:
         chosen = [i for i in answers[-int(number) :] if chat.trained[i]]
         if not chosen:
             raise UnusableRow(f"--train_on {train_on} chooses none of its answers, because their weight is 0")
-        places = self._find_in(text, chat, answers, chosen) or [self._place(chat, i, text) for i in chosen]
-        if all(text.startswith(whole) for _, _, whole, _ in places):
-            return [self._finish(plain, text, spans, chosen, places, notes)]
+        places = self._find(text, chat, answers, chosen) or {i: self._place(chat, i, text) for i in chosen}
+        if all(text.startswith(place.whole) for place in places.values()):
+            return [self._finish(plain, text, spans, places, notes)]
         if self.is_old:
-            raise UnusableRow("the chat template changes earlier turns when later turns follow, so answers are not marked")
+            raise UnusableRow(REWRITTEN)
         made = []
-        for i, (before, until, whole, prompt) in zip(chosen, places):
-            _, spans = self.render(chat, i + 1) if self.has_tags else ("", [])
-            place = (before, until[: len(whole)], whole, prompt)
-            made.append(self._finish(plain._replace(messages=plain.messages[: i + 1]), whole, spans, [i], [place], notes | SPLIT))
+        for i, place in places.items():
+            spans = self.render(chat, i + 1)[1] if self.has_tags else []
+            place = place._replace(stop=min(place.stop, len(place.whole)))
+            until = plain._replace(messages=plain.messages[: i + 1])
+            made.append(self._finish(until, place.whole, spans, {i: place}, notes | SPLIT))
         return made
 
-    def _place(self, chat: Chat, i: int, text: str) -> tuple[str, str, str, str]:
-        """Return the text before answer `i`, until its end, of the chat until then, and the generation prompt."""
+    def _place(self, chat: Chat, i: int, text: str) -> Place:
+        """Return the place of answer `i`."""
         prompt = self.render(chat, i, prompt=True)[0]
         whole = text if i == len(chat.messages) - 1 else self.render(chat, i + 1)[0]
-        before = prompt
-        if not whole.startswith(prompt):
-            if self.is_old:
-                raise UnusableRow("the chat template changes earlier turns when later turns follow, so answers are not marked")
-            before = prompt.removesuffix(self.lost_prompt)
-            if not whole.startswith(before):  # the answer changes the turns before it (gpt-oss): the last header begins it
-                other = chat._replace(messages=[*chat.messages[:i], {"role": "assistant", "content": "Reply2"}])
-                before = _common(self.render(other)[0], whole)
-                head, header, rest = before.rpartition(self.header or "Reply2")
-                before = head + header if self.opening.startswith(rest) else before
-        return before, whole if self.is_old else self._until(before, whole, text), whole, prompt
+        if self.is_old:
+            if not whole.startswith(prompt):
+                raise UnusableRow(REWRITTEN)
+            return Place(len(prompt), len(whole), whole, prompt)
+        before = prompt if whole.startswith(prompt) else prompt.removesuffix(self.lost_prompt)
+        if not whole.startswith(before):  # the answer changes the turns before it (gpt-oss): the last header begins it
+            other = chat._replace(messages=[*chat.messages[:i], {"role": "assistant", "content": "Reply2"}])
+            before = _common(self.render(other)[0], whole)
+            head, header, rest = before.rpartition(self.header or "Reply2")
+            before = head + header if self.opening.startswith(rest) else before
+        return Place(len(before), self._find_end(len(before), whole, text), whole, prompt)
 
-    def _until(self, before: str, whole: str, text: str) -> str:
-        """Return the beginning of `whole` until the token that ends the answer behind `before`.
+    def _find_end(self, start: int, whole: str, text: str) -> int:
+        """Return where the answer at the end of `whole` ends: behind its end token, and before what follows this token.
 
         Without such a token the control token that follows in `text` ends it (GLM), if there is one.
         """
         at, found = len(whole), 0
-        while True:
-            at = len(whole[len(before) : at].rstrip()) + len(before)
-            if not (token := next((end for end in self.ends if whole.endswith(end, len(before), at)), "")):
+        while self.end:
+            at = start + len(whole[start:at].rstrip())
+            if not (token := next((end for end in self.ends if whole.endswith(end, start, at)), "")):
                 break
             found = at if token == self.end or not found else found
             at -= len(token)
-        if found and self.end:
-            return whole[:found]
         following = self.controls.match(text, len(whole)) if text.startswith(whole) else None
-        return whole + (following[0] if following else "")
+        return found or (following.end() if following else len(whole))
 
-    def _find_in(self, text: str, chat: Chat, answers: list[int], chosen: list[int]) -> list[tuple[str, str, str, str]]:
-        """Return the places of the chosen answers without a rendering for each, or [] if that is not safe.
+    def _find(self, text: str, chat: Chat, answers: list[int], chosen: list[int]) -> dict[int, Place]:
+        """Return the places of the chosen answers without a rendering for each, or {} if that is not safe.
 
         A long chat would take a time that grows with its square. Nothing but the template writes control tokens, so answers are
         between the header and the end token. The first and the last one are compared with the generation prompts.
         """
         is_plain = all(set(message) <= {"role", "content"} and "</think>" not in message["content"] for message in chat.messages)
-        if self.is_old or len(chosen) < 3 or not (self.has_limits and is_plain) or text.count(self.header) != len(answers):
-            return []
-        # The turns, each from its header until the next one.
-        turns, found, at = text.split(self.header), {}, 0
+        is_safe = self.has_limits and is_plain and not self.is_old and (chosen == answers or not self.has_tags)
+        turns, found, at = text.split(self.header) if is_safe and len(chosen) > 2 else [], {}, 0
+        if len(turns) != len(answers) + 1:
+            return {}
         for i, turn, following in zip(answers, turns, turns[1:]):
             at += len(turn) + len(self.header)
-            if self.end not in following:
-                return []
-            until = at + following.index(self.end) + len(self.end)
-            found[i] = (text[:at], text[:until], text[: at + len(following)], text[:at])
-        for i in (chosen[0], chosen[-1]):
-            before, until, whole, _ = self._place(chat, i, text)
-            if (before, until) != found[i][:2] or not text.startswith(whole):
-                return []
-        return [found[i] for i in chosen]
+            found[i] = Place(at, at + following.find(self.end) + len(self.end), text, "")
+        last = self._place(chat, chosen[-1], text)
+        for i, place in ((chosen[0], self._place(chat, chosen[0], text)), (chosen[-1], last)):
+            if place[:2] != found[i][:2] or not text.startswith(place.whole):
+                return {}
+        found[chosen[-1]] = last
+        return {i: found[i] for i in chosen}
 
-    def _finish(
-        self,
-        chat: Chat,
-        text: str,
-        spans: list[tuple[int, int]],
-        chosen: list[int],
-        places: list[tuple[str, str, str, str]],
-        notes: int,
-    ) -> Rendered:
+    def _finish(self, chat: Chat, text: str, spans: list[tuple[int, int]], places: dict[int, Place], notes: int) -> Rendered:
         """Return a text with its answers, after a comparison of all fields of the chat with it."""
-        answers, prompt = [place[:2] for place in places], places[-1][3]
+        answers, kept = [(place.start, place.stop) for place in places.values()], None
         if self.is_old:
             return Rendered(text, answers)
-        notes |= NO_PREFIX * any(before != prompt for before, _, _, prompt in places)
-        notes |= self._compare(chat, text, chosen, is_split=bool(notes & SPLIT))
-        kept = None
+        notes |= self._compare(chat, text, places, is_split=bool(notes & SPLIT))
         if self.has_tags:  # marks of the answers that are not chosen are left out
-            inside = lambda span: any(span[0] < len(whole) and span[1] > len(before) for before, _, whole, _ in places)
+            inside = lambda span: any(span[0] < len(one.whole) and span[1] > one.start for one in places.values())
             kept = [span for span in spans if inside(span)]
-        for before, until in answers:
-            has_end = until.endswith(tuple(self.ends)) and len(until) > len(before)
-            if not has_end or (kept is not None and not any(start < len(until) <= stop for start, stop in kept)):
-                notes |= NO_END
+        for start, stop, _, prompt in places.values():
+            is_marked = kept is None or any(first < stop <= last for first, last in kept)
+            notes |= NO_END * (not (is_marked and text.endswith(self.end_tokens, start, stop)))
+            notes |= NO_PREFIX * (len(prompt) > start)
         return Rendered(text, answers, "", kept, prompt, notes)
 
-    def _compare(self, chat: Chat, text: str, chosen: list[int], is_split: bool) -> int:
+    def _compare(self, chat: Chat, text: str, chosen: Container[int], is_split: bool) -> int:
         """Raise UnusableRow if the text lacks a field of the chat. Thoughts of answers that are not learned here are noted."""
         text, notes, squeezed = unmarked(text), 0, ""
         for field, place, values in _fields(chat):
@@ -345,15 +315,11 @@ class Template:
                     is_missing = is_missing or not any(form in squeezed for form in _forms(value))
             # What is left out of an answer here is learned in the example of that answer.
             may_miss = field in THOUGHT_FIELDS or (is_split and chat.messages[place]["role"] == "assistant")
-            if is_missing and may_miss and place not in chosen:
-                notes |= THOUGHTS
-            elif is_missing:
-                raise UnusableRow(
-                    f"{self.name} does not write `{field}`. Remove it, or give another template with --chat_template"
-                )
-        for name in chat.template_options:
-            if not re.search(rf"\b{re.escape(name)}\b", self.source):
-                raise UnusableRow(f"{self.name} does not use `{name}`. Remove it, or give another template with --chat_template")
+            if is_missing and not (may_miss and place not in chosen):
+                raise UnusableRow(f"{self.name} does not write `{field}`. Remove it, or give another template: --chat_template")
+            notes |= THOUGHTS * is_missing
+        if ignored := [name for name in chat.template_options if not re.search(rf"\b{re.escape(name)}\b", self.source)]:
+            raise UnusableRow(f"{self.name} does not use `{ignored[0]}`. Remove it, or give another template: --chat_template")
         return notes
 
     def _mark(self, chat: Chat) -> Chat:
@@ -361,25 +327,23 @@ class Template:
 
         An answer may contain the control tokens of calls and thoughts, but not those that begin and end a turn.
         """
-        is_marked = False
 
         def mark(value: Any, pattern: re.Pattern[str]) -> Any:
-            nonlocal is_marked
             if isinstance(value, str):
-                if not pattern.search(value):
-                    return value
-                is_marked = True
-                return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", unmarked(value))
+                return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", unmarked(value)) if pattern.search(value) else value
             if isinstance(value, dict):
                 return {key: mark(item, pattern) for key, item in value.items()}
             return [mark(item, pattern) for item in value] if isinstance(value, list) else value
 
-        messages = [
-            mark(message, self.structure if message["role"] == "assistant" else self.literals) | {"role": message["role"]}
-            for message in chat.messages
-        ]
-        tools, options = mark(chat.tools, self.literals), mark(chat.template_options, self.literals)
-        return chat._replace(messages=messages, tools=tools, template_options=options) if is_marked else chat
+        patterns = [self.structure if message["role"] == "assistant" else self.literals for message in chat.messages]
+        messages = [{**mark(one, pattern), "role": one["role"]} for one, pattern in zip(chat.messages, patterns)]
+        others = {"tools": mark(chat.tools, self.literals), "template_options": mark(chat.template_options, self.literals)}
+        marked = chat._replace(messages=messages, **others)
+        return chat if marked == chat else marked
+
+
+def unmarked(text: str) -> str:
+    return text.translate(_MARKS)
 
 
 def _any_of(words: Any) -> re.Pattern[str]:
@@ -437,8 +401,7 @@ def encode_marked(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text in which marked control tokens are ordinary text. Other text has its usual tokens."""
     encode = lambda text, **more: tokenizer.encode(text, add_special_tokens=False, verbose=False, **more)
     line, ids = encode("\n"), []
-    for i, piece in enumerate(_MARKED.split(text)):
-        piece = unmarked(piece)
+    for i, piece in enumerate(map(unmarked, _MARKED.split(text))):
         if not piece:
             continue
         # Behind a line break, because some tokenizers put a space before every text.
@@ -459,18 +422,23 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
     # Tokenizers split a text at these tokens before anything else. A slow one has none.
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     special = _any_of(token.content for token in added if not (token.normalized or token.single_word))
-    find_last = lambda text: max((found.start() for found in special.finditer(text)), default=0)
     encoded = tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
     marked = {number: encode_marked(tokenizer, row.text) for number, row in enumerate(rows) if LEFT in row.text}
-    beginnings = {text: find_last(text) for row in rows for answer in row.answers for text in answer}
-    tails = list({text[start:]: 0 for text, start in beginnings.items()})
-    tokens = dict(zip(tails, tokenizer(tails, add_special_tokens=False, verbose=False)["input_ids"])) if tails else {}
+    tails: dict[tuple[int, int], tuple[int, str]] = {}  # for each end of a beginning: where its last part begins, and the part
+    for number, row in enumerate(rows):
+        found = [token.span() for token in special.finditer(row.text)] if row.answers else []
+        for at in (at for answer in row.answers for at in answer):
+            place = bisect_right(found, at, key=lambda span: span[1])
+            start = found[place - 1][0] if place else 0
+            tails[number, at] = start, row.text[start:at]
+    texts = list({text: 0 for _, text in tails.values()})
+    tokens = dict(zip(texts, tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])) if texts else {}
 
-    def compare(number: int, text: str) -> tuple[int, int]:
+    def compare(number: int, at: int) -> tuple[int, int]:
         """Return how many tokens the beginning of a row has, and how many of these are the same in the whole row."""
-        start, ids = beginnings[text], marked.get(number) or encoded["input_ids"][number]
+        (start, text), ids = tails[number, at], marked.get(number) or encoded["input_ids"][number]
         place = (encoded.char_to_token(number, start) or 0) if start and number not in marked else 0
-        tail = encode_marked(tokenizer, text) if number in marked else tokens[text[start:]]
+        tail = encode_marked(tokenizer, rows[number].text[:at]) if number in marked else tokens[text]
         pairs = enumerate(zip(tail, ids[place : place + len(tail)]))
         same = next((i for i, (a, b) in pairs if a != b), min(len(tail), len(ids) - place))
         return place + len(tail), place + same
@@ -485,9 +453,8 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
             else:  # as `return_assistant_tokens_mask` of transformers
                 start, stop = (encoded.char_to_token(number, at) for at in (first, last - 1))
                 end = len(ids) if stop is None else stop + 1
-            if start is None:
-                break
-            labels[start:end] = ids[start:end]
+            if start is not None:
+                labels[start:end] = ids[start:end]
         for before, until in row.answers if row.spans is None else ():
             start, same = compare(number, before)
             if same < start:

@@ -61,52 +61,50 @@ def show_rows(task: Any, cfg: Any) -> str:
     lines = [f"the first rows of step 1, as the model receives them; it learns what is {mark('marked')}:"]
     for place, index in enumerate(Shuffle(len(task.train), cfg.seed).items(0, cfg.show_example)):
         batch = task.train.collate(items.__getitems__([(place, index)]))
-        if not isinstance(batch, Mapping):  # of a recipe of the user
-            batch = dict(enumerate(batch)) if isinstance(batch, list | tuple) else {"batch": batch}
+        batch = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
         lines += [f"--- row {place + 1}", *_describe_batch(batch, task, mark)]
     return "\n".join([*lines, "---"])
 
 
 def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str]) -> Iterator[str]:
     """Yield the texts of a batch of one row, its labels, and the shapes of other tensors."""
-    ids, labels, decode = batch.get("input_ids"), batch.get("labels"), getattr(task.processor, "decode", None)
-    config = getattr(task.model, "config", None)
-    names, is_pair = getattr(config, "id2label", None) or {}, getattr(config, "is_encoder_decoder", False)
+    config, decode = getattr(task.model, "config", None), getattr(task.processor, "decode", None)
+    ids, labels, names = batch.get("input_ids") if decode else None, batch.get("labels"), getattr(config, "id2label", None) or {}
+    has_targets = getattr(config, "is_encoder_decoder", False)  # labels are a text of their own
     per_token = ids is not None and labels is not None and labels.shape == ids.shape and not labels.is_floating_point()
-    if ids is not None and decode:
-        mask = batch.get("attention_mask", ids >= 0).bool()
-        for i, (row, is_there) in enumerate(zip(ids, mask)):
-            targets = labels[i][is_there].tolist() if per_token and not is_pair else [-100] * len(row)
-            is_tagged = getattr(task, "model_class", "").endswith("TokenClassification")
-            target = (lambda label: names.get(label, str(label))) if is_tagged else lambda label: _visible(decode([label]))
-            keep = (lambda label, token: False) if is_tagged else int.__eq__
-            yield _mark_tokens(row[is_there].tolist(), targets, decode, keep, target, mark)
-    if labels is not None and (is_pair or not per_token):
+    per_token = per_token and not has_targets
+    tags = names if getattr(task, "model_class", "").endswith("TokenClassification") else {}
+    for i, row in enumerate(ids if ids is not None else ()):
+        is_there = batch["attention_mask"][i].bool() if "attention_mask" in batch else row >= 0
+        targets = labels[i][is_there].tolist() if per_token else [-100] * len(row)
+        yield _mark_tokens(row[is_there].tolist(), targets, decode, tags, mark)
+    if labels is not None and not per_token:
         label = labels[0].tolist()
-        if is_pair and decode:
+        if has_targets and decode:
             yield mark(_visible(decode([token for token in label if token != -100])))
-        elif isinstance(label, list):
-            yield "labels: " + mark(", ".join(names.get(i, str(i)) for i, value in enumerate(label) if value))
         else:
-            yield "label: " + mark(names.get(label, str(label)))
+            found = [i for i, value in enumerate(label) if value] if isinstance(label, list) else [label]
+            yield "label: " + mark(", ".join(str(names.get(one, one)) for one in found))
     known = ("input_ids", "labels", "attention_mask", "token_type_ids", "position_ids", "masked_positions", "keys")
     for name, value in batch.items():
-        if name not in known and hasattr(value, "shape"):
-            reach = f", {value.min():.4g} to {value.max():.4g}" if value.numel() else ""
-            yield f"{name}: {str(value.dtype).removeprefix('torch.')} {[*value.shape]}{reach}"
+        if name not in known and hasattr(value, "shape") and value.numel():
+            yield f"{name}: {value.dtype} {[*value.shape]}, {value.min():.4g} to {value.max():.4g}"
 
 
-def _mark_tokens(
-    ids: list[int], labels: list[int], decode: Any, keep: Callable[[int, int], bool], name: Callable[[int], str], mark: Any
-) -> str:
-    """Return the text of tokens. Those with a label are marked, together if `keep` says that the label is the token itself."""
-    groups = [0 if label == -100 else 1 if keep(label, token) else 2 + i for i, (token, label) in enumerate(zip(ids, labels))]
+def _mark_tokens(ids: list[int], labels: list[int], decode: Any, tags: dict[int, str], mark: Callable[[str], str]) -> str:
+    """Return the text of tokens. Those with a label are marked: with the label, or together if the label is the token itself."""
+    groups = [
+        0 if label == -100 else 1 if label == token and not tags else 2 + i for i, (token, label) in enumerate(zip(ids, labels))
+    ]
     text, before, end = "", "", 0
     for group, some in groupby(groups):
         end += len(list(some))
         until = decode(ids[:end])  # spaces between tokens depend on the tokens before
         part, before = _visible(until[len(before) :]), until
-        text += part if group == 0 else mark(part if group == 1 else f"{part} → {name(labels[end - 1])}")
+        if group > 1:
+            target = tags.get(labels[end - 1], "") if tags else _visible(decode([labels[end - 1]]))
+            text, part = text + part[: len(part) - len(part.lstrip())], f"{part.lstrip()} → {target}"
+        text += mark(part) if group else part
     return text
 
 

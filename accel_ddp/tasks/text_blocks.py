@@ -16,17 +16,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+from torch import nn
 from torch.utils.data import Dataset, Subset
 
+from accel_ddp.config.choices import choose
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.sources import data, models, places, tokenization
+from accel_ddp.sources import data, model_kinds, models, places, tokenization
 from accel_ddp.sources.table_files import TABLES, describe_folder, load_file, require_file, require_utf8
 
 if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
+
+
+def share_rows(
+    tables: list["datasets.Dataset"], cfg: Any, model: nn.Module, tokenizer: Any, device: Any
+) -> list["datasets.Dataset"]:
+    """Return tokenized texts in rows of up to `--max_length` tokens, if `--packing` is on. With `auto` this depends on the model."""
+    if cfg.packing == "off":
+        return tables
+    reason = model_kinds.why_mixed(model, tokenizer, device)
+    if reason and cfg.packing == "on":
+        raise UserError(f"--packing on: texts of {cfg.model} cannot share rows, because {reason}. Use --packing off.")
+    if cfg.packing == "auto":
+        choose(cfg, "packing", "off" if reason else "on", reason or "short texts share rows")
+
+    def pack(rows: dict[str, list]) -> dict[str, list]:
+        return tokenization.pack_documents(rows, cfg.max_length)
+
+    return tables if reason else [tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in tables]
 
 
 def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"]:

@@ -7,6 +7,7 @@ texts of several lengths are compared.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.backends import cudnn
@@ -157,7 +159,8 @@ def _computed_alone_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Compute a model in the type of its weights, or with copies of them in float64, inside of the block.
 
     The weights themselves stay where they are. A conversion back would allocate memory, and so would fail and leave a half of the
-    model in float64 when memory is full. 4-bit weights are multiplied in float32. In 16 bits, rounding would look like a difference.
+    model in float64 when memory is full. 4-bit weights are multiplied in float32, or one at a time as float64. In 16 bits, rounding
+    would look like a difference.
     """
     layers = [(module, module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")]
     tensors = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
@@ -169,12 +172,23 @@ def _computed_alone_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             layer.compute_dtype = torch.float32
         for tensor, data in tensors:
             tensor.data = data.double()
+        for layer, _ in layers if tensors else ():
+            layer.forward = functools.partial(_multiply_exactly, layer)
         yield
     finally:
         for layer, before in layers:
             layer.compute_dtype = before
+            layer.__dict__.pop("forward", None)
         for tensor, data in tensors:
             tensor.data = data
+
+
+def _multiply_exactly(layer: nn.Module, x: Tensor) -> Tensor:
+    """Compute a 4-bit layer in float64, for which bitsandbytes has no kernel."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return F.linear(x, weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 class _Compute:

@@ -87,9 +87,11 @@ def main(tiny_model: str, out: Path) -> None:
                         parameter.normal_(std=0.3)
             more = contrastive.sentence_transformers_files(16, "mean", 64, {}) if task == "embed" else None
             files = export.files_of(model, tokenizer, more)
-            facts = {"recipe": f"{task}.py", "config": vars(cfg), "metrics": {}, "versions": {}, "num_ranks": 1}
+            published = {"push_to_hub": "me/mine"} if task in ("classify", "sft") else {}
+            facts = {"recipe": f"{task}.py", "config": vars(cfg) | published, "metrics": {}, "versions": {}, "num_ranks": 1}
             where = "hub" if base.startswith("someone/") else "local"
-            for merge in ("auto", "off") if where == "local" and task in ("classify", "seq2seq") else ("auto",):
+            # Adapters are merged in place, so that comes last.
+            for merge in ("off", "auto") if where == "local" and task in ("classify", "seq2seq") else ("auto",):
                 folder = out / f"{task} {where} {merge}"
                 export._write(folder, model.eval(), files, facts, merge)
                 if (task, where) == ("classify", "hub"):

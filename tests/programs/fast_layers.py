@@ -37,7 +37,11 @@ def collate(kind):
         ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in rows], batch_first=True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids, _ in rows], batch_first=True)
         labels = torch.tensor([label for _, label in rows]) if kind == "bert" else torch.where(mask.bool(), ids, -100)
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if kind == "packed":  # each row consists of documents of 13 tokens
+            batch["position_ids"] = torch.arange(ids.shape[1]) % 13 * mask
+            labels[batch["position_ids"] == 0] = -100
+        return batch
 
     return padded
 
@@ -55,7 +59,8 @@ def compute(kind, padding_free, compile_option, dropout, times):
     head = linear_cross_entropy.OutputHead(model)
 
     def loss_sum(model, batch):
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        where = "position_ids" if kind == "packed" else "attention_mask"
+        inputs = {"input_ids": batch["input_ids"], where: batch[where]}
         if kind == "bert":
             return losses.cross_entropy(model(**inputs).logits, batch["labels"])
         if padding_free == "off":
@@ -107,7 +112,7 @@ def difference(a, b):
 
 
 found = {}
-for kind in sys.argv[1:] or ("bert", "llama"):
+for kind in sys.argv[1:] or ("bert", "llama", "packed"):
     (padded,), _ = compute(kind, "off", "off", 0.0, 1)
     (plain,), plain_twice = compute(kind, "on", "off", 0.0, 1)
     captured, captured_twice = compute(kind, "on", "auto", 0.0, 3)

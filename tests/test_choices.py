@@ -1,0 +1,163 @@
+"""Options that are `auto`: what is chosen, that it is stored, and that resumed runs keep it, also runs of older versions."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from accel_ddp.config.choices import KEPT, choose, reasons, take_saved
+from accel_ddp.config.parsing import parse_config
+from accel_ddp.errors import UserError
+from accel_ddp.memory.estimate_command import load_recipe
+from accel_ddp.nodes.launcher import find_stated_precision, parse_accelerate_command, stated_precision
+from tests.conftest import BIN, ROOT, clean_environment, node_environments, rank_environments, run_all
+
+SFT = ROOT / "recipes" / "sft.py"
+OLD = json.loads((ROOT / "tests" / "old_sft_run.json").read_text())  # run.json of a version whose options had numbers as defaults
+
+
+def options(*words: str):
+    return parse_config(load_recipe(SFT).Config, list(words))
+
+
+def test_a_run_of_an_older_version_keeps_the_defaults_that_it_had(capsys):
+    from accel_ddp.saving.resume import _find_changes
+
+    cfg = options()
+    assert _find_changes(cfg, OLD, None, set()), "the defaults have changed since then"
+    take_saved(cfg, OLD)
+    assert not _find_changes(cfg, OLD, None, set())
+    assert (cfg.lr, cfg.lora_targets, cfg.dtype, cfg.mixed_precision) == (2e-3, (), "float32", "no")
+    assert capsys.readouterr().out.startswith(f"--resume: {KEPT}: lr 0.002, ")
+    # A checkpoint of this version that continued the old run stores the same values again.
+    again = options()
+    take_saved(again, {"config": {**OLD["config"], "mixed_precision": "no"}, "precision": "no", "chosen": reasons(cfg)})
+    assert vars(again) == vars(cfg)
+
+
+def test_a_given_option_is_not_replaced_by_a_saved_one():
+    cfg = options("--lr", "1e-4", "--mixed_precision", "bf16", "--lora_r", "4", "--lora_targets", "q_proj")
+    take_saved(cfg, OLD)
+    assert (cfg.lr, cfg.mixed_precision, cfg.lora_targets) == (1e-4, "bf16", ("q_proj",))
+    assert not {"lr", "mixed_precision", "lora_targets"} & reasons(cfg).keys()
+
+
+def test_the_reason_of_a_choice_survives_any_number_of_resumes(capsys):
+    cfg = options()
+    choose(cfg, "lr", 2e-4, "LoRA adapters")
+    assert capsys.readouterr().out == "lr 0.0002: LoRA adapters (--lr changes it)\n"
+    for _ in range(3):
+        saved = {"config": {"lr": cfg.lr}, "chosen": reasons(cfg), "precision": "bf16"}
+        cfg = options()
+        take_saved(cfg, saved)
+        assert (cfg.lr, cfg.mixed_precision, reasons(cfg)["lr"]) == (2e-4, "bf16", f"LoRA adapters, {KEPT}")
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "expected"),
+    [
+        ("num_processes: 1", [], ""), ("mixed_precision: 'no'", [], "no"), ("mixed_precision: no", [], "no"),
+        ("mixed_precision: bf16", [], "bf16"), ("mixed_precision:", [], ""), ("num_processes: 1", ["--mixed_precision", "no"], "no"),
+        ("mixed_precision: 'no'", ["--mixed-precision=bf16"], "bf16"),
+    ],
+)  # fmt: skip
+def test_a_precision_that_is_stated_is_told_from_one_that_is_not(tmp_path, content, words, expected):
+    file = tmp_path / "config.yaml"
+    file.write_text(content)
+    request = parse_accelerate_command(["accelerate", "launch", "--config_file", str(file), *words, "train.py"])
+    assert stated_precision(request) == expected
+
+
+def test_our_configs_state_no_precision(monkeypatch):
+    for file in (ROOT / "accelerate_configs").glob("*.yaml"):
+        assert "mixed_precision" not in file.read_text()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert find_stated_precision() == ""  # of torchrun, or of no launcher
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert find_stated_precision() == "no"  # the user has set it, because there is no `accelerate launch`
+
+
+@pytest.mark.slow
+def test_a_rank_knows_whether_accelerate_launch_was_asked_for_a_precision(tmp_path):
+    """`accelerate launch` sets the same variable for a config without a precision and for the `no` of its wizard."""
+    script = tmp_path / "prints.py"
+    script.write_text(
+        "import os\nfrom accel_ddp.nodes.launcher import find_stated_precision\n"
+        "print(os.environ['ACCELERATE_MIXED_PRECISION'], repr(find_stated_precision()))\n"
+    )
+    wizard = tmp_path / "accelerate" / "default_config.yaml"
+    wizard.parent.mkdir()
+    wizard.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n")
+    launch = [BIN / "accelerate", "launch"]
+    env = clean_environment(HF_HOME=str(tmp_path), PYTHONPATH=str(ROOT))
+    for words, expected in (([], "no 'no'"), (["--config_file", ROOT / "accelerate_configs" / "local.yaml"], "no ''")):
+        done = subprocess.run([*launch, *words, script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip().endswith(expected), done.stdout + done.stderr
+
+
+def test_the_learning_rate_and_the_type_of_weights_follow_the_model(cache):
+    from transformers import AutoModelForCausalLM
+
+    from accel_ddp.sources.builtin import locate
+    from accel_ddp.sources.models import default_lr, load, weights_dtype
+
+    rates = [default_lr("some/model", size, is_adapted)[0] for is_adapted in (False, True) for size in (5e8, 8e9, 7e10)]
+    assert rates == [5e-5, 2e-5, 1e-5, 5e-4, 2e-4, 1e-4]
+    assert default_lr("some/model", 8_030_000_000, True)[1] == "LoRA adapters of a model with 8.0B parameters"
+    assert default_lr("builtin:tiny-llama", 1_000_000, True)[0] == OLD["config"]["lr"]
+    with pytest.raises(UserError, match=r"--optimizer sgd --lr auto: .* for example --lr 0.01"):
+        load(AutoModelForCausalLM, options("--optimizer", "sgd", "--model", locate("builtin:tiny-llama", cache)))
+    stored = SimpleNamespace(dtype="bfloat16")
+    assert weights_dtype(options(), stored, True, "bf16")[0] == "bfloat16"
+    assert weights_dtype(options(), stored, True, "no")[0] == "float32", "otherwise the run would compute in bf16"
+    assert weights_dtype(options(), stored, False, "bf16")[0] == "float32", "trained weights need 32 bits"
+    assert weights_dtype(options(), SimpleNamespace(dtype=None), True, "bf16") == ("float32", "")
+    assert weights_dtype(options("--dtype", "float16"), stored, True, "no") == ("float16", "")
+
+
+def test_names_of_layers_are_separated_by_commas_or_spaces_and_all_linear_stands_alone():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from accel_ddp.sources.models import adapt
+
+    def adapted(*words: str) -> set[str]:
+        shape = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16}
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**shape))
+            model._new_modules = []
+            model = adapt(model, options("--lora_r", "2", *words), "CAUSAL_LM")
+        return {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+
+    assert adapted("--lora_targets", "q_proj,v_proj") == adapted("--lora_targets", "q_proj", "v_proj") == {"q_proj", "v_proj"}
+    every = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert adapted() == adapted("--lora_targets", "all-linear") == every, "all except the head"
+    with pytest.raises(UserError, match="Type it alone"):
+        options("--lora_r", "2", "--lora_targets", "all-linear", "q_proj")
+
+
+def test_a_resumed_run_on_two_nodes_keeps_options_that_only_the_disk_of_one_knows(tmp_path):
+    """The main node has a new disk, and the other node has the checkpoint of a run of one rank with another learning rate."""
+    folders = [tmp_path / name for name in ("main", "other")]
+    for folder in folders:
+        folder.mkdir()
+    words = [
+        "--steps", "3", "--max_train_items", "16", "--max_eval_items", "4", "--samples", "0", "--no_eval_first", "--max_length", "64",
+        "--global_batch_size", "2", "--lora_r", "2", "--output_dir", "run",
+    ]  # fmt: skip
+    first = [sys.executable, SFT, *words, "--lr", "3e-3", "--lora_targets", "q_proj", "v_proj", "--stop_after", "1"]
+    run_all([first], rank_environments(1), cwd=folders[1:])
+    again = [[sys.executable, SFT, *words, "--preflight", "off", "--resume"]] * 2
+    ended = run_all(again, node_environments(2), cwd=folders).well()
+    assert f"--resume: {KEPT}: lr 0.003, " in ended.texts[0]
+    assert KEPT not in ended.texts[1], "one message is enough"
+    assert "lr 1.00e-03" in ended.texts[0], "the last of three steps"
+    stored = json.loads(Path(folders[0], "run", "config.json").read_text())
+    assert (stored["lr"], stored["lora_targets"], stored["chosen"]["lr"]) == (3e-3, "q_proj v_proj", KEPT)
+    assert (stored["dtype"], stored["mixed_precision"]) == ("float32", "no")
+    saved = json.loads(Path(folders[0], "run", "step_00000003", "run.json").read_text())
+    assert saved["config"]["lr"] == stored["lr"]
+    assert saved["chosen"] == stored["chosen"]
