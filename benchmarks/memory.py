@@ -96,7 +96,7 @@ def run_case(name: str, compile: str, steps: int) -> None:
         if case.recipe == "classify":
             words[words.index("--global_batch_size") + 1] = "16"
         else:
-            words += ["--samples", "0", "--lr", "1e-5"]
+            words += ["--samples", "0", "--lr", "1e-5", "--micro_batch_size", "8", "--no_gradient_checkpointing"]
         cfg = parse_config(recipe.Config, [*words, *case.options])
         model_class = recipe.Task.model_class
         micro, count = cfg.split(1)
