@@ -80,7 +80,7 @@ def set_template(tokenizer: Any, cfg: Any) -> None:
     """Set the template that `--chat_template` names: built-in, a file, or the text of one."""
     given, known = cfg.chat_template, tokenizer.get_vocab()
     if given in TEMPLATES:
-        usable = [name for name, (_, needed) in TEMPLATES.items() if all(known.get(getattr(tokenizer, t, t)) for t in needed)]
+        usable = [name for name, (_, needed) in TEMPLATES.items() if all(getattr(tokenizer, t, t) in known for t in needed)]
         if given not in usable:
             raise UserError(
                 f"--chat_template {given}: the tokenizer of {cfg.model} lacks one of its tokens: {' '.join(TEMPLATES[given][1])}. "
