@@ -388,8 +388,8 @@ class TrainingRun:
         if best == first:
             print_on_main(f"best {metric.name}: {value} at step {best}, in {self.cfg.output_dir}/step_{best:08d}")
         else:  # its save has failed, it was deleted, or it is in the folder from which --resume continued
-            where = f"{self.cfg.output_dir} has no checkpoint of that step. Step {self.step if best is None else best} is exported"
-            print_on_main(f"--keep_best: the best {metric.name} was {value} at step {first}, but {where}.")
+            where = f"of which {self.cfg.output_dir} has no checkpoint. Step {self.step if best is None else best} is exported."
+            print_on_main(f"--keep_best: the best {metric.name} was {value} at step {first}, {where}")
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
         if not self.step:

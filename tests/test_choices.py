@@ -13,7 +13,7 @@ from accel_ddp.config.parsing import parse_config
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.nodes.launcher import find_stated_precision, parse_accelerate_command, stated_precision
-from tests.conftest import BIN, ROOT, clean_environment, node_environments, rank_environments, run_all
+from tests.conftest import BIN, ROOT, clean_environment, node_environments, rank_environments, run_all, run_ranks
 
 SFT = ROOT / "recipes" / "sft.py"
 OLD = json.loads((ROOT / "tests" / "old_sft_run.json").read_text())  # run.json of a version whose options had numbers as defaults
@@ -135,8 +135,70 @@ def test_names_of_layers_are_separated_by_commas_or_spaces_and_all_linear_stands
     assert adapted("--lora_targets", "q_proj,v_proj") == adapted("--lora_targets", "q_proj", "v_proj") == {"q_proj", "v_proj"}
     every = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert adapted() == adapted("--lora_targets", "all-linear") == every, "all except the head"
-    with pytest.raises(UserError, match="Type it alone"):
-        options("--lora_r", "2", "--lora_targets", "all-linear", "q_proj")
+    for words in (["all-linear", "q_proj"], ["all-linear,q_proj"]):
+        with pytest.raises(UserError, match="Type it alone"):
+            options("--lora_r", "2", "--lora_targets", *words)
+    with pytest.raises(UserError, match="--lora_targets ,: names no layer"):
+        options("--lora_r", "2", "--lora_targets", ",")
+    for words in (["q_proj,v_proj"], ["q_proj v_proj"], ["q_proj,", "v_proj"]):
+        assert options("--lora_r", "2", "--lora_targets", *words).lora_targets == ("q_proj", "v_proj")
+
+
+def test_a_switch_that_may_be_auto_is_read_from_yaml_and_takes_no_value_after_no(tmp_path):
+    for line, value in (("'true'", True), ("off", False), ("auto", "auto"), ("'False'", False)):
+        (tmp_path / "run.yaml").write_text(f"gradient_checkpointing: {line}\nlora_r: 2\nlora_targets: q_proj v_proj\n")
+        cfg = options("--config", str(tmp_path / "run.yaml"))
+        assert (cfg.gradient_checkpointing, cfg.lora_targets) == (value, ("q_proj", "v_proj"))
+    with pytest.raises(UserError, match="--no_gradient_checkpointing false: --no_gradient_checkpointing takes no value"):
+        options("--no_gradient_checkpointing", "false")
+
+
+def test_a_run_of_an_older_version_continues_adapters_without_names_of_layers(capsys):
+    from peft import LoraConfig
+    from torch import nn
+
+    from accel_ddp.sources.adapters import Adapters, _checked_config
+
+    model = nn.Linear(2, 2)
+    model._new_modules = []
+    cfg = options("--model", "adapters")
+    given = Adapters("", LoraConfig(r=4, task_type="CAUSAL_LM"), "base")
+    assert _checked_config(given, model, cfg, "CAUSAL_LM").r == 4
+    take_saved(cfg, OLD)
+    assert cfg.lora_targets == ()
+    assert _checked_config(given, model, cfg, "CAUSAL_LM").r == 4
+
+
+def test_a_new_head_on_a_16_bit_model_is_trained_in_32_bits_also_after_a_resume(tiny_model, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+    from accel_ddp.sources.models import load
+
+    classify, narrow = ROOT / "recipes" / "classify.py", str(tmp_path / "narrow")
+    AutoModel.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(narrow)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(narrow)
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"row {i},{i % 3}\n" for i in range(24)))
+    words = ["--model", narrow, "--lora_r", "2", "--mixed_precision", "bf16"]
+    more = [*words, "--train_file", tmp_path / "rows.csv", "--global_batch_size", "4", "--steps", "2", "--save_every", "1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(1, classify, *more, "--output_dir", one).well()
+    run_ranks(1, classify, *more, "--resume", one / "step_00000001", "--output_dir", two).well()
+    first, second = (load_file(place / "step_00000002" / "model.safetensors") for place in (one, two))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {tensor.dtype for tensor in first.values()} == {torch.float32}
+
+    def head(run: dict, *more: str) -> torch.dtype:
+        cfg = parse_config(load_recipe(classify).Config, [*words, *more])
+        take_saved(cfg, run)
+        return load(AutoModelForSequenceClassification, cfg, num_labels=3).classifier.weight.dtype
+
+    saved = json.loads((two / "step_00000002" / "run.json").read_text())
+    assert head(saved) == head(saved, "--dtype", "bfloat16") == torch.float32
+    explicit = {**saved, "chosen": {}}
+    assert head(explicit) == head(explicit, "--dtype", "bfloat16") == head({}, "--dtype", "bfloat16") == torch.bfloat16
 
 
 def test_a_resumed_run_on_two_nodes_keeps_options_that_only_the_disk_of_one_knows(tmp_path):

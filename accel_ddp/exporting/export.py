@@ -128,20 +128,21 @@ def at_the_end(
         _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, **options)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
-        print(describe(folder, files, config, example))
+        print(describe(folder, files, example, config.get("dtype", "float32")))
         if not getattr(cfg, "train_file", "") and getattr(cfg, "dataset", "").startswith(builtin.PREFIX):
             print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 
-def describe(folder: Path, files: dict[str, bytes], config: dict[str, Any], example: str = "") -> str:
+def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: str = "float32") -> str:
     """Return lines that state what the exported folder contains, with a command that loads it.
 
-    `files` come from `files_of`, and `config` has the options. `example` is code that uses {folder}, or {model}: what `pipeline` takes.
+    `files` come from `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes. `trained` is the dtype in
+    which the weights were trained.
     """
     lines, base = [f"model saved in {folder}"], _base_of(files)
     if (whole := folder / "config.json").is_file():
         dtype = _exported_dtype({whole.name: whole.read_bytes()}, "auto")
-        if dtype in ("bfloat16", "float16") and (base or dtype != config.get("dtype")):
+        if dtype in ("bfloat16", "float16") and (base or dtype != trained):
             lines[0] += f" ({dtype}; its metrics are those before the weights were rounded)"
     if (folder / ADAPTER_CONFIG).is_file():
         lines.append(
@@ -237,7 +238,7 @@ def from_checkpoint(
     _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, dtype)
     if push_to_hub:
         push(folder, push_to_hub)
-    print(describe(folder, files, facts["config"]))
+    print(describe(folder, files, trained=run["config"].get("dtype", "float32")))
     return folder
 
 
