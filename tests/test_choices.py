@@ -192,7 +192,8 @@ def test_a_new_head_on_a_16_bit_model_has_the_same_dtype_after_a_resume(narrow_m
         """Return the dtype of the head of a run with these words that continues a saved one, and what this run would save."""
         given = ["--model", narrow_model, "--lora_r", "2", "--mixed_precision", "bf16", *words]
         cfg = parse_config(load_recipe(CLASSIFY).Config, given)
-        take_saved(cfg, saved)
+        if saved:
+            take_saved(cfg, saved)
         dtype = load(AutoModelForSequenceClassification, cfg, num_labels=3).classifier.weight.dtype
         return dtype, {"config": as_plain_dict(cfg), "chosen": dict(reasons(cfg)), "precision": "bf16"}
 
