@@ -3,6 +3,7 @@
 import argparse
 import filecmp
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -15,8 +16,8 @@ from accel_ddp import __version__
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
-from accel_ddp.nodes.launcher import parse_accelerate_command
-from accel_ddp.text import did_you_mean, nearest, table
+from accel_ddp.nodes.launcher import parse_accelerate_command, stated_precision
+from accel_ddp.text import counted, did_you_mean, nearest, table
 from accel_ddp.words import find_options, name_of, script_at, without
 
 # The options of `accelerate launch` that describe nodes and processes. Recipes have no options of these names, so
@@ -89,6 +90,9 @@ def _run(words: list[str]) -> int:
     request = parse_accelerate_command(["accelerate", "launch", *with_config(launch)]) or {}
     # On several nodes the ranks check the options: they report a mistake to the other nodes, which would wait.
     cfg = _check_recipe(script, options) if request.get("num_machines", 1) == 1 else None
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    if precision and not stated_precision(request):  # the launcher would replace it by its default
+        launch += ["--mixed_precision", precision]
     if not {name_of(word) for word in launch} & {*OF_NODES, "config_file", "num_processes", "gpu_ids", "cpu"}:
         launch += _use_gpus(launch, cfg, recipe)
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
@@ -104,16 +108,23 @@ def _run(words: list[str]) -> int:
 def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
     """Return the recipe's config. Raise UserError for a mistake in its options, files and columns: ranks report it after seconds.
 
-    None: the script has no config, or cannot be imported here. The ranks then report the reason.
+    None: the script has no config, changes its words, or cannot be imported here. The ranks then report the reason.
     """
     from accel_ddp.doctor.check_options import load_recipe_config
 
+    if re.search("argv|argparse", script.read_text(errors="replace")):
+        return None
+    variables, folder = dict(os.environ), os.getcwd()
     try:
         cfg = load_recipe_config([str(script), *options])
     except UserError:
         raise
     except Exception:
         return None
+    finally:  # the launcher gets what the user has set, not what an import has changed
+        os.environ.clear()
+        os.environ.update(variables)
+        os.chdir(folder)
     if cfg:
         from accel_ddp.sources.data import check_inputs
 
@@ -127,13 +138,26 @@ def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[s
 
     if (limit := count_visible()) < 2:
         return []
-    number, reason = cfg.most_ranks(limit) if cfg else (1, f"{recipe} has no Config; --num_processes {limit} uses all")
+    all_of_them = f"--num_processes {limit} uses all"
+    number, reason = cfg.most_ranks(limit) if cfg else (1, f"only a rank can read the options of {recipe}; {all_of_them}")
+    if cfg and cfg.resume and 0 < (before := _saved_ranks(cfg)) < limit and cfg.most_ranks(before)[0] == before:
+        number, reason = before, f"--resume continues a run of {counted(before, 'rank')}; {all_of_them}"
     print(f"using {number} of {limit} GPUs, because {reason}" if reason else f"using {limit} GPUs; --num_processes uses fewer")
     if number == 1:
         return []
     # A free port: another run may use other GPUs of this machine.
     port = [] if find_options(launch, ["main_process_port"]) else ["--main_process_port", "0"]
     return ["--num_processes", str(number), *port]
+
+
+def _saved_ranks(cfg: TrainConfig) -> int:
+    """Return the number of ranks of the run that `--resume` continues, or 0. With the same number it continues bit-identically."""
+    from accel_ddp.saving import checkpoint_format
+
+    places = [place for place in (cfg.output_dir, cfg.resume) if place not in ("", "auto")]
+    paths = next(filter(None, map(checkpoint_format.list_checkpoints, places)), [Path(cfg.resume)])
+    runs = map(checkpoint_format.read_run, reversed(paths))
+    return next((run["num_ranks"] for run in runs if "num_ranks" in run), 0)
 
 
 def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:

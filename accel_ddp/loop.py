@@ -378,11 +378,18 @@ class TrainingRun:
 
     def _print_best(self) -> None:
         saved, metric = self.saved, self.saved.metric
-        if metric and (best := saved.best()) is not None:
-            value = saved.evaluations[best][metric.name]
-            print_on_main(f"best {metric.name}: {value:.4f} at step {best}, in {self.cfg.output_dir}/step_{best:08d}")
-        elif metric and not saved.ranking:
+        if not metric:
+            return
+        if not saved.ranking:
             print_on_main(f"--keep_best: there is no best checkpoint, because {metric.name} was NaN in every evaluation.")
+            return
+        first, best = saved.ranking[0], saved.best()
+        value = f"{saved.evaluations[first][metric.name]:.4f}"
+        if best == first:
+            print_on_main(f"best {metric.name}: {value} at step {best}, in {self.cfg.output_dir}/step_{best:08d}")
+        else:  # its save has failed, it was deleted, or it is in the folder from which --resume continued
+            where = f"of which {self.cfg.output_dir} has no checkpoint. Step {self.step if best is None else best} is exported."
+            print_on_main(f"--keep_best: the best {metric.name} was {value} at step {first}, {where}")
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
         if not self.step:

@@ -10,6 +10,7 @@ from accel_ddp.exporting import export
 from accel_ddp.loop import RunOutcome, fit
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
+from accel_ddp.ranks.agreement import together
 from accel_ddp.tasks import examples
 from accel_ddp.training import optim
 
@@ -34,8 +35,10 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     if not getattr(task_class, "fits_memory", False):
         at_start.fit_memory(cfg, accelerator, getattr(task_class, "model_class", ""))
     task = task_class(cfg, accelerator)
-    if accelerator.is_main_process and getattr(cfg, "show_example", 0):
-        print(examples.show_rows(task, cfg), flush=True)
+    if getattr(cfg, "show_example", 0):
+        with together("show training rows"):
+            if accelerator.is_main_process:
+                print(examples.show_rows(task, cfg), flush=True)
     files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))
     observers = hooks.standard(accelerator, cfg)
     report = Report(task, cfg)

@@ -13,6 +13,8 @@ from accel_ddp.entry import run
 
 
 def main(cfg: Config):
+    if cfg.keep_best:
+        raise accel_ddp.UserError("--keep_best: this loop does not evaluate while it trains. Leave it out.")
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
     optimizer = accel_ddp.optim.build(task.model, cfg)

@@ -137,6 +137,10 @@ def test_the_best_checkpoint_is_kept_and_early_stopping_uses_best_values_from_be
     assert damage["best"] == {"step": 4, "metric": "accuracy", "value": 0.9, "checkpoint": "step_00000004"}
     assert "best accuracy: 0.9000 at step 4" in damage["pruned"]["said"]
     assert (damage["patience"]["from"], damage["patience"]["to"]) == (4, 6), "the best value is from before the resume"
+    said = damage["best is elsewhere"]["said"]
+    assert "--keep_best: the best accuracy was 0.9000 at step 4, of which" in said
+    assert "has no checkpoint. Step 6 is exported." in said
+    assert "best accuracy:" not in said
 
 
 def test_nan_is_never_the_best_value(damage):

@@ -10,12 +10,13 @@ import pytest
 
 from accel_ddp.config.choices import KEPT, choose, reasons, take_saved
 from accel_ddp.config.parsing import parse_config
+from accel_ddp.config.train_config import as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.nodes.launcher import find_stated_precision, parse_accelerate_command, stated_precision
-from tests.conftest import BIN, ROOT, clean_environment, node_environments, rank_environments, run_all
+from tests.conftest import BIN, ROOT, clean_environment, node_environments, rank_environments, run_all, run_ranks
 
-SFT = ROOT / "recipes" / "sft.py"
+SFT, CLASSIFY = ROOT / "recipes" / "sft.py", ROOT / "recipes" / "classify.py"
 OLD = json.loads((ROOT / "tests" / "old_sft_run.json").read_text())  # run.json of a version whose options had numbers as defaults
 
 
@@ -135,10 +136,99 @@ def test_names_of_layers_are_separated_by_commas_or_spaces_and_all_linear_stands
     assert adapted("--lora_targets", "q_proj,v_proj") == adapted("--lora_targets", "q_proj", "v_proj") == {"q_proj", "v_proj"}
     every = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert adapted() == adapted("--lora_targets", "all-linear") == every, "all except the head"
-    with pytest.raises(UserError, match="Type it alone"):
-        options("--lora_r", "2", "--lora_targets", "all-linear", "q_proj")
+    for words in (["all-linear", "q_proj"], ["all-linear,q_proj"]):
+        with pytest.raises(UserError, match="Type it alone"):
+            options("--lora_r", "2", "--lora_targets", *words)
+    with pytest.raises(UserError, match="--lora_targets ,: names no layer"):
+        options("--lora_r", "2", "--lora_targets", ",")
+    for words in (["q_proj,v_proj"], ["q_proj v_proj"], ["q_proj,", "v_proj"]):
+        assert options("--lora_r", "2", "--lora_targets", *words).lora_targets == ("q_proj", "v_proj")
 
 
+def test_a_switch_that_may_be_auto_is_read_from_yaml_and_takes_no_value_after_no(tmp_path):
+    for line, value in (("'true'", True), ("off", False), ("auto", "auto"), ("'False'", False)):
+        (tmp_path / "run.yaml").write_text(f"gradient_checkpointing: {line}\nlora_r: 2\nlora_targets: q_proj v_proj\n")
+        cfg = options("--config", str(tmp_path / "run.yaml"))
+        assert (cfg.gradient_checkpointing, cfg.lora_targets) == (value, ("q_proj", "v_proj"))
+    with pytest.raises(UserError, match="--no_gradient_checkpointing false: --no_gradient_checkpointing takes no value"):
+        options("--no_gradient_checkpointing", "false")
+
+
+def test_a_run_of_an_older_version_continues_adapters_without_names_of_layers(capsys):
+    from peft import LoraConfig
+    from torch import nn
+
+    from accel_ddp.sources.adapters import Adapters, _checked_config
+
+    model = nn.Linear(2, 2)
+    model._new_modules = []
+    cfg = options("--model", "adapters")
+    given = Adapters("", LoraConfig(r=4, task_type="CAUSAL_LM"), "base")
+    assert _checked_config(given, model, cfg, "CAUSAL_LM").r == 4
+    take_saved(cfg, OLD)
+    assert cfg.lora_targets == ()
+    assert _checked_config(given, model, cfg, "CAUSAL_LM").r == 4
+
+
+@pytest.fixture
+def narrow_model(tiny_model, tmp_path) -> str:
+    """Return the folder of a model in bfloat16 without a head."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = str(tmp_path / "narrow")
+    AutoModel.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+def test_a_new_head_on_a_16_bit_model_has_the_same_dtype_after_a_resume(narrow_model):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from accel_ddp.sources.models import load
+
+    def head(saved: dict, *words: str) -> tuple[torch.dtype, dict]:
+        """Return the dtype of the head of a run with these words that continues a saved one, and what this run would save."""
+        given = ["--model", narrow_model, "--lora_r", "2", "--mixed_precision", "bf16", *words]
+        cfg = parse_config(load_recipe(CLASSIFY).Config, given)
+        if saved:
+            take_saved(cfg, saved)
+        dtype = load(AutoModelForSequenceClassification, cfg, num_labels=3).classifier.weight.dtype
+        return dtype, {"config": as_plain_dict(cfg), "chosen": dict(reasons(cfg)), "precision": "bf16"}
+
+    typed = ("--dtype", "bfloat16")
+    for words, expected in (((), torch.float32), (typed, torch.bfloat16)):
+        dtype, saved = head({}, *words)
+        assert dtype == expected
+        dtype, again = head(saved)
+        assert dtype == head(again)[0] == head(saved, *typed)[0] == expected
+
+
+def test_a_loop_that_does_not_evaluate_refuses_to_keep_the_best_step():
+    recipe = load_recipe(ROOT / "recipes" / "own_loop.py")
+    with pytest.raises(UserError, match="--keep_best: this loop does not evaluate while it trains"):
+        recipe.main(recipe.Config(keep_best=True))
+
+
+@pytest.mark.slow
+def test_a_run_with_a_new_head_on_a_16_bit_model_resumes_bit_identical(narrow_model, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"row {i},{i % 3}\n" for i in range(24)))
+    words = ["--model", narrow_model, "--lora_r", "2", "--mixed_precision", "bf16", "--train_file", tmp_path / "rows.csv"]
+    words += ["--global_batch_size", "4", "--steps", "2", "--save_every", "1"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_ranks(1, CLASSIFY, *words, "--output_dir", one).well()
+    run_ranks(1, CLASSIFY, *words, "--resume", one / "step_00000001", "--output_dir", two).well()
+    first, second = (load_file(place / "step_00000002" / "model.safetensors") for place in (one, two))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert {tensor.dtype for tensor in first.values()} == {torch.float32}
+
+
+@pytest.mark.slow
 def test_a_resumed_run_on_two_nodes_keeps_options_that_only_the_disk_of_one_knows(tmp_path):
     """The main node has a new disk, and the other node has the checkpoint of a run of one rank with another learning rate."""
     folders = [tmp_path / name for name in ("main", "other")]

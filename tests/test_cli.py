@@ -252,9 +252,10 @@ def test_a_run_uses_the_gpus_that_can_share_a_batch(command_line, visible, launc
     assert capsys.readouterr().out == printed
 
 
-def started_command(command_line: str, visible: str | None, path: str, monkeypatch) -> str:
+def started_command(command_line: str, visible: str | None, path: str, monkeypatch, cuda: str = "13.0") -> str:
     """Return the options of `accelerate launch` that `accel-ddp run` starts, without the folder of the config."""
     started: list[list[str]] = []
+    monkeypatch.setattr("accel_ddp.doctor.facts.read_torch_build", lambda: {"cuda": cuda} if cuda else {})
     monkeypatch.setattr("os.execv", lambda program, words: started.append(words))
     monkeypatch.setenv("PATH", path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -275,8 +276,70 @@ def test_a_gpu_that_is_divided_and_a_script_without_options_use_one_process(tmp_
     (tmp_path / "fails.py").write_text("import accel_ddp, no_such_package\nif __name__ == '__main__':\n    pass\n")
     for name in ("plain.py", "fails.py"):
         assert started_command(name, None, fake_driver(tmp_path, 2), monkeypatch) == "local.yaml"
-        assert capsys.readouterr().out == f"using 1 of 2 GPUs, because {name} has no Config; --num_processes 2 uses all\n"
+        assert f"using 1 of 2 GPUs, because only a rank can read the options of {name}; --num" in capsys.readouterr().out
     assert not (tmp_path / "was_run").exists()
+
+
+def test_gpus_that_torch_cannot_use_are_not_counted(tmp_path, monkeypatch):
+    assert started_command("classify", None, fake_driver(tmp_path, 8), monkeypatch, cuda="") == "local.yaml"
+
+
+def test_a_resumed_run_uses_as_many_gpus_as_before(tmp_path, monkeypatch, capsys):
+    from accel_ddp.saving import checkpoint_format
+
+    checkpoint_format.write(tmp_path / "run" / "step_00000004", {"model.safetensors": {}}, {"step": 4, "num_ranks": 2}, {})
+    checkpoint_format.write(tmp_path / "run" / "step_00000005", {"model.safetensors": {}}, {"step": 5, "num_ranks": 4}, {})
+    (tmp_path / "run" / "step_00000005" / "run.json").write_text("damaged")
+    for place in ("auto --output_dir run", "run", "run/step_00000004"):
+        launch = started_command(f"classify --resume {place}", None, fake_driver(tmp_path, 8), monkeypatch)
+        assert launch == "1node.yaml --num_processes 2 --main_process_port 0"
+        expected = "using 2 of 8 GPUs, because --resume continues a run of 2 ranks; --num_processes 8 uses all\n"
+        assert capsys.readouterr().out == expected
+    for words in ("--resume --output_dir other", "--resume --output_dir run --micro_batch_size 16 --num_processes 1"):
+        started_command(f"classify {words}", None, fake_driver(tmp_path, 8), monkeypatch)
+        assert "continues a run" not in capsys.readouterr().out
+
+
+SEVERAL = """
+import os, sys
+from dataclasses import dataclass
+import accel_ddp
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+os.environ["SET_BY_IMPORT"] = "1"
+@dataclass(kw_only=True)
+class Config(RecipeConfig):
+    depth: int = 3
+@dataclass(kw_only=True)
+class Other(TrainConfig):
+    other: int = 3
+if __name__ == "__main__":
+    accel_ddp.run(Config, print)
+"""
+
+
+def test_options_of_own_scripts_are_refused_only_if_their_ranks_would_refuse_them(tmp_path, monkeypatch, capsys):
+    path = fake_driver(tmp_path, 1)
+    (tmp_path / "several.py").write_text(SEVERAL)
+    assert started_command("several.py --depth 4", None, path, monkeypatch) == "local.yaml"
+    assert "SET_BY_IMPORT" not in os.environ, "the launcher would inherit it"
+    assert cli.main(["run", "several.py", "--other", "4"]) == 2
+    assert "--other: there is no such option" in capsys.readouterr().err
+    (tmp_path / "unclear.py").write_text(SEVERAL.replace("run(Config", "run({}.get(0, Config)"))
+    (tmp_path / "changes.py").write_text(SEVERAL.replace("    accel", "    sys.argv[1:] = []\n    accel"))
+    for name in ("unclear.py", "changes.py"):
+        assert started_command(f"{name} --mine 4", None, path, monkeypatch) == "local.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "launch"),
+    [
+        ("--num_processes 2 classify", "1node.yaml --num_processes 2 --mixed_precision no"),
+        ("--num_processes 2 --mixed_precision bf16 classify", "1node.yaml --num_processes 2 --mixed_precision bf16"),
+    ],
+)
+def test_a_precision_in_the_environment_reaches_the_ranks(words, launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert started_command(words, None, fake_driver(tmp_path, 1), monkeypatch) == launch
 
 
 @pytest.mark.slow  # the command is checked above
@@ -284,7 +347,8 @@ def test_a_gpu_that_is_divided_and_a_script_without_options_use_one_process(tmp_
 def test_ranks_are_started_for_each_gpu(tmp_path):
     environment = clean_environment(PATH=fake_driver(tmp_path, 2), CUDA_VISIBLE_DEVICES=None)
     trains = [PROGRAMS / "trains.py", "--steps", "2", "--output_dir", tmp_path / "run"]
-    ended = run_all([[ACCEL_DDP, "run", *trains]], [environment], cwd=tmp_path).well()
+    code = "from accel_ddp import cli; from accel_ddp.doctor import facts; facts.read_torch_build = lambda: {'cuda': '13'}; cli.main()"
+    ended = run_all([[sys.executable, "-c", code, "run", *trains]], [environment], cwd=tmp_path).well()
     assert "using 2 GPUs; --num_processes uses fewer" in ended.text
     assert "8 items per step = 1 node x 2 ranks x 2 per micro-batch" in ended.text
 

@@ -175,6 +175,7 @@ def test_an_impossible_value_is_refused(argv, message):
             "--optimizer adam: must be one of adamw, sgd, adamw8bit, adafactor, muon. Did you mean --optimizer adamw?",
         ),
         ("--preflight never", "--preflight never: must be one of on, off."),
+        ("--no_tf32 false", "--no_tf32 false: --no_tf32 takes no value. Type --no_tf32 or --tf32."),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_what_to_type(typed, message):

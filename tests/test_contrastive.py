@@ -110,7 +110,7 @@ def test_pairs_with_scores_are_learned_the_same_on_two_ranks_and_exported(tmp_pa
         ).well().text  # fmt: skip
     assert_same(*(load_file(tmp_path / name / "model" / "model.safetensors") for name in "12"), 1e-5)
     best = json.loads((tmp_path / "2" / "best.json").read_text())
-    assert f"--keep_best: exporting step {best['step']}, which has the best spearman." in text
+    assert f"--keep_best: exporting step {best['step']}, the checkpoint with the best spearman." in text
     out = export.from_checkpoint(str(tmp_path / "2" / best["checkpoint"]), str(tmp_path / "out"))
     for file in ("model.safetensors", "config.json"):
         assert (out / file).read_bytes() == (tmp_path / "2" / "model" / file).read_bytes()

@@ -89,7 +89,7 @@ def test_exported_weights_are_those_that_save_pretrained_writes(tmp_path, monkey
     assert streamed == {"tied": True, "not tied": True, "masked": True, "gpt2": True, "experts": False, "images": True}
 
 
-def test_weights_are_rounded_once_to_the_dtype_of_the_model_that_was_loaded(tmp_path, monkeypatch):
+def test_weights_are_rounded_once_to_the_dtype_of_the_model_that_was_loaded(tmp_path, monkeypatch, capsys):
     """A run trains float32 weights. Compare the export of its checkpoint, and of the model in memory, with `model.to(dtype)`."""
     import transformers as t
 
@@ -102,6 +102,10 @@ def test_weights_are_rounded_once_to_the_dtype_of_the_model_that_was_loaded(tmp_
         facts = {"recipe": "clm.py", "config": {"output_dir": "run"}, "metrics": {}, "versions": {}, "num_ranks": 1}
         export._write(folder / "memory", model, files, facts)
         out = {dtype: export.from_checkpoint(str(folder), str(folder / dtype), dtype=dtype) for dtype in ("auto", "float16")}
+        printed = capsys.readouterr().out
+        assert all(
+            f"({dtype}; its metrics are those before the weights were rounded)" in printed for dtype in ("bfloat16", "float16")
+        )
         for place, dtype in ((folder / "memory", "bfloat16"), (out["auto"], "bfloat16"), (out["float16"], "float16")):
             found = read(place)
             expected = copy.deepcopy(model).to(getattr(torch, dtype))
@@ -129,6 +133,24 @@ def test_adapters_are_merged_in_float32_into_weights_of_16_bits():
         expected = before[name] if a is None else (before[name].double() + 4 * b.double() @ a.double()).to(torch.bfloat16)
         assert torch.equal(p, expected), name
     assert len(pairs) == 4
+
+
+def test_merged_weights_are_rounded_only_to_the_dtype_in_which_they_are_exported(tmp_path):
+    """A model that is stored in float32 was trained in bfloat16."""
+    import peft
+    import transformers as t
+
+    model = models()["tied"].to(torch.bfloat16)
+    model._stored_dtype, model._source, model._new_modules = torch.float32, "me/base", []
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    pairs = {name.split("base_model.model.")[1]: p.detach().clone() for name, p in adapted.named_parameters() if "lora_" in name}
+    facts = {"recipe": "clm.py", "config": {"output_dir": "run"}, "metrics": {}, "versions": {}, "num_ranks": 1}
+    export._write(tmp_path / "out", adapted, export.files_of(adapted, t.ByT5Tokenizer()), facts, merge="on")
+    written = read(tmp_path / "out")
+    for name in (name for name in before if "q_proj" in name):
+        a, b = (pairs[name.replace("weight", f"lora_{one}.default.weight")] for one in "AB")
+        assert torch.allclose(written[name], before[name].float() + 4 * b @ a, rtol=1e-6, atol=1e-7), name
 
 
 @pytest.mark.slow

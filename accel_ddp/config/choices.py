@@ -21,25 +21,37 @@ def reasons(cfg: TrainConfig) -> dict[str, str]:
     return cfg.__dict__.setdefault("_reasons", {})
 
 
+def was_auto(cfg: TrainConfig, name: str) -> bool:
+    """Return whether the value of an option was chosen, by this run or by the saved run that it continues."""
+    return reasons(cfg).get(name, KEPT) != KEPT
+
+
+def keep(cfg: TrainConfig, name: str, value: Any, run: dict[str, Any]) -> None:
+    """Set an option to the value of a saved run, with the reason that it had there. `run` is its run.json."""
+    setattr(cfg, name, value)
+    before = run.get("chosen", {}).get(name, "").removesuffix(KEPT).removesuffix(", ")
+    reasons(cfg)[name] = f"{before}, {KEPT}" if before else KEPT
+
+
 def take_saved(cfg: TrainConfig, run: dict[str, Any]) -> None:
     """Set the options that the user has left out to the values of a saved run, and print them. `run` is its run.json.
 
     Only options with `legacy` take part: it is the value of runs that are older than the option, or than its default.
     """
-    saved, why, taken = run.get("config", {}), run.get("chosen", {}), []
+    saved, taken = run.get("config", {}), []
     for name, properties in properties_of(type(cfg)).items():
         now = getattr(cfg, name)
+        value = saved.get(name, properties.legacy)
+        if name in run.get("chosen", {}) and now == value:  # the user has typed what was chosen then
+            keep(cfg, name, value, run)
         if properties.legacy is None or now != getattr(type(cfg), name):
             continue
-        value = saved.get(name, properties.legacy)
         if name == "mixed_precision" and saved.get(name, "auto") == "auto":  # of an older run
             value = run.get("precision") or value
         if isinstance(now, tuple) and isinstance(value, str):
             value = tuple(value.split())
         if value not in (now, "auto"):
-            setattr(cfg, name, value)
-            before = why.get(name, "").removesuffix(KEPT).removesuffix(", ")
-            reasons(cfg)[name] = f"{before}, {KEPT}" if before else KEPT
+            keep(cfg, name, value, run)
             taken.append(f"{name} {as_plain_dict(cfg)[name] if value != () else '(empty)'}")
     if taken:
         _print_on_main(f"--resume: {KEPT}: {', '.join(taken)}")

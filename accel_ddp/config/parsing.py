@@ -72,7 +72,7 @@ def _read_file(path: str, types: dict[str, Any], properties: dict[str, Propertie
             problems.append(f"{name}: there is no such option.{_suggest(str(name), properties, value)}")
         else:
             try:
-                words = _as_arguments(name, value, types[name])
+                words = _normalize(_as_arguments(name, value, types[name]), types)
                 _check_values(words, types, defaults)
                 arguments += words
             except UserError as error:
@@ -238,6 +238,8 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
     for name, values in group_values(argv):
         kind, word = types.get(name), values[0].lower() if values else ""
         plain = name.removeprefix("no_")
+        if values and plain != name and name not in types:
+            raise UserError(f"--{name} {values[0]}: --{name} takes no value. Type --{name} or --{plain}.")
         if bool in typing.get_args(types.get(plain)) and (not values or word in ("true", "false", "on", "off")):
             words += [f"--{plain}", str(word not in ("false", "off") and name == plain), *values[1:]]
             continue

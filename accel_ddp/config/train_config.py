@@ -160,6 +160,12 @@ class ModelConfig(TrainConfig):
         "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
     )
 
+    def __post_init__(self) -> None:
+        given = " ".join(self.lora_targets)
+        self.lora_targets = tuple(given.replace(",", " ").split())  # `q_proj,v_proj` and "q_proj v_proj" are two layers
+        if given and not self.lora_targets:
+            raise UserError(f"--lora_targets {given}: names no layer. For example: --lora_targets q_proj v_proj.")
+
 
 @dataclass(kw_only=True)
 @of_group("data", at_least=0)

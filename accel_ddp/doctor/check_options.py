@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,8 @@ def options_of_script(argv: list[str]) -> CheckOptions:
 def load_recipe_config(argv: list[str]) -> TrainConfig | None:
     """Return the resolved options of a recipe with these arguments, or None if the script does not use accel_ddp.
 
-    Raises UserError if there is no such script or an option is invalid.
+    None also if it is unclear which of several classes has its options. Raise UserError if there is no such script or an option is
+    invalid.
     """
     path = Path(argv[0])
     if not path.is_file():
@@ -78,7 +80,9 @@ def load_recipe_config(argv: list[str]) -> TrainConfig | None:
     module = load_recipe(path)
     classes = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TrainConfig)]
     own = [one for one in classes if one.__module__ == module.__name__] or classes
-    return parse_config(own[-1], argv[1:], script=argv[0]) if own else None
+    called = re.findall(r"\b(?:run|parse_config)\(\s*(\w+)", text)
+    own = [one for one in classes if one.__name__ in called] or own
+    return parse_config(own[0], argv[1:], script=argv[0]) if len(own) == 1 else None
 
 
 def load_recipe(path: Path) -> Any:

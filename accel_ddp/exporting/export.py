@@ -113,7 +113,7 @@ def at_the_end(
         facts = {"config": config, "metrics": metrics, "versions": versions(), "num_ranks": accelerator.num_processes}
         if best is not None:
             facts["step"] = best
-            print(f"--keep_best: exporting step {best}, which has the best {cfg.best().name}.")
+            print(f"--keep_best: exporting step {best}, the checkpoint with the best {cfg.best().name}.")
             there = [Path(cfg.output_dir) / f"step_{best:08d}"]
         elif sharded:  # a run that was resumed after its last step has no checkpoint of its own
             there = checkpoint_format.list_checkpoints(cfg.output_dir) or resume.candidates(cfg)
@@ -128,17 +128,22 @@ def at_the_end(
         _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, **options)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
-        print(describe(folder, files, example))
+        print(describe(folder, files, example, config.get("dtype", "float32")))
         if not getattr(cfg, "train_file", "") and getattr(cfg, "dataset", "").startswith(builtin.PREFIX):
             print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 
-def describe(folder: Path, files: dict[str, bytes], example: str = "") -> str:
+def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: str = "float32") -> str:
     """Return lines that state what the exported folder contains, with a command that loads it.
 
-    `files` come from `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes.
+    `files` come from `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes. `trained` is the dtype in
+    which the weights were trained.
     """
     lines, base = [f"model saved in {folder}"], _base_of(files)
+    if (whole := folder / "config.json").is_file():
+        dtype = _exported_dtype({whole.name: whole.read_bytes()}, "auto")
+        if dtype in ("bfloat16", "float16") and (base or dtype != trained):
+            lines[0] += f" ({dtype}; its metrics are those before the weights were rounded)"
     if (folder / ADAPTER_CONFIG).is_file():
         lines.append(
             f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
@@ -233,7 +238,7 @@ def from_checkpoint(
     _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, dtype)
     if push_to_hub:
         push(folder, push_to_hub)
-    print(describe(folder, files))
+    print(describe(folder, files, trained=run["config"].get("dtype", "float32")))
     return folder
 
 
@@ -357,8 +362,8 @@ def _write(
             files = {**files, ADAPTER_CONFIG: with_base(files[ADAPTER_CONFIG], place)}
         if merges:
             _save(partial / ADAPTER, model, files, dtype)
-            model = _merge(model, dtype)
             files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
+            model = _merge(model, _exported_dtype(files, dtype))
         _save(partial, model, files, dtype)
         facts = {**facts, "config": public_options(facts["config"])}
         name = facts["config"].get("push_to_hub") or "FOLDER"
@@ -384,13 +389,9 @@ def _write(
 
 def _save(folder: Path, model: Any, files: dict[str, bytes], dtype: str) -> None:
     """Write the weights and the files. Weights of a whole model have the dtype of its config, adapters the one they were trained in."""
-    if "config.json" in files:
-        config = json.loads(files["config.json"])
-        if dtype == "auto":
-            dtype = config.get("dtype") or config.get("torch_dtype") or dtype
-        elif dtype != config.get("dtype"):
-            files = {**files, "config.json": json.dumps({**config, "dtype": dtype}, indent=2).encode()}
-    dtype = dtype.replace("auto", "")
+    if "config.json" in files and dtype not in ("auto", (config := json.loads(files["config.json"])).get("dtype")):
+        files = {**files, "config.json": json.dumps({**config, "dtype": dtype}, indent=2).encode()}
+    dtype = _exported_dtype(files, dtype).replace("auto", "")
     if isinstance(model, Stream):
         model.save_pretrained(folder, dtype)
     else:
@@ -408,6 +409,12 @@ def _save(folder: Path, model: Any, files: dict[str, bytes], dtype: str) -> None
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         is_config = Path(name).name in CONFIGS and name != ADAPTER_CONFIG
         (folder / name).write_bytes(without_paths(content) if is_config else content)
+
+
+def _exported_dtype(files: dict[str, bytes], dtype: str) -> str:
+    """Return the dtype of exported weights: `auto` means that of config.json, and stays `auto` for adapters, which have none."""
+    config = json.loads(files.get("config.json", b"{}"))
+    return (config.get("dtype") or config.get("torch_dtype") or dtype) if dtype == "auto" else dtype
 
 
 def _merge(model: Any, dtype: str) -> Any:

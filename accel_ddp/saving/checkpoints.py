@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
-from accel_ddp.config.choices import reasons
+from accel_ddp.config.choices import KEPT, keep, reasons
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
@@ -323,8 +323,8 @@ class Checkpoints:
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
             found = run["config"]["micro_batch_size"]  # the size that was chosen then keeps the run bit-identical
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
-                self.cfg.micro_batch_size = found
-                print_on_main(f"--micro_batch_size auto: {found}, as before")
+                keep(self.cfg, "micro_batch_size", found, run)
+                print_on_main(f"micro_batch_size {found}: {KEPT}")
         resume.load(self.accelerator, self.model, self.optimizer, self.averages, path, run, source)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)

@@ -86,7 +86,7 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
         option = f"--model {cfg.model}" if given else f"--lora_r {cfg.lora_r}"
         raise UserError(f"{option}: the model of this recipe does not support adapters. Leave it out.")
     known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    targets: Any = [name for word in cfg.lora_targets for name in word.split(",") if name]  # `q_proj,v_proj` or `q_proj v_proj`
+    targets: Any = list(cfg.lora_targets)
     if targets == [ALL_LINEAR] or not targets:
         targets = None if not targets and model.config.model_type in known else ALL_LINEAR
     config = _checked_config(given, model, cfg, task) if given else peft.LoraConfig(
@@ -119,7 +119,8 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
         found = f"LoRA adapters for another task ({config.task_type}, and this recipe trains {task})"
         raise UserError(f"--model {cfg.model}: contains {found}. {instead}")
     options = [("lora_r", cfg.lora_r, config.r, 0), ("lora_alpha", cfg.lora_alpha, config.lora_alpha, type(cfg).lora_alpha)]
-    options.append(("lora_targets", " ".join(cfg.lora_targets), "their own layers", " ".join(type(cfg).lora_targets)))
+    targets = " ".join(cfg.lora_targets)  # "" in runs of older versions of sft
+    options.append(("lora_targets", targets, "their own layers", targets and " ".join(type(cfg).lora_targets)))
     differing = [f"--{name} {value} (the adapters have {own})" for name, value, own, no in options if value not in (own, no)]
     if differing:
         raise UserError(

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import compat
-from accel_ddp.config.choices import choose
+from accel_ddp.config.choices import choose, was_auto
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
@@ -151,7 +151,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         model, info = from_pretrained(auto_class, name, place, **options)
     missing = {*info["missing_keys"], *(found[0] for found in info.get("mismatched_keys", ()))}
     model._new_modules = sorted({name.rpartition(".")[0] for name in missing})  # trained even if adapters freeze the rest
-    for new in model._new_modules if reason else ():
+    for new in model._new_modules if was_auto(cfg, "dtype") else ():
         model.get_submodule(new).float()
     model._adapters, model._source, model._rows = adapters, name, model_rows
     if cfg.lr == "auto":

@@ -199,6 +199,9 @@ def main(cfg: Config) -> None:
         root / "pruned", keep_last=2, save_every=1, eval_every=1, keep_best=True, best_metric="accuracy:max", steps=6
     )
     results["best"] = json.loads((root / "pruned" / "best.json").read_text())
+    (root / "best_elsewhere").mkdir()
+    other = {"keep_best": True, "best_metric": "accuracy:max", "resume": str(root / "pruned" / "step_00000005")}
+    results["best is elsewhere"] = fit(root / "best_elsewhere", steps=6, **other)
 
     def best_of(name: str, metric: str, measure, values=(0.5, 0.9, 0.7), **changes):
         """Run with --keep_best in a folder of its own. Store the result and best.json."""
