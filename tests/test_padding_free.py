@@ -295,6 +295,10 @@ def test_adapters_and_copies_of_a_padding_free_model():
     counter = attach.FlopCounter(model)
     frozen = [m for name, m in model.named_modules() if type(m) is nn.Linear and ".layers." in name]
     assert counter.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
+    for m in [m for m in frozen if not m.weight.requires_grad]:  # two weights of 4 bits are one element of such a class
+        m.__class__ = type("Linear4bit", (nn.Linear,), {})
+        m.weight = nn.Parameter(torch.zeros(m.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+    assert attach.FlopCounter(model).per_token == counter.per_token
 
 
 def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
