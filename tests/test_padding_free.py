@@ -323,7 +323,7 @@ def test_adapters_under_autocast_share_their_input_and_the_gradients_stay_the_sa
         loss.backward()
         found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
-        return float(loss), found, size
+        return loss.item(), found, size
 
     shared = compute_narrow()
     model(input_ids=batch["input_ids"])  # without autocast, the types of inputs and adapters must be the same
