@@ -99,11 +99,12 @@ class Task:
             rows, self.samples, self.prompt, kind = build_data(cfg, self.processor, today)
             fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class)
+        share_rows = kind == "texts" and cfg.row_format > 1
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows else rows)
         with accel_ddp.together("load the model") as facts:
             self.model = build_model(cfg, accelerator, self.processor)
             accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
-            if kind == "texts" and cfg.row_format > 1:
+            if share_rows:
                 rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
                 facts["--packing"] = cfg.packing
         train_rows, eval_rows = rows

@@ -14,12 +14,12 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.memory import at_start, estimate_command, step_trace
+from accel_ddp.memory import at_start, estimate_command, fake_model, step_trace
 from accel_ddp.memory.estimate import GIB, Estimator, fits, needed
 from accel_ddp.memory.fake_model import count_states
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.process import links
-from accel_ddp.training import optim
+from accel_ddp.training import optim, run_facts
 from accel_ddp.training.ema import Ema
 from tests.conftest import ROOT
 
@@ -200,6 +200,43 @@ def test_adapters_of_an_8b_model_fit_on_24_gb_with_what_auto_chooses(shape_of_8b
     assert "not fit" not in found.text
     assert found.facts["weights"] == pytest.approx(15.1 * GIB, rel=0.01)
     assert 16 * GIB < found.facts["estimated"] < 22 * GIB
+
+
+UNEVEN = [64] * 30 + [256] * 4 + [512] * 4
+
+
+def test_rows_that_are_shorter_than_max_length_are_estimated_as_they_are(model, estimator, monkeypatch, capsys):
+    import datasets
+
+    fake = fake_model.FakeModel(None, CAUSAL, None, estimator.cfg, [np.array(UNEVEN), np.array([70])])
+    for long, width, tokens in ((600, 512, 3072), (300, 300, 8 * 300 - 4 * 44)):
+        cfg = sft(model, "--max_length", str(long))
+        batch = fake_model.make_batch(fake, cfg, 8)
+        assert (batch["input_ids"].shape, batch.sizes.tokens, batch.sizes.targets) == ((8, width), tokens, tokens)
+        assert fake_model.make_batch(fake, cfg, 3, True).sizes == (3, 210, 3 * 70**2, 70, 210), (
+            "rows come again in the next epoch"
+        )
+
+    monkeypatch.setattr(links, "memory", {})
+    rows = [datasets.Dataset.from_dict({"input_ids": [[5] * length for length in some]}) for some in (UNEVEN, [70])]
+    cfg = sft(model, "--gpu_memory_gb", "80", "--micro_batch_size", "auto", "--max_length", "100000")
+    at_start.fit_memory(cfg, Accelerator(cpu=True), CAUSAL, rows)
+    assert links.memory["micro_batch_size"] == 1
+    assert links.memory["estimated"] < estimator.estimate(1).total
+    assert "estimated for micro-batches of 1 item (" in capsys.readouterr().out
+    assert run_facts.describe_memory({"measured": GIB, "estimated": GIB, "micro_batch_size": 1}) == (
+        "peak of GPU memory: 1.0 GiB, and 1.0 GiB were estimated for micro-batches of 1 item."
+    )
+
+
+@pytest.mark.slow
+def test_layers_without_padding_need_the_memory_of_the_tokens_and_padded_ones_that_of_the_longest_text(model, estimator):
+    total = lambda rows, *words: (
+        Estimator(sft(model, *words), CAUSAL, "bf16", 1, [np.array(rows), np.array([64])]).estimate(1).total
+    )
+    assert total(UNEVEN) == pytest.approx(total([384] * 9), rel=0.005)
+    assert total(UNEVEN) < estimator.estimate(1).total - GIB
+    assert total(UNEVEN, "--padding_free", "off") == pytest.approx(estimator.estimate(1, padding_free="off").total, rel=0.005)
 
 
 def test_auto_is_settled_without_an_estimate_too(model, capsys):

@@ -1,5 +1,6 @@
 """The check before training whether the result of a text depends on its padding."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.speed import attach
+from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import padding_check
 from accel_ddp.training.stream import TrainBatches
 from tests.conftest import clean_environment
@@ -45,10 +48,38 @@ def test_a_dependence_on_padding_is_found_and_rounding_is_not():
     assert "a different result" in padding_difference(MixesPadding(model, math.nan)), "NaN counts as a difference"
     assert padding_difference(MixesPadding(model, 0.1), lengths=[7, 7]) == "", "texts of equal length are not padded"
     assert model.training, "the check leaves the model as it was"
-    # The next one rounds by 5e-3, so that the check computes in float64.
+    # The next one rounds by 5e-3, so that the check computes in float32.
     wide = transformers.BertConfig(**{**SHAPE, "hidden_size": 64, "num_hidden_layers": 12, "initializer_range": 0.3})
     torch.manual_seed(0)
     assert padding_difference(transformers.BertForSequenceClassification(wide).half(), lengths=[5, 30]) == ""
+
+
+def test_weights_of_16_bits_are_compared_in_float32_one_at_a_time(monkeypatch):
+    """A dependence below the rounding of 16 bits is found, and this rounding is no reason to pad texts."""
+    torch.manual_seed(0)
+    model, batch = KINDS["llama"]().bfloat16().eval(), a_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        narrow = model(**inputs).logits
+        with padding_check.in_float32(model):
+            exact = model(**inputs).logits
+        wide = copy.deepcopy(model).float()(**inputs).logits
+    assert exact.dtype == torch.float32
+    assert torch.allclose(exact, wide, rtol=1e-6, atol=1e-7)
+    assert (narrow - wide).abs().max() > 1e-3 * wide.abs().max()
+    assert padding_difference(model) == ""
+    assert "a different result" in padding_difference(MixesPadding(model, 2e-3))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    speed = attach.Speed(Accelerator(cpu=True), TrainConfig(), model, None, loss_of)
+    layers = PaddingFree(model)
+    layers.install()
+    monkeypatch.setattr(attach, "_rounding", lambda layers, allowed: -1.0)  # no difference is allowed in 16 bits
+    assert speed._compare(layers, lambda batch: loss_of(model, batch), batch) == ""
+    original = layers.layers[1].forward
+    layers.layers[1].forward = lambda hidden, *args, **kwargs: original(hidden * (1 + 1e-3 * layers.is_enabled), *args, **kwargs)
+    assert "differs without padding" in speed._compare(layers, lambda batch: loss_of(model, batch), batch)
 
 
 class DependsAt(MixesPadding):

@@ -11,7 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
+from accel_ddp import compat
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.sources import tokenization
+from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import attach, linear_cross_entropy, padding_free
 from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
 from accel_ddp.training import losses
@@ -295,6 +298,42 @@ def test_adapters_and_copies_of_a_padding_free_model():
     counter = attach.FlopCounter(model)
     frozen = [m for name, m in model.named_modules() if type(m) is nn.Linear and ".layers." in name]
     assert counter.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
+    for m in [m for m in frozen if not m.weight.requires_grad]:  # two weights of 4 bits are one element of such a class
+        m.__class__ = type("Linear4bit", (nn.Linear,), {})
+        m.weight = nn.Parameter(torch.zeros(m.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+    assert attach.FlopCounter(model).per_token == counter.per_token
+
+
+def test_adapters_under_autocast_share_their_input_and_the_gradients_stay_the_same_to_the_bit():
+    """peft converts the input of each adapter to float32, and autocast converts it back. Each one would store a copy."""
+    torch.manual_seed(0)
+    base = KINDS["llama"]().bfloat16()
+    base._new_modules = []
+    model, batch = add_adapters(base, RecipeConfig(lora_r=2, lora_targets=("all-linear",)), "CAUSAL_LM"), a_batch()
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, std=0.1) if "lora_B" in name else None
+
+    def compute_narrow():
+        stored = {}
+        keep = lambda tensor: stored.setdefault(compat.storage_key(tensor), tensor.nbytes) and tensor
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autocast("cpu", dtype=torch.bfloat16), CurrentBatch(batch):
+                loss = loss_of(model, batch)
+            size = sum(stored.values())
+        loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return loss.item(), found, size
+
+    shared = compute_narrow()
+    model(input_ids=batch["input_ids"])  # without autocast, the types of inputs and adapters must be the same
+    for layer in model.modules():
+        layer.__dict__.pop("_cast_input_dtype", None)
+    usual = compute_narrow()
+    assert shared[0] == usual[0]
+    assert shared[1].keys() == usual[1].keys()
+    assert all(torch.equal(gradient, usual[1][name]) for name, gradient in shared[1].items())
+    assert shared[2] < 0.95 * usual[2]
 
 
 def test_a_call_with_another_mask_than_the_current_batch_uses_padding():

@@ -5,6 +5,7 @@ refused.
 import logging
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, Estimator, Suggest
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.training.stream import count_tokens
 
 log = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 16  # where the memory is not known
@@ -42,19 +44,20 @@ class Verdict:
     choices: dict[str, tuple[Any, str]] = field(default_factory=dict)  # the values of options that are `auto`, and why
 
 
-def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str) -> None:
+def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, rows: Sequence[Any] = ()) -> None:
     """Choose `--gradient_checkpointing auto` and `--eval_batch_size auto`, and print the memory that each GPU needs.
 
-    Call it on every rank, when `cfg.max_length` is known and before the model is loaded. Raise UserError on every rank if the states of
-    the model alone do not fit. A micro-batch that is too large is only reported, because texts may be shorter than the estimate
-    assumes. Whatever fails in the estimate itself does not end the run. Without `model_class`, and on CPUs without `--gpu_memory_gb`,
+    Call it on every rank, when `cfg.max_length` is known and before the model is loaded. `rows` are the tokenized rows for training and
+    for evaluation, of which the longest are assumed to come together. Without them all have `--max_length` tokens. Raise UserError on
+    every rank if the states of the model alone do not fit. A micro-batch that is too large is only reported, because others are
+    smaller. Whatever fails in the estimate itself does not end the run. Without `model_class`, and on CPUs without `--gpu_memory_gb`,
     nothing is estimated.
     """
     found = Verdict()
     if on_gpu := bool(model_class) and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
         rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
         if rooms and all(size for size, _ in rooms):
-            found = _judge(accelerator.mixed_precision, cfg, model_class, *map(min, zip(*rooms)))
+            found = _judge(accelerator.mixed_precision, cfg, model_class, rows, *map(min, zip(*rooms)))
         found = broadcast_object(found, what="estimate the memory of the model")
         links.memory = found.facts
     why = "the memory is not estimated" if on_gpu else "on CPUs"
@@ -78,13 +81,13 @@ def _room(device: torch.device, given: float) -> tuple[float, float]:
     return given or size, min(given or size, free + CONTEXT)  # this process has opened CUDA already
 
 
-def _judge(precision: str, cfg: TrainConfig, model_class: str, size: float, free: float) -> Verdict:
+def _judge(precision: str, cfg: TrainConfig, model_class: str, rows: Sequence[Any], size: float, free: float) -> Verdict:
     """Return what to print and whether the run is refused. It draws no random numbers, and never raises an exception."""
     state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            estimator = Estimator(cfg, model_class, precision, len(links.nodes))
+            estimator = Estimator(cfg, model_class, precision, len(links.nodes), [count_tokens(table) for table in rows])
             return judge(estimator, this_rank.num_ranks, links.sharding, size, free)
     except UserError:
         return Verdict()  # loading the model reports it
@@ -101,13 +104,15 @@ def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: flo
     estimator = estimator.settled(ranks, plan, min(size, free))
     found = estimator.estimate(ranks, plan)
     expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak
-    lines = [f"memory per GPU: {expected / GIB:.1f} of {size / GIB:.1f} GiB estimated{_with(found)}{_parts(found, expected)}"]
+    is_least = estimator.cfg.micro_batch_size == "auto"
+    what = f"estimated{_with(found)}{' for micro-batches of 1 item' * is_least}{_parts(found, expected)}"
+    lines = [f"memory per GPU: {expected / GIB:.1f} of {size / GIB:.1f} GiB {what}"]
     if ranks > 1 and found.peak > GIB and (plan or estimator.can_be_sharded()):
         other = estimator.estimate(ranks, None if plan else ShardingPlan())
         lines.append(f"  it would be {other.peak / GIB:.1f} GiB{_with(other)}{_parts(other)}")
     if not found.has_activations:
         lines.append("  Activations are not included, because the forward pass of this model could not be traced.")
-    facts = {"estimated": expected, **found.rows}
+    facts = {"estimated": expected, **found.rows, **({"micro_batch_size": 1} if is_least else {})}
     advice = [] if fits(found, size) else estimator.suggest(ranks, plan, size)
     if needed(found.states, ranks) > size:
         return Verdict("\n".join(lines), _refusal(estimator.cfg, found, size, advice), facts, estimator.choices)

@@ -8,10 +8,12 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
+
+import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.memory import fake_model
@@ -115,13 +117,13 @@ def needed(peak: float, ranks: int) -> float:
     return peak * (1 + FRAGMENTATION) + CONTEXT + (COMMUNICATION if ranks > 1 else 0)
 
 
-def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int) -> EstimatedRun:
+def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, lengths: Sequence[Any] = ()) -> EstimatedRun:
     """Return the memory of one rank. Raise UserError if the model cannot be found. It takes about a second and loads no weights.
 
     A model that cannot be traced, for example because its forward pass depends on values, has no activations in the estimate.
     """
     with fake_model.quiet():
-        fake = fake_model.build(cfg, model_class, precision)
+        fake = fake_model.build(cfg, model_class, precision)._replace(lengths=lengths)
         states = count_states(fake.model, cfg)
         try:
             traced = trace(fake, cfg, precision, micro_batch_size)
@@ -247,8 +249,9 @@ class Suggestion:
 class Estimator:
     """Estimates a run, and the same run with other options or GPUs. A micro-batch is traced once for each set of options."""
 
-    def __init__(self, cfg: Any, model_class: str, precision: str, num_nodes: int = 1):
-        """`precision` is no, bf16 or fp16."""
+    def __init__(self, cfg: Any, model_class: str, precision: str, num_nodes: int = 1, lengths: Sequence[np.ndarray | None] = ()):
+        """`precision` is no, bf16 or fp16. `lengths`: the tokens of each row for training and for evaluation, if they are known."""
+        self.lengths = lengths
         self.cfg, self.model_class, self.precision, self.num_nodes = cfg, model_class, precision, num_nodes
         self._runs: dict[tuple[Any, ...], EstimatedRun] = {}
         self.choices: dict[str, tuple[Any, str]] = {}  # what `auto` means, and why; see `settled`
@@ -293,7 +296,7 @@ class Estimator:
         options = sorted((name, value) for name, value in changes.items() if name not in ("micro_batch_size", *CHECKPOINTED))
         key = (micro, cfg.gradient_checkpointing, *options)
         if key not in self._runs:
-            self._runs[key] = prepare(cfg, self.model_class, self.precision, micro)
+            self._runs[key] = prepare(cfg, self.model_class, self.precision, micro, self.lengths)
         found = estimate(self._runs[key], ranks, count, plan)
         return dataclasses.replace(found, eval_batch_size=getattr(cfg, "eval_batch_size", 1))
 

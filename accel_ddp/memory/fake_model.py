@@ -6,11 +6,12 @@ Weights, gradients and optimizer state take the same bytes on every device.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,6 +136,7 @@ class FakeModel(NamedTuple):
     model_class: str
     mode: Any  # of fake tensors
     config: Any
+    lengths: Sequence[np.ndarray | None] = ()  # the tokens of each row for training and for evaluation, if they are known
 
 
 def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> FakeModel:
@@ -209,8 +211,8 @@ def quiet() -> Iterator[None]:
             logger.disabled = was
 
 
-def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
-    """Return a micro-batch of `texts` items of the largest size that the options allow. Call it inside of the fake mode."""
+def make_batch(fake: FakeModel, cfg: Any, texts: int, for_evaluation: bool = False) -> Batch:
+    """Return a micro-batch of `texts` items: the longest rows, or the largest that options allow. Call it inside of the fake mode."""
     if fake.model_class == IMAGES:
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
         side = side if isinstance(side, int) else max(side)
@@ -218,13 +220,20 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int) -> Batch:
         return Batch(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
     limit, width = getattr(fake.config, "max_position_embeddings", None), getattr(cfg, "max_length", 0)
     width = min(limit or ASSUMED_LENGTH, ASSUMED_LENGTH) if width == "auto" else width or min(limit or 512, 4096)
+    lengths = np.full(texts, width)
+    known = fake.lengths[1 if for_evaluation else 0] if fake.lengths else None
+    if known is not None and known.ndim == 1:
+        lengths = np.minimum(np.resize(np.sort(known)[::-1][:texts], texts), width)
+        width = int(lengths[0])
     ids = torch.zeros(texts, width, dtype=torch.long)
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
     labels = ids
     if fake.model_class == "AutoModelForSeq2SeqLM":
         labels = torch.zeros(texts, getattr(cfg, "max_target_length", width), dtype=torch.long)
     batch["labels"] = labels
-    batch.sizes = Sizes(texts, texts * width, texts * width**2, width, labels.numel())
+    tokens = int(lengths.sum())
+    targets = tokens if labels is ids else labels.numel()
+    batch.sizes = Sizes(texts, tokens, int((lengths**2).sum()), width, targets)
     return batch
 
 

@@ -235,11 +235,11 @@ def _trace_evaluations(
     """Return the bytes of an evaluation with the batch size of the options, or with all that `auto` may choose."""
     fake.model.eval()
     given = getattr(cfg, "eval_batch_size", 1)
-    width = make_batch(fake, cfg, 1)["labels"].shape[-1] if given == "auto" else 0
+    width = make_batch(fake, cfg, 1, True)["labels"].shape[-1] if given == "auto" else 0
     sizes = [size for size in EVAL_SIZES if size * width <= max(EVAL_TOKENS, width)] if given == "auto" else [given]
     found = {}
     for size in sizes:
-        batch = make_batch(fake, cfg, size)
+        batch = make_batch(fake, cfg, size, True)
         inputs = _inputs(fake, batch)
         tracker.moments.clear()
         before = int(tracker.live[0].sum())
@@ -262,7 +262,7 @@ def _cache_bytes(fake: FakeModel, cfg: Any, narrow: torch.dtype | None, num_laye
     config = fake.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads)
-    tokens = make_batch(fake, cfg, 1)["labels"].shape[-1] + getattr(cfg, "max_new_tokens", 0)
+    tokens = make_batch(fake, cfg, 1, True)["labels"].shape[-1] + getattr(cfg, "max_new_tokens", 0)
     per_token = 2 * (getattr(config, "num_key_value_heads", None) or heads) * size * (narrow or torch.float32).itemsize
     return num_layers * tokens * per_token
 

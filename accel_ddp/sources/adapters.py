@@ -3,12 +3,13 @@
 import json
 import logging
 import tempfile
+import types
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ddp.config.train_config import ALL_LINEAR, RecipeConfig
 from accel_ddp.errors import UserError
@@ -104,11 +105,24 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             f"--lora_targets {' '.join(cfg.lora_targets)}: the model has no layer with this name. Its linear layers are: "
             f"{', '.join(layers)}."
         ) from error
+    for layer in model.modules():
+        if type(layer) is peft.tuners.lora.Linear:
+            layer._cast_input_dtype = types.MethodType(_cast_outside_of_autocast, layer)
     if given:
         _load_adapters(model, given, cfg)
     trained, total = model.get_nb_trainable_parameters()
     log.info(f"LoRA adapters of rank {config.r}: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
     return model
+
+
+def _cast_outside_of_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x` in the type of the adapters, unless autocast gives it another one at once.
+
+    peft converts to float32 and autocast back, so that each adapter would store its own copy of the same input. Dropout is computed in
+    float32 as before, because other random numbers are drawn for other types.
+    """
+    is_dropped = any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())
+    return x if torch.is_autocast_enabled(x.device.type) and not is_dropped else type(layer)._cast_input_dtype(layer, x, dtype)
 
 
 def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -> Any:

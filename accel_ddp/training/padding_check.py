@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.backends import cudnn
+from torch.overrides import TorchFunctionMode
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 ALLOWED = 3e-6
 NEVER_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}  # 16 bits have no such limit: 7e-2 in a BERT of 24 layers
 ALLOWED_IN_FLOAT64 = 1e-6  # some models compute parts in float32
+ALLOWED_IN_16_BITS = 1e-4  # of weights that have 16 or 4 bits and are computed in float32, because many GPUs are slow in float64
 TRIED = 32  # items of a dataset whose lengths are not known
 MOST_TEXTS = 8  # that are compared
 LIMITS = ("window", "chunk", "block", "stride", "segment", "original_max_position")  # in names of a config: a model changes there
@@ -96,15 +98,15 @@ def difference(
     model.eval()
     try:
         # Layers of a sharded model may be gathered in 16 bits, whose rounding would look like a difference.
-        apart, worst = _distance_in(kept, compute, groups)
-        if ALLOWED < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max):
+        is_narrow = kept.itemsize == 2 and not sharded
+        allowed = ALLOWED_IN_16_BITS if is_narrow else ALLOWED
+        apart, worst = _distance_in(torch.float32 if is_narrow else kept, compute, groups)
+        if allowed < apart <= NEVER_ROUNDING.get(kept, sys.float_info.max) and not is_narrow:
             apart = 0.0 if _distance_in(torch.float64, compute, groups)[0] <= ALLOWED_IN_FLOAT64 else apart
     finally:
         model.train(was_training)
-        if accelerator.device.type == "cuda":  # CUDA graphs take the peak for that of a micro-batch
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(accelerator.device)
-    return "" if apart <= ALLOWED else compute.describe(worst, apart)
+        forget_peak(accelerator.device)
+    return "" if apart <= allowed else compute.describe(worst, apart)
 
 
 def _distance_in(dtype: torch.dtype, compute: "_Compute", groups: list[list[int]]) -> tuple[float, list[int]]:
@@ -133,6 +135,13 @@ def _distance_in(dtype: torch.dtype, compute: "_Compute", groups: list[list[int]
     return max((found for found, _ in everyone), key=lambda pair: pair[0])
 
 
+def forget_peak(device: torch.device) -> None:
+    """Free what a check has used, and start to measure again: CUDA graphs take the peak for that of a micro-batch."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
     """Compute in float32 inside of the block, so that the rounding of TF32 neither looks like a difference nor hides one.
@@ -156,35 +165,67 @@ def without_tf32() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _computed_alone_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Compute a model in the type of its weights, or with copies of them in float64, inside of the block.
+    """Compute a model in the type of its weights, in float32 if they have 16 bits, or with copies of them in float64.
 
     The weights themselves stay where they are. A conversion back would allocate memory, and so would fail and leave a half of the
-    model in float64 when memory is full. 4-bit weights are multiplied in float32, or one at a time as float64. In 16 bits, rounding
-    would look like a difference.
+    model in float64 when memory is full.
     """
-    layers = [(module, module.compute_dtype) for module in model.modules() if hasattr(module, "compute_dtype")]
+    is_narrow = next(model.parameters()).dtype.itemsize == 2 and dtype == torch.float32
     tensors = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     tensors = tensors if dtype == torch.float64 else []
     if tensors:
         _require_memory(8 * sum(tensor.numel() for tensor, _ in tensors), tensors[0][1].device)
     try:
-        for layer, _ in layers:
-            layer.compute_dtype = torch.float32
         for tensor, data in tensors:
             tensor.data = data.double()
-        for layer, _ in layers if tensors else ():
-            layer.forward = functools.partial(_multiply_exactly, layer)
-        yield
+        with in_float32(model) if is_narrow or getattr(model, "is_quantized", False) else contextlib.nullcontext():
+            yield
     finally:
-        for layer, before in layers:
-            layer.compute_dtype = before
-            layer.__dict__.pop("forward", None)
         for tensor, data in tensors:
             tensor.data = data
 
 
+@contextlib.contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Compute the functions of torch in float32 at least inside of the block, with one weight of 16 or 4 bits at a time."""
+    layers = [module for module in model.modules() if hasattr(module, "compute_dtype") and hasattr(module, "weight")]
+    try:
+        for layer in layers:
+            layer.forward = functools.partial(_multiply_exactly, layer)
+        with _InFloat32():
+            yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+class _InFloat32(TorchFunctionMode):
+    """Gives float32 copies of 16-bit tensors to every function, except for tensors that a function writes to."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name == "__get__":  # an attribute of a tensor
+            found = function(*args)
+            return torch.float32 if isinstance(found, torch.dtype) and _is_narrow(args[0]) else found
+        if function is F.embedding:  # the table may be large
+            return _widened(function(*args, **kwargs))
+        writes = name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+        wide = [arg if writes and number == 0 else _widened(arg) for number, arg in enumerate(args)]
+        return function(*wide, **{key: value if key == "out" else _widened(value) for key, value in kwargs.items()})
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.element_size() == 2
+
+
+def _widened(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_widened, value))
+    return value.float() if _is_narrow(value) else value
+
+
 def _multiply_exactly(layer: nn.Module, x: Tensor) -> Tensor:
-    """Compute a 4-bit layer in float64, for which bitsandbytes has no kernel."""
+    """Compute a 4-bit layer in the type of its input, for which bitsandbytes may have no kernel."""
     from bitsandbytes.functional import dequantize_4bit
 
     weight = dequantize_4bit(layer.weight.data, layer.weight.quant_state)

@@ -71,13 +71,14 @@ def measure_memory(device: torch.device, ranks: Sequence[RankSample]) -> dict[st
     if device.type != "cuda":
         return {}
     measured = max(torch.cuda.max_memory_allocated(device), *(int(rank.gpu_memory) for rank in ranks if rank.gpu_memory > 0), 0)
-    return {"measured": measured} | ({"estimated": links.memory["estimated"]} if links.memory else {})
+    return {"measured": measured} | {key: links.memory[key] for key in ("estimated", "micro_batch_size") if key in links.memory}
 
 
 def describe_memory(found: dict[str, int]) -> str:
     """Return the line about memory that a run prints at its end."""
     estimated = f", and {found['estimated'] / 2**30:.1f} GiB were estimated" if "estimated" in found else ""
-    return f"peak of GPU memory: {found['measured'] / 2**30:.1f} GiB{estimated}."
+    for_one = " for micro-batches of 1 item" if "micro_batch_size" in found else ""  # --micro_batch_size auto has chosen more
+    return f"peak of GPU memory: {found['measured'] / 2**30:.1f} GiB{estimated}{for_one}."
 
 
 def changed_options(cfg: TrainConfig) -> dict[str, list[Any]]:
