@@ -44,6 +44,7 @@ from accel_ddp.tasks.chat_template import (
     encode_marked,
     mark,
     set_template,
+    special_tokens,
     tokenize,
     unmarked,
 )
@@ -92,7 +93,7 @@ class Format:
         if cfg.packing == "on" and self.kind != "texts":
             reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
             raise UserError(f"--packing on: {reason}. Leave it out.")
-        self.controls = any_of(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self.controls = any_of(special_tokens(tokenizer))
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
         self.template: Template | None = None
         if uses_template:

@@ -164,7 +164,7 @@ class Template:
         self.header, self.opening = prompt_part.removeprefix(question), opening.removeprefix(prompt_part)
         # What precedes every answer to a question, if answers of plain chats can be found by it (Mistral has no header).
         self.limit = (self.header or prompt.rpartition("Ask1")[2]) if found and not self.lost_prompt else ""
-        special = {token.content for token in added if token.special}
+        special = special_tokens(self.tokenizer)
         turns = {token for token in written if token in question + tail or (token in special and token in text + prompt)}
         self.literals = any_of(turns | special)
         # An answer may contain the control tokens of calls and thoughts, which are special in some tokenizers.
@@ -369,6 +369,11 @@ def mark(value: Any, pattern: re.Pattern[str]) -> Any:
     if isinstance(value, dict):
         return {key: mark(item, pattern) for key, item in value.items()}
     return [mark(item, pattern) for item in value] if isinstance(value, list) else value
+
+
+def special_tokens(tokenizer: Any) -> set[str]:
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return {token for token in (*added, *tokenizer.all_special_tokens) if token.strip()}
 
 
 def unmarked(text: str) -> str:
