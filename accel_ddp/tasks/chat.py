@@ -154,10 +154,7 @@ class Format:
         Raise UserError for rows that cannot be used, see `drop_broken`. State what is special to the rows.
         """
         if cfg.max_length == "auto":
-            usable = [rows.select(np.flatnonzero([not text for text in rows["problem"][:]])) for rows in tables]
-            if any(len(rows) > len(some) == 0 for rows, some in zip(tables, usable)):
-                drop_broken(tables, cfg)  # raises
-            self._choose_length(usable, cfg)
+            self._choose_length(tables, cfg)
         width, is_cut = cfg.max_length, self.kind != "texts"
         if is_cut and self.row_format > 1:
             reason = f"its prompt fills --max_length {width}, so that nothing of its answer is left (give a higher value)"
@@ -191,11 +188,14 @@ class Format:
         return done
 
     def _choose_length(self, tables: list["datasets.Dataset"], cfg: Any) -> None:
-        """Set `--max_length` so that all rows fit, if the model accepts as many tokens. Raise UserError if too many rows do not."""
+        """Set `--max_length` so that all usable rows fit, if the model accepts as many tokens. Raise UserError if too many do not."""
+        usable = [np.array([not problem for problem in rows["problem"][:]], dtype=bool) for rows in tables]
+        if any(len(some) and not some.any() for some in usable):
+            drop_broken(tables, cfg)  # raises
         config = models.load_config(cfg)
         known = (self.tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
         limit = min((number for number in known if number and 0 < number < 1e9), default=0)  # without one it is 1e30
-        longest = max(int(_column(rows, "length").max(initial=1)) for rows in tables)
+        longest = max(int(_column(rows, "length")[some].max(initial=1)) for rows, some in zip(tables, usable))
         whole = f"the longest row has {longest:,} tokens"
         if self.kind == "texts":
             choose(cfg, "max_length", min(limit or TEXT_LENGTH, TEXT_LENGTH), f"for plain texts; {whole}")
@@ -204,11 +204,11 @@ class Format:
         if not limit or width <= limit:
             choose(cfg, "max_length", width, whole)
             return
-        for rows, name in zip(tables, TABLES):
-            lost = int((_column(rows, "last") > limit).sum())
-            if lost > MOST_CUT * len(rows):
+        for rows, some, name in zip(tables, usable, TABLES):
+            lost, number = int((_column(rows, "last")[some] > limit).sum()), int(some.sum())
+            if lost > MOST_CUT * number:
                 raise UserError(
-                    f"--max_length auto: {cfg.model} accepts at most {limit:,} tokens, and {lost:,} of {len(rows):,} {name} rows would "
+                    f"--max_length auto: {cfg.model} accepts at most {limit:,} tokens, and {lost:,} of {number:,} {name} rows would "
                     f"lose a part of their answer. Shorten the rows, or give --max_length {limit} to train with what is left."
                 )
         choose(cfg, "max_length", limit, f"the limit of {cfg.model}; {whole}")

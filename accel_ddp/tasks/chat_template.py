@@ -61,14 +61,7 @@ SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT = 1, 2, 4, 8, 16, 32
 THOUGHT_FIELDS = ("reasoning_content", "<think> in content")
 # Characters of no language, around control tokens that stand literally in a text.
 LEFT, RIGHT = "\U000f0000", "\U000f0001"
-RESERVED = (
-    "messages",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_assistant_tokens_mask",
-)
+RESERVED = ("messages", "tools", "chat_template", "add_generation_prompt")  # no options of a template
 _TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKED, _MARKS = re.compile(f"{LEFT}([^{LEFT}{RIGHT}]+){RIGHT}"), str.maketrans("", "", LEFT + RIGHT)
 
@@ -162,7 +155,7 @@ class Template:
         self.lost_prompt = prompt[len(_common(prompt, text)) :]  # <think> in DeepSeek
         prompt_part = prompt.removesuffix(self.lost_prompt)
         self.header, self.opening = prompt_part.removeprefix(question), opening.removeprefix(prompt_part)
-        # What precedes every answer to a question, if answers of plain chats can be found by it (Mistral has no header).
+        # What precedes every answer of a plain chat, if the answers can be found by it. Mistral has no header.
         self.limit = (self.header or prompt.rpartition("Ask1")[2]) if found and not self.lost_prompt else ""
         special = special_tokens(self.tokenizer)
         turns = {token for token in written if token in question + tail or (token in special and token in text + prompt)}
@@ -461,16 +454,20 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
     special = any_of(token.content for token in added if not (token.normalized or token.single_word or token.lstrip))
     special = re.compile(f"{_MARKED.pattern}|({special.pattern})")
     encoded = tokenizer(["" if LEFT in row.text else row.text for row in rows], add_special_tokens=False, verbose=False)
-    every, firsts = list(encoded["input_ids"]), {}  # in marked texts: the place of the first token of each part
+    every = list(encoded["input_ids"])
     tails: dict[tuple[int, int], tuple[int, str]] = {}  # for each end of a beginning: where its last part begins, and the part
+    firsts: dict[tuple[int, int], int] = {}  # for each beginning of a part: the number of tokens before it
     for number, row in enumerate(rows):
-        places = [at for span in (*row.answers, *(row.spans or ())) for at in span]
+        is_marked = LEFT in row.text
+        spans = row.answers if row.spans is None else row.spans if is_marked else []
+        places = [at for span in spans for at in span]
         found = [token.span() for token in special.finditer(row.text) if token[2]] if places else []
         for at in places:
             place = bisect_right(found, at, key=lambda span: span[1])
             start = found[place - 1][0] if place else 0
             tails[number, at] = start, row.text[start:at]
-        if LEFT in row.text:
+            firsts[number, start] = (encoded.char_to_token(number, start) or 0) if start and not is_marked else 0
+        if is_marked:
             parts, every[number] = sorted({0, *(tails[number, at][0] for at in places)}), []
             for start, end in zip(parts, [*parts[1:], len(row.text)]):
                 firsts[number, start] = len(every[number])
@@ -481,10 +478,7 @@ def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tupl
     def compare(number: int, at: int) -> tuple[int, int]:
         """Return how many tokens the beginning of a row has, and how many of these are the same in the whole row."""
         (start, text), ids = tails[number, at], every[number]
-        place = (
-            firsts[number, start] if LEFT in rows[number].text else (encoded.char_to_token(number, start) or 0) if start else 0
-        )
-        tail = encode_marked(tokenizer, text) if LEFT in text else tokens[text]
+        place, tail = firsts[number, start], encode_marked(tokenizer, text) if LEFT in text else tokens[text]
         pairs = enumerate(zip(tail, ids[place : place + len(tail)]))
         same = next((i for i, (a, b) in pairs if a != b), min(len(tail), len(ids) - place))
         return place + len(tail), place + same
