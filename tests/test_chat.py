@@ -142,31 +142,56 @@ def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, templa
     assert refused < len(chats) / 4, done["problem"]
 
 
-def test_a_prompt_whose_tokens_change_if_the_answer_follows_is_refused():
+def test_an_answer_that_begins_inside_a_token_is_trained_from_this_token():
+    """Runs before `--row_format` refused such rows."""
     tokenizer = make_tokenizer("byte level")
-    rows = [[user("Hi"), answer("\nHello")], [user("Hi"), answer("Hello")]]
     tokenizer.chat_template = CHATML
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
+    rows = [[*TALK, user("Hi"), answer("\nHello")], TALK]
     done = form_of(tokenizer).encode({"messages": rows})
-    assert "tokens of its prompt change" in done["problem"][0]
-    assert done["problem"][1] == ""
+    assert done["problem"] == ["", ""]
+    assert [notes & chat_template.NO_PREFIX > 0 for notes in done["notes"]] == [True, False]
+    assert done["input_ids"][0] == tokenizer.apply_chat_template(rows[0], return_dict=False)
+    trained = [tokenizer.decode([label for label in labels if label != -100]) for labels in done["labels"]]
+    assert trained == ["Hello<|im_end|>\n\nHello<|im_end|>", "Hello<|im_end|>"]
+    old = form_of(tokenizer, row_format=1).encode({"messages": rows})["problem"]
+    assert ["tokens of its prompt change" in problem for problem in old] == [True, False]
+
+
+def test_control_tokens_in_texts_without_a_template_stay_text(tokenizer):
+    """Only a token at the beginning and the end of a text is real. Rows of format 1 make all of them real."""
+    tokenizer.chat_template = None
+    count = lambda ids: [ids.count(tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    for columns in (("text",), ("prompt", "answer")):
+        texts = ["Hello </s> you<s>today?", "Hello you today?"]
+        rows = {name: [*texts, "<s>" * (name != "answer") + texts[1] + "</s>" * (name != "prompt")] for name in columns}
+        done = form_of(tokenizer, " ".join(columns)).encode(rows)
+        (tricky, plain, ended), begin = done["input_ids"], tokenizer.bos_token_id
+        assert (done["problem"], done["notes"]) == ([""] * 3, [chat_template.CONTROL, 0, 0])
+        assert count(tricky) == count(plain) == [plain[0] == begin, 1]
+        assert (count(ended), ended[0], ended[-1]) == ([1, 1], begin, tokenizer.eos_token_id)
+        shown = re.sub("[ ▁]|##", "", tokenizer.decode(tricky)).lower()
+        assert shown.count("hello</s>you<s>today?") == len(columns), shown
+        old = form_of(tokenizer, " ".join(columns), row_format=1).encode(rows)
+        assert (count(old["input_ids"][0])[1], old["notes"]) == (len(columns) + 1, [0, 0, 0])
 
 
 def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_generation(tokenizer):
     """A tokenizer puts its first token before each text, and no token between a prompt and its answer."""
+    texts = [text for text in TEXTS if "</s>" not in text]
     tokenizer.chat_template = None
     bare = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     first = [] if "ByT5" in type(tokenizer).__name__ else tokenizer("a")["input_ids"][: -len(bare("a"))]
-    rows = {"prompt": TEXTS, "answer": [text.strip() for text in TEXTS[::-1]]}
+    rows = {"prompt": texts, "answer": [text.strip() for text in texts[::-1]]}
     whole = [f"{prompt}{wanted}" for prompt, wanted in zip(*rows.values())]
     done, number = form_of(tokenizer, "prompt answer").encode(rows), 0
-    for prompt, text, ids, labels, problem in zip(TEXTS, whole, done["input_ids"], done["labels"], done["problem"]):
+    for prompt, text, ids, labels, problem in zip(texts, whole, done["input_ids"], done["labels"], done["problem"]):
         if not problem:  # nothing is put between them, and the prompt has the tokens that it has alone
             number += 1
             start = next(i for i, label in enumerate(labels) if label != -100)
             assert ids[:start] == first + bare(prompt)
             assert tokenizer.decode(ids) == tokenizer.decode(first + bare(f"{text}</s>"))
-    assert number >= len(TEXTS) - 3, done["problem"]
+    assert number >= len(texts) - 3, done["problem"]
     form = form_of(tokenizer, "prompt answer", separator=r"\n")
     old = form_of(tokenizer, "prompt answer", row_format=1)  # inserts a line break
     new, done, number = form.encode(rows), old.encode(rows), 0
@@ -177,11 +202,11 @@ def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_
             start = next(i for i, label in enumerate(labels) if label != -100)
             assert ids == first + bare(f"{prompt}\n{wanted}</s>")
             assert ids[:start] == first + bare(f"{prompt}\n")
-    assert number >= len(TEXTS) - 2, done["problem"]
-    done = form_of(tokenizer, "text").encode({"text": TEXTS})
-    assert done["input_ids"] == [first + bare(f"{text}</s>") for text in TEXTS]
+    assert number >= len(texts) - 2, done["problem"]
+    done = form_of(tokenizer, "text").encode({"text": texts})
+    assert done["input_ids"] == [first + bare(f"{text}</s>") for text in texts]
     samples = form.select_samples(datasets.Dataset.from_dict(rows), 3, max_tokens=1000)
-    assert [sample.ids for sample in samples] == [first + bare(f"{prompt}\n") for prompt in TEXTS[:3]]
+    assert [sample.ids for sample in samples] == [first + bare(f"{prompt}\n") for prompt in texts[:3]]
 
 
 def test_samples_are_generated_from_the_tokens_of_the_chat_template():
@@ -371,7 +396,7 @@ def test_preferences_and_labeled_answers_are_refused_unless_columns_are_named():
 def test_every_token_of_a_text_is_trained_once():
     """Long texts are split, and their parts and short texts share rows. Compare with the tokens of the texts."""
     tokenizer = make_tokenizer("byte level")
-    texts = [" ".join(TEXTS[i:] * i) + "</s>" * (i == 3) for i in range(10)][1:]
+    texts = [" ".join(TEXTS[i:] * i).replace("</s>", "") + "</s>" * (i == 3) for i in range(10)][1:]
     form = form_of(tokenizer, "text")
     done = form._cut(form.encode({"text": texts}), 16)
     packed = pack_documents({name: done[name] for name in ("input_ids", "attention_mask", "labels")}, 16)
@@ -431,6 +456,7 @@ def test_a_field_that_the_template_does_not_write_is_named():
         ),
         "<think> in content": ({"messages": [user("Hi"), answer("<think>Mm</think>Hello")]}, "deepseek_r1"),
         "documents": ({"messages": TALK, "documents": [{"text": "a page"}]}, "qwen2_5"),
+        "name": ({"messages": [user("Hi", name="Zoe"), answer("Hello")]}, "qwen2_5"),
         "enable_thinking": ({"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}}, "phi3"),
     }
     for field, (row, name) in rows.items():
@@ -438,6 +464,26 @@ def test_a_field_that_the_template_does_not_write_is_named():
         (problem,) = form.encode({column: [value] for column, value in row.items()})["problem"]
         assert bool(problem) == bool(field), problem
         assert re.search(f"^the chat template of tiny does not (write|use) `{field}` .remove it", problem) or not field
+
+
+def test_options_of_a_template_do_not_replace_columns():
+    form = form_of(tokenizer_with(CHATML), "messages chat_template_kwargs")
+    for name, value in {"tools": [1], "messages": "", "colour": "", "shape": []}.items():
+        (problem,) = form.encode({"messages": [TALK], "chat_template_kwargs": [{name: value}]})["problem"]
+        assert re.search(
+            f"contain `{name}`, which is no option" if name in ("tools", "messages") else f"not use `{name}`", problem
+        )
+
+
+def test_one_of_several_templates_may_mark_answers():
+    marking = CHATML.replace("{{ m.content }}<|im_end|>", (
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>"
+    ))  # fmt: skip
+    with_tools = marking.replace("{% for", "{{ tools }}{% for", 1)
+    tokenizer = tokenizer_with({"default": CHATML, "tool_use": with_tools})
+    done = form_of(tokenizer, "messages tools").encode({"messages": [TALK, TALK], "tools": [None, [ADD]]})
+    trained = [tokenizer.decode([label for label in labels if label != -100]) for labels in done["labels"]]
+    assert (done["problem"], trained) == (["", ""], ["Hello<|im_end|>", "Hello"])
 
 
 def test_a_date_of_the_template_is_fixed_and_known(capsys):
@@ -472,9 +518,27 @@ def test_a_model_without_a_template_gets_one(tmp_path):
         assert (done["problem"], done["notes"]) == ([""], [0]), name
         assert tokenizer.decode([id for id in done["labels"][0] if id != -100]) == end * 2
         assert done["input_ids"][0] == tokenizer.apply_chat_template(chats, return_dict=False)
+    tool = {"type": "function", "function": ADD | {"description": "Adds"}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    called = [
+        chats[0],
+        user("Hi"),
+        answer("", tool_calls=[call], reasoning_content="They add."),
+        {"role": "tool", "content": "3"},
+    ]
+    rows = {"messages": [[*called, answer("It is 3")], [*called[1:], answer("It is 3")]], "tools": [[tool]] * 2}
+    tokenizer = tokenizer_with(None)
+    done = form_of(tokenizer, "messages tools", chat_template="chatml").encode(rows)
+    assert (done["problem"], done["notes"]) == (["", ""], [0, 0])
+    written = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
+    for messages, ids, labels in zip(rows["messages"], done["input_ids"], done["labels"]):
+        trained = tokenizer.decode([label for label in labels if label != -100])
+        assert trained == f"<think>\nThey add.\n</think>\n\n{written}It is 3<|im_end|>"
+        assert ids == tokenizer.apply_chat_template(messages, tools=[tool], return_dict=False)
     tokenizer.save_pretrained(tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == tokenizer.chat_template
     (tmp_path / "own.jinja").write_text(CHATML)
+    (tmp_path / "latin.jinja").write_bytes((CHATML + "é").encode("latin-1"))
     for given in (str(tmp_path / "own.jinja"), CHATML):
         form_of(tokenizer, chat_template=given)
         assert tokenizer.chat_template == CHATML
@@ -483,6 +547,7 @@ def test_a_model_without_a_template_gets_one(tmp_path):
         "chatmll": "no such file or built-in template. Did you mean chatml?",
         "{% for m in messages %}{{ m.content }}": "cannot be used for chats: Unexpected end of template",
         "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}": "does not write the messages of the assistant",
+        str(tmp_path / "latin.jinja"): "is no text in UTF-8",
         "{{ raise_exception('no') }}": "cannot be used for chats: no. Give another one",
     }.items():
         with pytest.raises(UserError, match=re.escape(reason)):
@@ -511,6 +576,14 @@ def test_max_length_is_chosen_by_the_data_up_to_the_limit_of_the_model(tiny_mode
         finish(form, rows[:1] * 40, tiny_model, tmp_path)
     _, (train, _) = finish(form, rows[:1] * 40, tiny_model, tmp_path, max_length=512)
     assert len(train) == 40, "the user has set it"
+    broken = [user("Hi " * 600), answer("Hello", reasoning_content="A thought")]
+    capsys.readouterr()
+    cfg, (train, _) = finish(form, [*rows[1:], broken], tiny_model, tmp_path, skip_broken=True)
+    assert (cfg.max_length, len(train)) == (-(-longest // 64) * 64, 39), "a row that is not used needs no place"
+    assert f"the longest row has {longest} tokens" in capsys.readouterr().out
+    with pytest.raises(UserError, match="No training rows are left"):
+        finish(form, [broken], tiny_model, tmp_path, skip_broken=True)
+    assert "max_length" not in capsys.readouterr().out
     rows[5] = [user("Hi " * 600), answer("Hello")]
     with pytest.raises(UserError, match=r"1 of 40 rows .* its prompt fills --max_length 512.*: row 6. Correct them"):
         finish(form, rows, tiny_model, tmp_path)
@@ -526,7 +599,7 @@ def test_what_is_special_to_rows_is_stated_once(tiny_model, tmp_path, caplog):
         ),
         "deepseek_r1": (TALK, "the generation prompt is not the beginning of 4 chats", ""),
         "glm4": (TALK, "In 4 rows no token that ends the answer is trained", ""),
-        "chatml": ([user("</s> a"), answer("Hello")], "Control tokens stand in the texts of 2 rows (the first are 1, 2)", ""),
+        "chatml": ([user("</s> a"), answer("Hello")], "in the texts of 2 training rows (the first are 1, 2) and 2 eval", ""),
     }
     caplog.set_level("INFO")
     for name, (row, *words) in cases.items():
@@ -536,10 +609,13 @@ def test_what_is_special_to_rows_is_stated_once(tiny_model, tmp_path, caplog):
         assert all(word in caplog.text for word in words), caplog.text
 
 
-def test_answers_of_long_chats_are_found_without_a_rendering_for_each():
-    tokenizer = tokenizer_with(CHATML)
-    template = form_of(tokenizer).template
-    row = [turn for i in range(9) for turn in (user(TEXTS[i % 8]), answer(f"{TEXTS[-i % 8]} {i}"))]
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_answers_of_long_chats_are_found_without_a_rendering_for_each(name):
+    """A control token that stands in an answer does not end it."""
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    form = form_of(tokenizer)
+    template, ends = form.template, [" <|im_end|> </s>" * (i in (2, 5)) for i in range(9)]
+    row = [turn for i in range(9) for turn in (user(TEXTS[i % 8]), answer(f"{TEXTS[-i % 8]}{ends[i]} {i}"))]
     given, number = Chat(row, trained=(False, True) * 9), 0
     render, find = template.render, template._find
 
@@ -552,10 +628,13 @@ def test_answers_of_long_chats_are_found_without_a_rendering_for_each():
     for train_on in ("all", 4):
         number = 0
         fast = template.examples(given, train_on)
-        assert number <= 6
+        assert number <= 7 or name == "plain", "no control token separates its turns"
         template._find = lambda *args: {}
         assert fast == template.examples(given, train_on)
         template._find = find
+    (labels,), end = form.encode({"messages": [row]})["labels"], {"llama": "</s>", "chatml": "<|im_end|>", "plain": "\n"}[name]
+    wanted = "".join(" " * (name == "llama") + message["content"] + end for message in row[1::2])
+    assert tokenizer.decode([label for label in labels if label != -100]) == wanted
 
 
 def test_an_answer_at_the_beginning_is_context_or_left_out():

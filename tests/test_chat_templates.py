@@ -18,7 +18,7 @@ from typing import Any
 
 import datasets
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accel_ddp.sources.tokenization import SOURCE
 from accel_ddp.tasks import chat
@@ -118,15 +118,16 @@ FIELDS = {
 
 
 @functools.cache
-def trained_backend() -> str:
-    """Return a byte-level BPE tokenizer with a few merges, as JSON."""
+def trained_backend(joins_lines: bool = False) -> str:
+    """Return a byte-level BPE tokenizer with a few merges, as JSON. Two line breaks can be one token, as in Qwen."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    lines = [pre_tokenizers.Split(Regex(r"\n+"), "isolated")] * joins_lines
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*lines, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
     options = {"vocab_size": 480, "show_progress": False, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     texts = [json.dumps(chat, ensure_ascii=False) for chat in CHATS.values()]
     backend.train_from_iterator(
-        [*texts, "user\n\nassistant\nsystem\n<think>\n\n</think>\n\n"] * 3, trainers.BpeTrainer(**options)
+        [*texts, "user\n\nassistant\nsystem\n<think>\n\n</think>\n\n" * (1 + 9 * joins_lines)] * 3, trainers.BpeTrainer(**options)
     )
     return backend.to_str()
 
@@ -136,14 +137,15 @@ def family_of(template: str) -> str:
 
 
 @functools.cache
-def make_tokenizer(template: str) -> Any:
-    """Return a tokenizer with the control tokens of this template."""
+def make_tokenizer(template: str, *added: str) -> Any:
+    """Return a tokenizer with the control tokens of this template, and with further tokens that are not special."""
     from transformers import PreTrainedTokenizerFast
 
     names = NAMES.get(family_of(template), {"bos_token": "<s>", "eos_token": "</s>"})
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_backend()), **names, pad_token="<pad>")
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(trained_backend(bool(added))), **names, pad_token="<pad>")
     written = [*CONTROL.findall(template), "<|user|>", "<|system|>", "<|assistant|>"]  # Phi writes them in two parts
     made.add_tokens(sorted(set(written)), special_tokens=True)
+    made.add_tokens(list(added))
     made.chat_template = template
     return made
 
@@ -240,8 +242,8 @@ def mask_of(tokenizer: Any, messages: list[dict], tools: list[dict] | None) -> t
         common = next((place for place, (a, b) in enumerate(zip(prompt, text)) if a != b), len(prompt))
         if text.startswith(prompt):
             start = max(start, common)
-        for number, (first, last) in enumerate(places["offset_mapping"]):
-            if start <= first and last <= end:
+        for number, (_, last) in enumerate(places["offset_mapping"]):
+            if start < last and last <= end:  # also a token that contains the end of the prompt
                 bits[number] = None if last <= common else True
     return encoded["input_ids"], bits
 
@@ -294,10 +296,49 @@ NAMES_OF_TRL = [pytest.param(f"trl/{name}", marks=[pytest.mark.slow] if SIMILAR.
 def test_the_trained_tokens_of_a_chat_are_those_of_its_template(name):
     """Compare ids and labels of chats with tools and thoughts with what the template gives. What it leaves out is refused."""
     template = (TRL[name.removeprefix("trl/")] if "/" in name else OWN[name]).read_text()
-    tokenizer = make_tokenizer(template)
-    rows = [{"messages": messages} | ({"tools": tools} if tools else {}) for messages, tools in CHATS.values()]
+    compare_with_template(make_tokenizer(template), CHATS)
+
+
+INNER = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+THOUGHT, CALLED = "<think>\nThey mean air.\n</think>\n\n", '<tool_call>\n{"name": "forecast"}\n</tool_call>'
+IN_CONTENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
+    "thoughts in content": ([QUESTION, answer(f"{THOUGHT}Mostly nitrogen.")], None),
+    "two thoughts in content": ([QUESTION, answer(f"{THOUGHT}Mostly nitrogen."), WORLD, answer(f"{THOUGHT}Très bien.")], None),
+    "thoughts, then none": ([QUESTION, answer(f"{THOUGHT}Mostly nitrogen."), WORLD, answer("Très bien.")], None),
+    "thoughts and a call in content": ([user("Use <think> and <tool_call>"), answer(THOUGHT + CALLED)], None),
+    "line breaks": ([QUESTION, answer("\n\nMostly nitrogen."), WORLD, answer("\nTrès bien.")], None),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen3", "glm4", *(f"trl/{name}" for name in ("qwen3_5_think", "qwen3_6", "glm4moe") if name in TRL)]
+)
+def test_thoughts_and_calls_of_answers_are_trained_as_their_tokens(name):
+    """As in the tokenizers of Qwen and GLM, <think> is a token that is not special, and two line breaks are one token."""
+    template = (TRL[name.removeprefix("trl/")] if "/" in name else OWN[name]).read_text()
+    tokenizer = make_tokenizer(template, *INNER)
+    assert [len(tokenizer.encode(text)) for text in ("<think>\n", "<think>\n\n</think>")] == [2, 3]
+    chosen = ("three turns", "tools", "two thoughts")
+    compare_with_template(tokenizer, IN_CONTENT | {title: CHATS[title] for title in chosen})
+    ((example,),) = encode(tokenizer, [{"messages": IN_CONTENT["thoughts and a call in content"][0]}])
+    tokens = [label for label in example[1] if label != -100]
+    assert {tokenizer.convert_tokens_to_ids(token) for token in ("</think>", "<tool_call>", "</tool_call>")} <= {*tokens}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_special_tokens_that_the_template_does_not_write_stay_text_in_answers(name):
+    tokenizer = make_tokenizer(OWN[name].read_text(), *INNER)
+    chats = [[QUESTION, answer(f"It is {word}, {word}.")] for word in (tokenizer.pad_token, tokenizer.eos_token, "it")]
+    found = [examples[0] for examples in encode(tokenizer, [{"messages": messages} for messages in chats])]
+    special = [sorted(id for id in ids if id in tokenizer.all_special_ids) for ids, _, _ in found]
+    assert special[0] == special[1] == special[2]
+    assert f"It is {tokenizer.eos_token}, " in kept(found[1], tokenizer)
+
+
+def compare_with_template(tokenizer: Any, chats: dict[str, tuple[list[dict], list[dict] | None]]) -> None:
+    rows = [{"messages": messages} | ({"tools": tools} if tools else {}) for messages, tools in chats.values()]
     found = encode(tokenizer, rows)
-    for (title, (messages, tools)), examples in zip(CHATS.items(), found):
+    for (title, (messages, tools)), examples in zip(chats.items(), found):
         problems = {problem for _, _, problem in examples} - {""}
         error = reason_against(tokenizer, messages, tools)
         assert error[:30] in "".join(problems), (title, problems)

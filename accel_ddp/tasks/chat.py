@@ -30,16 +30,21 @@ from accel_ddp.tasks.chat_rows import (
 )
 from accel_ddp.tasks.chat_template import (
     CONTROL,
+    LEFT,
     LEFT_OUT,
     NO_END,
     NO_PREFIX,
+    RIGHT,
     SPLIT,
     TEMPLATES,
     THOUGHTS,
     Rendered,
     Template,
+    any_of,
     encode_marked,
+    mark,
     set_template,
+    special_tokens,
     tokenize,
     unmarked,
 )
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 TOKENS = ("input_ids", "attention_mask", "labels")
+TABLES = ("training", "evaluation")
 MOST_CUT = 0.05  # of the rows may lose a part of their answer without a --max_length of the user
 TEXT_LENGTH = 2048  # tokens of a row of plain text, if the model accepts as many
 
@@ -87,6 +93,7 @@ class Format:
         if cfg.packing == "on" and self.kind != "texts":
             reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
             raise UserError(f"--packing on: {reason}. Leave it out.")
+        self.controls = any_of(special_tokens(tokenizer))
         self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
         self.template: Template | None = None
         if uses_template:
@@ -130,13 +137,13 @@ class Format:
         names = (*TOKENS, "length", "first", "last", "notes", "problem", SOURCE)
         done: dict[str, list] = {name: [] for name in names}
         examples = [(number, one) for number in range(len(rows[self.columns[0]])) for one in self._render(rows, number)]
-        for (number, rendered), (ids, labels, problem) in zip(examples, self._tokenize([one for _, one in examples])):
+        for (number, _), (ids, labels, notes, problem) in zip(examples, self._tokenize([one for _, one in examples])):
             if self.kind == "texts" and self.row_format > 1:
                 labels[:1] = [-100] * len(ids[:1])  # nothing predicts it
             first = next(compress(count(1), map((-100).__ne__, labels[1:])), 0)
             last = next((i + 1 for i in range(len(ids) - 1, 0, -1) if labels[i] != -100), 0)
             problem = problem or ("" if last else "it contains nothing to learn")
-            values = (ids, [1] * len(ids), labels, len(ids), first, last, rendered.notes, problem, number)
+            values = (ids, [1] * len(ids), labels, len(ids), first, last, notes, problem, number)
             for name, value in zip(names, values):
                 done[name].append(value)
         return done
@@ -159,7 +166,7 @@ class Format:
             return self._cut(rows, width)
 
         done = []
-        for rows, name in zip(tables, ("training", "evaluation")):
+        for rows, name in zip(tables, TABLES):
             tokens = with_row_numbers(rows.select_columns(list(TOKENS)), row_numbers(rows))
             if is_cut:
                 is_lost = _column(rows, "first") >= width  # only in rows of format 1
@@ -181,11 +188,14 @@ class Format:
         return done
 
     def _choose_length(self, tables: list["datasets.Dataset"], cfg: Any) -> None:
-        """Set `--max_length` so that all rows fit, if the model accepts as many tokens. Raise UserError if too many rows do not."""
+        """Set `--max_length` so that all usable rows fit, if the model accepts as many tokens. Raise UserError if too many do not."""
+        usable = [np.array([not problem for problem in rows["problem"][:]], dtype=bool) for rows in tables]
+        if any(len(some) and not some.any() for some in usable):
+            drop_broken(tables, cfg)  # raises
         config = models.load_config(cfg)
         known = (self.tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
         limit = min((number for number in known if number and 0 < number < 1e9), default=0)  # without one it is 1e30
-        longest = max(int(_column(rows, "length").max(initial=1)) for rows in tables)
+        longest = max(int(_column(rows, "length")[some].max(initial=1)) for rows, some in zip(tables, usable))
         whole = f"the longest row has {longest:,} tokens"
         if self.kind == "texts":
             choose(cfg, "max_length", min(limit or TEXT_LENGTH, TEXT_LENGTH), f"for plain texts; {whole}")
@@ -194,11 +204,11 @@ class Format:
         if not limit or width <= limit:
             choose(cfg, "max_length", width, whole)
             return
-        for rows, name in zip(tables, ("training", "evaluation")):
-            lost = int((_column(rows, "last") > limit).sum())
-            if lost > MOST_CUT * len(rows):
+        for rows, some, name in zip(tables, usable, TABLES):
+            lost, number = int((_column(rows, "last")[some] > limit).sum()), int(some.sum())
+            if lost > MOST_CUT * number:
                 raise UserError(
-                    f"--max_length auto: {cfg.model} accepts at most {limit:,} tokens, and {lost:,} of {len(rows):,} {name} rows would "
+                    f"--max_length auto: {cfg.model} accepts at most {limit:,} tokens, and {lost:,} of {number:,} {name} rows would "
                     f"lose a part of their answer. Shorten the rows, or give --max_length {limit} to train with what is left."
                 )
         choose(cfg, "max_length", limit, f"the limit of {cfg.model}; {whole}")
@@ -222,16 +232,18 @@ class Format:
             )
         if number[NO_PREFIX]:
             log.info(
-                f"the generation prompt is not the beginning of {number[NO_PREFIX]:,} chats (the template adds or changes something): "
-                "their answers are trained from the first character that differs"
+                f"the generation prompt is not the beginning of {number[NO_PREFIX]:,} chats (the template adds or changes something, "
+                "or an answer begins inside a token): their answers are trained from the first token that differs"
             )
         if number[NO_END]:
             warn(f"In {number[NO_END]:,} rows no token that ends the answer is trained, so the model may not learn to stop.")
         if number[CONTROL]:
-            rows = np.unique(sources[notes & CONTROL > 0] % 2**40) + 1
+            found = [np.unique(row_numbers(rows)[_column(rows, "notes") & CONTROL > 0]) + 1 for rows in tables]
+            first = lambda rows: ", ".join(map(str, rows[:5]))
+            parts = [f"{len(rows):,} {name} rows (the first are {first(rows)})" for rows, name in zip(found, TABLES) if len(rows)]
             warn(
-                f"Control tokens stand in the texts of {len(rows):,} rows (the first are {', '.join(map(str, rows[:5]))}). They are "
-                "trained as ordinary text: the text is the same, and its tokens are not those of the chat template."
+                f"Control tokens stand in the texts of {' and '.join(parts)}. They are trained as ordinary text: the text is the same, "
+                "and its tokens are not those that separate turns and texts."
             )
 
     def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
@@ -279,10 +291,10 @@ class Format:
         some = rows[:100]
         for i, rendered in self._usable(some):
             if self.kind == "texts":
-                return " ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8])
+                return unmarked(" ".join(rendered.text.removesuffix(self.tokenizer.eos_token or "").split(" ")[:8]))
             row = self._read(some, i)
             if not isinstance(row, Chat):
-                return rendered.text[: rendered.answers[0][0]]
+                return unmarked(rendered.text[: rendered.answers[0][0]])
             first = row.trained.index(True)
             return [{**message, "content": shorten(message["content"])} for message in row.messages[:first]]
         return "Hi"
@@ -310,37 +322,46 @@ class Format:
         return leave_out_first(found) if is_begun else found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
-        end = self.tokenizer.eos_token or ""
-        if isinstance(row, str):
-            has_end = self.row_format > 1 and row.endswith(end)
-            return Rendered(row if has_end else row + end, [])
-        prompt = row.prompt + self.separator
-        text = f"{prompt}{row.answer}{end}"
-        return Rendered(text, [(len(prompt), len(text))])
+        """Return a text, or a prompt and its answer, with one end token. Control tokens inside are ordinary text."""
+        prompt, answer = ("", row) if isinstance(row, str) else (row.prompt + self.separator, row.answer)
+        first, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+        if self.row_format > 1:
+            prompt, answer = mark([prompt, answer.removesuffix(end)], self.controls)
+        text, begun = f"{prompt}{answer}{end}", f"{LEFT}{first}{RIGHT}"
+        text = first + text.removeprefix(begun) if text.startswith(begun) else text
+        answers = [] if isinstance(row, str) else [(len(text) - len(answer + end), len(text))]
+        return Rendered(text, answers, notes=CONTROL * (LEFT in text))
 
-    def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], str]]:
-        """Return token ids, labels and the problem of each row, with the tokens that the tokenizer puts before every text."""
+    def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], int, str]]:
+        """Return ids, labels, notes and the problem of each row, with the tokens that the tokenizer puts before every text."""
         done = []
         tokenized = tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
-        for row, (ids, labels, problem) in zip(rows, tokenized):
-            if problem and not row.problem and self.row_format > 1 and not self.tokenizer.chat_template:
-                ids, labels, problem = self._tokenize_apart(row, problem)
+        for row, (ids, labels, is_changed) in zip(rows, tokenized):
+            problem, notes = row.problem, row.notes
+            if is_changed and self.template and self.row_format > 1:
+                notes |= NO_PREFIX
+            elif is_changed:
+                # In use the prompt is tokenized alone, so the model would get tokens that it was not trained on.
+                ids, labels = self._tokenize_apart(row) if self.row_format > 1 else ([], [])
+                problem = (
+                    "" if ids else "the tokens of its prompt change if the answer follows, which often begins with white space"
+                )
             first = [] if problem or ids[: len(self.first_ids)] == self.first_ids else self.first_ids
-            done.append(([*first, *ids], [-100] * len(first) + labels, problem))
+            done.append(([*first, *ids], [-100] * len(first) + labels, notes, problem))
         return done
 
-    def _tokenize_apart(self, row: Rendered, problem: str) -> tuple[list[int], list[int], str]:
-        """Return the tokens of a prompt and those of its answer, if together they are the text of the row.
+    def _tokenize_apart(self, row: Rendered) -> tuple[list[int], list[int]]:
+        """Return the tokens of a prompt and those of its answer, and their labels, if together they are the text of the row.
 
         In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
         """
-        ((start, _),), whole, mark = row.answers, row.text, self.tokenizer.eos_token or ""
-        split = lambda text: self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ((start, _),), whole, token = row.answers, row.text, self.tokenizer.eos_token or ""
+        split = lambda text: encode_marked(self.tokenizer, text)
         before, answer = split(whole[:start]), whole[start:]
-        for after in (split(answer), split(mark + answer)[len(split(mark)) :]):
+        for after in (split(answer), split(token + answer)[len(split(token)) :]):
             if self.tokenizer.decode(before + after) == self.tokenizer.decode(split(whole)):
-                return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after, ""
-        return [], [], problem
+                return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after
+        return [], []
 
     def _prompt_ids(self, text: str) -> list[int]:
         """Return the tokens that the model is given for this text in use, without tokens that follow a text."""

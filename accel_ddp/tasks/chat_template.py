@@ -26,8 +26,16 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("eos_token",),
     ),
     "chatml": (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "{% for m in messages %}{% if tools and loop.first %}<|im_start|>system\n"
+        "{{ m.content ~ '\n\n' if m.role == 'system' }}You can call the functions that are described here:\n<tools>"
+        "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>\nTo call one, write its name and its arguments:\n"
+        '<tool_call>\n{"name": NAME, "arguments": {KEY: VALUE}}\n</tool_call><|im_end|>\n{% endif %}'
+        "{% if not (tools and loop.first and m.role == 'system') %}<|im_start|>{{ m.role }}\n"
+        "{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' if m.reasoning_content }}"
+        "{{ '<tool_response>\n' ~ m.content ~ '\n</tool_response>' if m.role == 'tool' else m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
+        '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         ("<|im_start|>", "<|im_end|>"),
     ),
     "llama3": (
@@ -53,6 +61,8 @@ SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT = 1, 2, 4, 8, 16, 32
 THOUGHT_FIELDS = ("reasoning_content", "<think> in content")
 # Characters of no language, around control tokens that stand literally in a text.
 LEFT, RIGHT = "\U000f0000", "\U000f0001"
+RESERVED = ("messages", "tools", "chat_template", "add_generation_prompt")  # no options of a template
+_TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKED, _MARKS = re.compile(f"{LEFT}([^{LEFT}{RIGHT}]+){RIGHT}"), str.maketrans("", "", LEFT + RIGHT)
 
 
@@ -93,7 +103,10 @@ def set_template(tokenizer: Any, cfg: Any) -> None:
             f"Use one of: {', '.join(TEMPLATES)}, or a file."
         )
     elif given:
-        tokenizer.chat_template = given if "{%" in given or "{{" in given else Path(given).read_text("utf-8", errors="replace")
+        try:
+            tokenizer.chat_template = given if "{%" in given or "{{" in given else Path(given).read_text("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"--chat_template {given}: is no text in UTF-8. Give the .jinja file of a chat template.") from None
 
 
 class Template:
@@ -105,8 +118,7 @@ class Template:
         given = tokenizer.chat_template
         sources = list(given.values()) if isinstance(given, dict) else [given]
         self.source, self.special = "\n".join(sources), dict(tokenizer.special_tokens_map)
-        has_tags = re.search(r"\{%-?\s*generation\s*-?%\}", self.source)
-        self.has_tags = bool(has_tags and tokenizer.is_fast and not self.is_old)
+        self.tagged = [source for source in sources if _TAGS.search(source) and tokenizer.is_fast and not self.is_old]
         self.in_parts, self.arguments_as_text, self.empty_content = False, False, {"content": ""}
         for source in sources if cfg.template_date != "auto" else ():
             try:
@@ -132,21 +144,25 @@ class Template:
                 break
         else:
             raise UserError(f"{self.name}: cannot be used for chats: {reason}. Give another one: --chat_template NAME or FILE.")
-        prompt, (opening, _, tail) = self._try([ask], prompt=True), text.partition("Reply2")
+        question, prompt, (opening, _, tail) = self._try([ask]), self._try([ask], prompt=True), text.partition("Reply2")
         added = [token for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
         written = [t.content for t in added if t.content in text + self.source or t.content in self.special.values()]
-        self.controls, self.end_tokens = _any_of(written), tuple(written)
+        self.controls, self.end_tokens = any_of(written), tuple(written)
         found = re.search(f"(?:{self.controls.pattern})+", tail)
         # What ends a turn: tokens, a text if the vocabulary has no such token, or nothing.
         self.end = found[0] if found else tail.strip()
         self.ends = sorted({*written, self.end} - {""}, key=len, reverse=True)
         self.lost_prompt = prompt[len(_common(prompt, text)) :]  # <think> in DeepSeek
         prompt_part = prompt.removesuffix(self.lost_prompt)
-        self.header, self.opening = prompt_part.removeprefix(self._try([ask])), opening.removeprefix(prompt_part)
-        # Answers of plain chats can be found in the text, if only the template can write what is before and behind them.
-        self.has_limits = bool(found and self.controls.search(self.header) and not self.lost_prompt)
-        structure = [token for token in written if token in text + prompt]
-        self.structure, self.literals = _any_of(structure), _any_of({*structure, *(t.content for t in added if t.special)})
+        self.header, self.opening = prompt_part.removeprefix(question), opening.removeprefix(prompt_part)
+        # What precedes every answer of a plain chat, if the answers can be found by it. Mistral has no header.
+        self.limit = (self.header or prompt.rpartition("Ask1")[2]) if found and not self.lost_prompt else ""
+        special = special_tokens(self.tokenizer)
+        turns = {token for token in written if token in question + tail or (token in special and token in text + prompt)}
+        self.literals = any_of(turns | special)
+        # An answer may contain the control tokens of calls and thoughts, which are special in some tokenizers.
+        foreign = turns | {token for token in special if token not in self.source}
+        self.foreign = any_of(token for token in foreign if not re.search("think|reason|tool", token, flags=re.IGNORECASE))
         system, thought = {"role": "system", "content": "Word3"}, {"reasoning_content": "Word3", "thinking": "Word3"}
         texts = {"system": self._try([system, ask, reply]), "reasoning_content": self._try([ask, reply | thought])}
         self.begins_with_user = self._try([reply, ask, reply]).count("Reply2") < 2
@@ -180,17 +196,20 @@ class Template:
         except UnusableRow:
             return ""
 
+    def _has_tags(self, chat: Chat) -> bool:
+        return bool(self.tagged) and self.tokenizer.get_chat_template(None, chat.tools) in self.tagged
+
     def render(self, chat: Chat, number: int | None = None, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """Return the first messages as text, and the characters that the template marks as generated."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        messages = chat.messages[:number]
+        messages, template = chat.messages[:number], self.tokenizer.get_chat_template(None, chat.tools)
         if self.in_parts:
             messages = [{**one, "content": [{"type": "text", "text": one.get("content") or ""}]} for one in messages]
         try:
             texts, spans = render_jinja_template(
-                [messages], tools=chat.tools, chat_template=self.tokenizer.get_chat_template(None, chat.tools),
-                add_generation_prompt=prompt, return_assistant_tokens_mask=self.has_tags, **{**self.special, **chat.template_options},
+                [messages], tools=chat.tools, chat_template=template, add_generation_prompt=prompt,
+                return_assistant_tokens_mask=template in self.tagged, **{**self.special, **chat.template_options},
             )  # fmt: skip
         except Exception as error:  # a template is a program and can fail in many ways
             raise UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
@@ -213,6 +232,8 @@ class Template:
 
         `train_on` and `chat.trained` choose the answers. Raise UnusableRow if the template cannot write the whole chat.
         """
+        if used := [name for name in RESERVED if name in given.template_options]:
+            raise UnusableRow(f"its chat_template_kwargs contain `{used[0]}`, which is no option of a template (remove it)")
         plain = self._convert(given)
         chat = plain if self.is_old else self._mark(plain)
         notes = CONTROL * (chat is not plain)
@@ -231,7 +252,7 @@ class Template:
             raise UnusableRow(REWRITTEN)
         made = []
         for i, place in places.items():
-            spans = self.render(chat, i + 1)[1] if self.has_tags else []
+            spans = self.render(chat, i + 1)[1] if self._has_tags(chat) else []
             place = place._replace(stop=min(place.stop, len(place.whole)))
             until = plain._replace(messages=plain.messages[: i + 1])
             made.append(self._finish(until, place.whole, spans, {i: place}, notes | SPLIT))
@@ -271,17 +292,20 @@ class Template:
     def _find(self, text: str, chat: Chat, answers: list[int], chosen: list[int]) -> dict[int, Place]:
         """Return the places of the chosen answers without a rendering for each, or {} if that is not safe.
 
-        A long chat would take a time that grows with its square. Nothing but the template writes control tokens, so answers are
-        between the header and the end token. The first and the last one are compared with the generation prompts.
+        A long chat would take a time that grows with its square. Nothing but the template writes what is before an answer, and the
+        end token behind it. The first and the last answer are compared with the generation prompts.
         """
-        is_plain = all(set(message) <= {"role", "content"} and "</think>" not in message["content"] for message in chat.messages)
-        is_safe = self.has_limits and is_plain and not self.is_old and (chosen == answers or not self.has_tags)
-        turns, found, at = text.split(self.header) if is_safe and len(chosen) > 2 else [], {}, 0
-        if len(turns) != len(answers) + 1:
+        is_safe = self.limit and len(chosen) > 2 and not self.is_old and (chosen == answers or not self._has_tags(chat))
+        others = (self.limit.strip(), "</think>")
+        if not is_safe or any(set(m) - {"role", "content"} or any(one in m["content"] for one in others) for m in chat.messages):
             return {}
-        for i, turn, following in zip(answers, turns, turns[1:]):
-            at += len(turn) + len(self.header)
-            found[i] = Place(at, at + following.find(self.end) + len(self.end), text, "")
+        turns, found, at, end = text.split(self.limit), {}, 0, re.compile(f"(?<!{LEFT}){re.escape(self.end)}")
+        ends = [end.search(turn) for turn in turns[1:]]
+        if len(ends) != len(answers) or not all(ends):
+            return {}
+        for i, turn, match in zip(answers, turns, ends):
+            at += len(turn) + len(self.limit)
+            found[i] = Place(at, at + match.end() if match else at, text, "")
         last = self._place(chat, chosen[-1], text)
         for i, place in ((chosen[0], self._place(chat, chosen[0], text)), (chosen[-1], last)):
             if place[:2] != found[i][:2] or not text.startswith(place.whole):
@@ -295,7 +319,7 @@ class Template:
         if self.is_old:
             return Rendered(text, answers)
         notes |= self._compare(chat, text, places, is_split=bool(notes & SPLIT))
-        if self.has_tags:  # marks of the answers that are not chosen are left out
+        if self._has_tags(chat):  # marks of the answers that are not chosen are left out
             inside = lambda span: any(span[0] < len(one.whole) and span[1] > one.start for one in places.values())
             kept = [span for span in spans if inside(span)]
         for start, stop, _, prompt in places.values():
@@ -323,30 +347,33 @@ class Template:
         return notes
 
     def _mark(self, chat: Chat) -> Chat:
-        """Return the chat with marks around control tokens that stand literally in its texts, or the chat itself if there are none.
-
-        An answer may contain the control tokens of calls and thoughts, but not those that begin and end a turn.
-        """
-
-        def mark(value: Any, pattern: re.Pattern[str]) -> Any:
-            if isinstance(value, str):
-                return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", unmarked(value)) if pattern.search(value) else value
-            if isinstance(value, dict):
-                return {key: mark(item, pattern) for key, item in value.items()}
-            return [mark(item, pattern) for item in value] if isinstance(value, list) else value
-
-        patterns = [self.structure if message["role"] == "assistant" else self.literals for message in chat.messages]
+        """Return the chat with marks around control tokens that stand literally in its texts, or the chat itself if there are none."""
+        patterns = [self.foreign if message["role"] == "assistant" else self.literals for message in chat.messages]
         messages = [{**mark(one, pattern), "role": one["role"]} for one, pattern in zip(chat.messages, patterns)]
         others = {"tools": mark(chat.tools, self.literals), "template_options": mark(chat.template_options, self.literals)}
         marked = chat._replace(messages=messages, **others)
         return chat if marked == chat else marked
 
 
+def mark(value: Any, pattern: re.Pattern[str]) -> Any:
+    """Return the value with marks around the control tokens in its texts."""
+    if isinstance(value, str):
+        return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", unmarked(value)) if pattern.search(value) else value
+    if isinstance(value, dict):
+        return {key: mark(item, pattern) for key, item in value.items()}
+    return [mark(item, pattern) for item in value] if isinstance(value, list) else value
+
+
+def special_tokens(tokenizer: Any) -> set[str]:
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return {token for token in (*added, *tokenizer.all_special_tokens) if token.strip()}
+
+
 def unmarked(text: str) -> str:
     return text.translate(_MARKS)
 
 
-def _any_of(words: Any) -> re.Pattern[str]:
+def any_of(words: Any) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)) or r"(?!)")
 
 
@@ -369,6 +396,8 @@ def _fields(chat: Chat) -> Iterator[tuple[str, int, list[str]]]:
             yield "<think> in content", place, [thoughts.rpartition("<think>")[2]]
         with_call = " with tool_calls" if message.get("tool_calls") else ""
         yield "system" if role == "system" else f"content of a {role} message{with_call}", place, [content]
+        if message.get("name") and role in ("user", "system"):
+            yield "name", place, [message["name"]]
         if thoughts := message.get("reasoning_content"):
             yield "reasoning_content", place, [thoughts]
         for call in message.get("tool_calls") or ():
@@ -413,54 +442,62 @@ def encode_marked(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tuple[list[int], list[int], str]]:
-    """Return token ids, labels and the problem of each row. With `learn_all` all tokens are learned, and not only the answers.
+def tokenize(rows: list[Rendered], tokenizer: Any, learn_all: bool) -> list[tuple[list[int], list[int], bool]]:
+    """Return token ids and labels of each row, and whether the tokens of a prompt change if the answer follows.
 
-    Parts of a text that are tokenized separately may have other tokens than the whole text. The whole text is therefore
-    tokenized. Its beginnings are tokenized too, from their last special token on, to find the places of the answers.
+    Then the answer is learned from the first token that differs. With `learn_all` all tokens are learned. Parts of a text that are
+    tokenized separately may have other tokens than the whole text. The whole text is therefore tokenized. Its beginnings are
+    tokenized too, from their last special token on, to find the places of the answers.
     """
     # Tokenizers split a text at these tokens before anything else. A slow one has none.
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    special = _any_of(token.content for token in added if not (token.normalized or token.single_word))
-    encoded = tokenizer([row.text for row in rows], add_special_tokens=False, verbose=False)
-    marked = {number: encode_marked(tokenizer, row.text) for number, row in enumerate(rows) if LEFT in row.text}
+    special = any_of(token.content for token in added if not (token.normalized or token.single_word or token.lstrip))
+    special = re.compile(f"{_MARKED.pattern}|({special.pattern})")
+    encoded = tokenizer(["" if LEFT in row.text else row.text for row in rows], add_special_tokens=False, verbose=False)
+    every = list(encoded["input_ids"])
     tails: dict[tuple[int, int], tuple[int, str]] = {}  # for each end of a beginning: where its last part begins, and the part
+    firsts: dict[tuple[int, int], int] = {}  # for each beginning of a part: the number of tokens before it
     for number, row in enumerate(rows):
-        found = [token.span() for token in special.finditer(row.text)] if row.answers else []
-        for at in (at for answer in row.answers for at in answer):
+        is_marked = LEFT in row.text
+        spans = row.answers if row.spans is None else row.spans if is_marked else []
+        places = [at for span in spans for at in span]
+        found = [token.span() for token in special.finditer(row.text) if token[2]] if places else []
+        for at in places:
             place = bisect_right(found, at, key=lambda span: span[1])
             start = found[place - 1][0] if place else 0
             tails[number, at] = start, row.text[start:at]
-    texts = list({text: 0 for _, text in tails.values()})
+            firsts[number, start] = (encoded.char_to_token(number, start) or 0) if start and not is_marked else 0
+        if is_marked:
+            parts, every[number] = sorted({0, *(tails[number, at][0] for at in places)}), []
+            for start, end in zip(parts, [*parts[1:], len(row.text)]):
+                firsts[number, start] = len(every[number])
+                every[number] += encode_marked(tokenizer, row.text[start:end])
+    texts = list({text: 0 for _, text in tails.values() if LEFT not in text})
     tokens = dict(zip(texts, tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])) if texts else {}
 
     def compare(number: int, at: int) -> tuple[int, int]:
         """Return how many tokens the beginning of a row has, and how many of these are the same in the whole row."""
-        (start, text), ids = tails[number, at], marked.get(number) or encoded["input_ids"][number]
-        place = (encoded.char_to_token(number, start) or 0) if start and number not in marked else 0
-        tail = encode_marked(tokenizer, rows[number].text[:at]) if number in marked else tokens[text]
+        (start, text), ids = tails[number, at], every[number]
+        place, tail = firsts[number, start], encode_marked(tokenizer, text) if LEFT in text else tokens[text]
         pairs = enumerate(zip(tail, ids[place : place + len(tail)]))
         same = next((i for i, (a, b) in pairs if a != b), min(len(tail), len(ids) - place))
         return place + len(tail), place + same
 
     done = []
     for number, row in enumerate(rows):
-        ids, problem = [] if row.problem else marked.get(number) or encoded["input_ids"][number], row.problem
+        ids, is_changed = every[number], False
         labels = list(ids) if learn_all else [-100] * len(ids)
         for first, last in row.spans or ():
-            if number in marked:
-                start, end = (len(encode_marked(tokenizer, row.text[:at])) for at in (first, last))
+            if LEFT in row.text:
+                start, end = (compare(number, at)[0] for at in (first, last))
             else:  # as `return_assistant_tokens_mask` of transformers
                 start, stop = (encoded.char_to_token(number, at) for at in (first, last - 1))
                 end = len(ids) if stop is None else stop + 1
             if start is not None:
                 labels[start:end] = ids[start:end]
         for before, until in row.answers if row.spans is None else ():
-            start, same = compare(number, before)
-            if same < start:
-                # In use the prompt is tokenized alone, so the model would get tokens that it was not trained on.
-                problem = "the tokens of its prompt change if the answer follows, which often begins with white space"
+            length, start = compare(number, before)
             end = compare(number, until)[1]  # a token that also contains a part of the next turn is not learned
-            labels[start:end] = ids[start:end]
-        done.append(([], [], problem) if problem else (ids, labels, ""))
+            is_changed, labels[start:end] = is_changed or start < length, ids[start:end]
+        done.append((ids, labels, is_changed))
     return done
