@@ -50,7 +50,7 @@ def test_the_reason_of_a_choice_survives_any_number_of_resumes(capsys):
     choose(cfg, "lr", 2e-4, "LoRA adapters")
     assert capsys.readouterr().out == "lr 0.0002: LoRA adapters (--lr changes it)\n"
     for _ in range(3):
-        saved = {"config": {"lr": cfg.lr}, "chosen": reasons(cfg), "precision": "bf16"}
+        saved = {"config": {"lr": cfg.lr, "mixed_precision": "auto"}, "chosen": reasons(cfg), "precision": "bf16"}
         cfg = options()
         take_saved(cfg, saved)
         assert (cfg.lr, cfg.mixed_precision, reasons(cfg)["lr"]) == (2e-4, "bf16", f"LoRA adapters, {KEPT}")

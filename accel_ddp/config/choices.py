@@ -32,7 +32,7 @@ def take_saved(cfg: TrainConfig, run: dict[str, Any]) -> None:
         if properties.legacy is None or now != getattr(type(cfg), name):
             continue
         value = saved.get(name, properties.legacy)
-        if name == "mixed_precision":  # older runs stored `auto`
+        if name == "mixed_precision" and saved.get(name, "auto") == "auto":  # of an older run
             value = run.get("precision") or value
         if isinstance(now, tuple) and isinstance(value, str):
             value = tuple(value.split())

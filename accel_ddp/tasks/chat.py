@@ -95,6 +95,8 @@ class Format:
             if cfg.template_date == "auto" and "strftime_now" in str(tokenizer.chat_template):
                 choose(cfg, "template_date", today or date.today().isoformat(), "the chat template writes the date")
             self.template = Template(tokenizer, cfg)
+            if cfg.chat_template:
+                log.info(f"{self.template.name}: answers end with {self.template.end!r}. The template is exported with the model")
         self.date = cfg.template_date
 
     def _find_first_ids(self, name: str) -> list[int]:
@@ -209,9 +211,7 @@ class Format:
     def _report(self, tables: list["datasets.Dataset"]) -> None:
         """State once how the template treats the rows, with their numbers."""
         notes = np.concatenate([_column(rows, "notes") for rows in tables])
-        sources = np.concatenate(
-            [row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)]
-        )  # different rows of both tables
+        sources = np.concatenate([row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)])  # rows of both tables differ
         number = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT)}
         if number[LEFT_OUT]:
             chats = len(np.unique(sources[notes & LEFT_OUT > 0]))

@@ -80,7 +80,7 @@ def set_template(tokenizer: Any, cfg: Any) -> None:
     """Set the template that `--chat_template` names: built-in, a file, or the text of one."""
     given, known = cfg.chat_template, tokenizer.get_vocab()
     if given in TEMPLATES:
-        usable = [name for name, (_, needed) in TEMPLATES.items() if all(known.get(getattr(tokenizer, t, t)) for t in needed)]
+        usable = [name for name, (_, needed) in TEMPLATES.items() if all(getattr(tokenizer, t, t) in known for t in needed)]
         if given not in usable:
             raise UserError(
                 f"--chat_template {given}: the tokenizer of {cfg.model} lacks one of its tokens: {' '.join(TEMPLATES[given][1])}. "
@@ -218,7 +218,7 @@ class Template:
         notes = CONTROL * (chat is not plain)
         text, spans = self.render(chat)
         if notes and unmarked(text) != self.render(plain)[0]:
-            raise UnusableRow("a control token stands in its text, and the chat template does not keep it apart. Remove it")
+            raise UnusableRow("a control token stands in its text, and the chat template does not keep it apart (remove it)")
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         number = {"all": len(answers), "last": 1}.get(str(train_on), train_on)
         chosen = [i for i in answers[-int(number) :] if chat.trained[i]]
@@ -316,10 +316,10 @@ class Template:
             # What is left out of an answer here is learned in the example of that answer.
             may_miss = field in THOUGHT_FIELDS or (is_split and chat.messages[place]["role"] == "assistant")
             if is_missing and not (may_miss and place not in chosen):
-                raise UnusableRow(f"{self.name} does not write `{field}`. Remove it, or give another template: --chat_template")
+                raise UnusableRow(f"{self.name} does not write `{field}` (remove it, or give another --chat_template)")
             notes |= THOUGHTS * is_missing
         if ignored := [name for name in chat.template_options if not re.search(rf"\b{re.escape(name)}\b", self.source)]:
-            raise UnusableRow(f"{self.name} does not use `{ignored[0]}`. Remove it, or give another template: --chat_template")
+            raise UnusableRow(f"{self.name} does not use `{ignored[0]}` (remove it, or give another --chat_template)")
         return notes
 
     def _mark(self, chat: Chat) -> Chat:
