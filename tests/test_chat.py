@@ -350,7 +350,8 @@ def test_tools_calls_and_thoughts_have_one_form():
         ({"messages": TALK, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is not an object"),
         ({"prompt": "Hi", "answer": "Hello", "history": "[[1]]"}, "the column history is not a list of pairs"),
         ({"prompt": "Hi", "answer": None}, "its answer is empty"),
-        ({"prompt": 3, "answer": "Hello"}, "message 1"),
+        ({"prompt": 3, "answer": "Hello"}, "its prompt is not text\t3"),
+        ({"prompt": 3, "answer": TALK}, "message 1"),
         ({"text": " "}, "its text is empty"),
     ],
 )

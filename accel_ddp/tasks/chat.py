@@ -154,7 +154,7 @@ class Format:
         if is_cut and self.row_format > 1:
             longest = max(int(_column(rows, "first").max(initial=0)) for rows in tables)
             hint = "; leave --max_length out to fit the data" if "max_length" not in reasons(cfg) else ""
-            reason = f"its prompt fills --max_length {width}, so that nothing of its answer is left (the longest prompt has "
+            reason = f"its prompt fills --max_length {width} and leaves no room for its answer (the longest prompt has "
             reason += f"{counted(longest, 'token')}{hint})"
             tables = [_add_problem(rows, _column(rows, "first") >= width, reason) for rows in tables]
         tables = drop_broken(tables, cfg)
@@ -191,7 +191,7 @@ class Format:
         known = (self.tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
         limit = min((number for number in known if number and 0 < number < 1e9), default=0)  # without one it is 1e30
         longest = max(int(_column(rows, "length").max(initial=1)) for rows in tables)
-        whole = f"the longest row has {longest:,} tokens"
+        whole = f"the longest row has {counted(longest, 'token')}"
         if self.kind == "texts":
             choose(cfg, "max_length", min(limit or TEXT_LENGTH, TEXT_LENGTH), f"for plain texts; {whole}")
             return

@@ -123,7 +123,7 @@ def read_row(
         before, after = [], read_json(after, f"the column {columns[0]}")
         if not isinstance(after, list):
             raise UnusableRow(f"the column {columns[0]} is not a list of messages")
-    elif isinstance(before, str | None) and isinstance(after, str | None):
+    elif not isinstance(before, list | dict) and not isinstance(after, list | dict):
         texts = [
             check_text(row[name], name, may_be_empty=name in columns[1:-1]) for name in columns
         ]  # Alpaca's `input` may be empty
@@ -334,7 +334,7 @@ def read_json(value: Any, what: str) -> Any:
 
 def check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
     if value is not None and not isinstance(value, str):
-        raise UnusableRow(f"its {column} is {value!r:.40}, not text")
+        raise UnusableRow(f"its {column} is not text\t{value!r:.40}")
     if not (value or "").strip() and not may_be_empty:
         raise UnusableRow(f"its {column} is empty")
     return value or ""
