@@ -332,6 +332,7 @@ def test_tools_calls_and_thoughts_have_one_form():
     [
         ({"messages": TALK, "tools": "[add"}, "the column tools cannot be read as JSON\t'[add'"),
         ({"messages": TALK, "tools": [{"x": 1}]}, "a tool of the column tools is not an object with a name\t{'x': 1}"),
+        ({"messages": TALK, "tools": [{"type": "function"}]}, "a tool of the column tools is not an object with a name"),
         ({"messages": TALK, "tools": "5"}, "a tool of the column tools is not an object with a name"),
         (
             {"messages": TALK, "tools": [{"type": "function", "function": "add"}]},
@@ -420,7 +421,7 @@ def test_preferences_and_labeled_answers_are_refused_unless_columns_are_named():
         rows = {"prompt": ["Hi"] * len(values), "completion": ["Hello"] * len(values), name: values}
         with pytest.raises(UserError, match=rf"KTO: column {name}\).* whose {name} is (false|0|0.0) too. Remove these rows"):
             choose_columns(datasets.Dataset.from_dict(rows), given)
-    for values in ([True, True], [2, 0], ["good", "bad"]):  # nothing is bad, or it means something else
+    for values in ([True, True], [2, 0], [[0], [1]]):  # nothing is bad, or it means something else
         rows = {"prompt": ["Hi"] * 2, "completion": ["Hello"] * 2, "label": values}
         assert choose_columns(datasets.Dataset.from_dict(rows), given) == ("instructions", ("prompt", "completion"))
     assert choose_columns(datasets.Dataset.from_list([{"text": "a", "label": True}]), given) == ("texts", ("text",))

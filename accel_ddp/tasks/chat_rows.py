@@ -54,16 +54,16 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
     """Raise UserError for pairs of a good and a bad answer, and for answers that are labeled as good or bad."""
     names = rows.column_names
     if {"chosen", "rejected"} <= {*names}:
-        first = rows[0]["chosen"]
+        first = rows[0]["chosen"] if isinstance(rows[0]["chosen"], list) else []
         roles = [message.get("role") or message.get("from") for message in first if isinstance(message, dict)]
-        is_whole = isinstance(first, list) and not {"user", "human"}.isdisjoint(roles)
+        is_whole = "user" in roles or "human" in roles
         pair = f"--prompt_column {prompt} --answer_column chosen" if prompt else "--text_column chosen"
         raise UserError(
             "The data have preferences (columns chosen and rejected), and no recipe learns preferences yet. sft would train rejected "
             f"answers too. To train on the chosen answers only, type {'--messages_column chosen' if is_whole else pair}."
         )
     label = next((name for name in ("kto_tag", "label") if name in names), "")
-    values = {str(value).lower() for value in rows.select_columns([label]).unique(label)} if label and prompt else set()
+    values = {str(value).lower() for value in rows.select_columns([label])[:][label]} if label and prompt else set()
     if (bad := values & {"false", "0", "0.0"}) and values <= {*bad, "true", "1", "1.0", "none", "nan"}:
         raise UserError(
             f"The data have answers that are labeled as good or bad (KTO: column {label}), and no recipe learns such labels yet. sft "
@@ -308,7 +308,7 @@ def _read_tools(given: Any, column: str) -> list[dict[str, Any]]:
 def _read_tool(given: Any, what: str) -> dict[str, Any]:
     tool = read_json(given, what)
     if isinstance(tool, dict) and "function" not in tool:
-        if "name" not in tool and isinstance(tool.get("type"), str):
+        if "name" not in tool and isinstance(tool.get("type"), str) and tool["type"] != "function":
             return tool  # of the server, such as {"type": "web_search"}
         tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
     function = read_json(tool["function"], what) if isinstance(tool, dict) else {}
