@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
+from accel_ddp.config.option_values import check_template
 from accel_ddp.config.options import option
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
@@ -74,6 +75,10 @@ class Config(RecipeConfig):
         "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
         legacy=False,
     )
+
+    def validate(self):
+        super().validate()
+        check_template(self.chat_template)
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.sources.data import with_row_numbers
@@ -237,7 +238,9 @@ def test_messages_that_cannot_be_used_are_named_and_keys_that_the_template_uses_
         "the arguments of a tool call are not a JSON object\tmessage 2, call 1: [1]": [
             user("Hi"), answer("", function_call={"name": "add", "arguments": "[1]"})
         ],
-        "a tool call has no function with a name\tmessage 2, call 1": [user("Hi"), answer("", tool_calls=[{"type": "function"}])],
+        "a tool call has no function with a name\tmessage 2, call 1": [user("Hi"), answer("", tool_calls=5)],
+        "tool_calls cannot be read as JSON\tmessage 2, 'add'": [user("Hi"), answer("", tool_calls="add")],
+        "a tool call has no function with a name\tmessage 2, call": [user("Hi"), answer("", tool_calls=[{"type": "function"}])],
         "a tool call cannot be read as JSON\tmessage 2, 'add(1)'": [user("Hi"), {"from": "function_call", "value": "add(1)"}],
         "different texts in reasoning_content, thinking": [user("Hi"), answer("Hello", thinking="a", reasoning="b")],
         "the weight of a message is 0.5": [user("Hi"), answer("Hello", weight=0.5)],
@@ -290,6 +293,8 @@ def said(role: str, text: str) -> dict:
         ({"conversations": [said("gpt", "Welcome"), said("human", "Hi"), said("gpt", "Hello")]}, "-ua"),
         ({"instruction": "Hi", "input": "", "output": "Hello", "history": [["A", "B"]], "system": "Be brief."}, "suaua"),
         ({"prompt": "Hi", "completion": "Hello"}, "ua"),
+        ({"system_prompt": "Be brief.", "question": "Hi", "response": "Hello"}, "sua"),  # OpenOrca
+        ({"system_prompt": "", "instruction": "Hi", "context": "", "response": "Hello"}, "ua"),
         ({"prompt": [user("A"), answer("B"), user("Hi")], "completion": TALK[1:]}, "u-ua"),
         ({"prompt": TALK[:1], "completion": "Hello"}, "ua"),
         ({"prompt": "Hi", "completion": TALK}, "ua"),  # the answer is a whole chat
@@ -328,6 +333,10 @@ def test_tools_calls_and_thoughts_have_one_form():
     ]
     chats = [read_row("chats", ("messages",), row, CHATML) for row in rows]
     assert chats[0] == chats[1] == chats[2]
+    whole = {"type": "function", "function": {**ADD, "parameters": json.dumps(ADD["parameters"])}}
+    calls = [[IN_JSON], json.dumps([IN_JSON]), IN_JSON]
+    other = [{"messages": [user("1"), answer(None, tool_calls=one), *openai["messages"][2:]], "tools": whole} for one in calls]
+    assert all(read_row("chats", ("messages",), row, CHATML) == chats[0] for row in other)
     messages, tools, options, trained, _ = chats[0]
     assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}, "a null that JSON states is kept"
     assert messages[3] == {"role": "assistant", "content": "2", "reasoning_content": "a", "thinking": "a"}
@@ -347,14 +356,28 @@ def test_tools_calls_and_thoughts_have_one_form():
     ("row", "reason"),
     [
         ({"messages": TALK, "tools": "[add"}, "the column tools cannot be read as JSON\t'[add'"),
-        ({"messages": TALK, "tools": [{"x": 1}]}, "the column tools is not a list of tools with names"),
+        ({"messages": TALK, "tools": [{"x": 1}]}, "a tool of the column tools is not an object with a name\t{'x': 1}"),
+        ({"messages": TALK, "tools": [{"type": "function"}]}, "a tool of the column tools is not an object with a name"),
+        ({"messages": TALK, "tools": "5"}, "a tool of the column tools is not an object with a name"),
+        (
+            {"messages": TALK, "tools": [{"type": "function", "function": "add"}]},
+            "a tool of the column tools cannot be read as JSON",
+        ),
+        (
+            {"messages": TALK, "tools": [{**ADD, "parameters": "[1]"}]},
+            "the parameters of a tool of the column tools are not a JSON",
+        ),
+        ({"messages": TALK, "tools": [{**ADD, "parameters": {"properties": ["x"]}}]}, "are not a JSON schema"),
         ({"messages": TALK, "images": ["a.png"]}, "sft trains text only, and its column images has content"),
+        ({"messages": TALK, "image": "a.png"}, "sft trains text only, and its column image has content"),
         ({"messages": TALK, "history": [["a", "b"]]}, "its column history has content"),
         ({"messages": [{"role": "system", "content": "A"}, *TALK], "system": "B"}, "another one in its messages"),
+        ({"messages": TALK, "system": "A", "system_prompt": "B"}, "in the column system_prompt and another one"),
         ({"messages": TALK, "chat_template_kwargs": "[1]"}, "chat_template_kwargs is not an object"),
         ({"prompt": "Hi", "answer": "Hello", "history": "[[1]]"}, "the column history is not a list of pairs"),
         ({"prompt": "Hi", "answer": None}, "its answer is empty"),
-        ({"prompt": 3, "answer": "Hello"}, "message 1"),
+        ({"prompt": 3, "answer": "Hello"}, "its prompt is not text\t3"),
+        ({"prompt": 3, "answer": TALK}, "message 1"),
         ({"text": " "}, "its text is empty"),
     ],
 )
@@ -362,6 +385,34 @@ def test_rows_that_cannot_be_used_are_named(row, reason):
     kind, columns = choose_columns(datasets.Dataset.from_list([row]), dict.fromkeys(USUAL_COLUMNS, ""))
     with pytest.raises(UnusableRow, match=re.escape(reason)):
         read_row(kind, columns, row, CHATML)
+
+
+def test_rows_of_format_1_are_refused_as_before():
+    """A run from before this option, with --skip_broken, must resume with the same rows."""
+    form = form_of(make_tokenizer("byte level"), row_format=1, chat_template="chatml")
+    parts = [{"type": "text", "text": "Hello"}]
+    refused = {
+        "tool_calls": [user("Hi"), answer("", tool_calls=[CALL])],
+        "function_call": [user("Hi"), {"from": "function_call", "value": json.dumps(CALL["function"])}],
+        "thinking": [user("Hi"), answer("Hello", thinking="A greeting.")],
+        "the weight 0": [*TALK, user("So?"), answer("Yes", weight=0)],
+        "it begins with an answer": [TALK[1], *TALK],
+        "is not a list of messages": json.dumps(TALK),
+        "in parts, which the chat template does not join": [user("Hi"), answer(parts)],
+        "not of the type text": [user("Hi"), answer([{**parts[0], "type": "output_text"}])],
+    }
+    done = form.encode({"messages": [*refused.values(), TALK]})
+    assert all(reason in problem for reason, problem in zip(refused, done["problem"])), done["problem"]
+    assert done["problem"][-1] == ""
+    for column in ("system", "tools", "functions", "history", "documents", "chat_template_kwargs"):
+        (problem,) = form.encode({"messages": [TALK], column: ["A"]})["problem"]
+        assert f"its column {column} has content" in problem
+    assert form.encode({"messages": [TALK], "system_prompt": ["A"], "image": ["a.png"]})["problem"] == [""], "were not read"
+    with pytest.raises(UnusableRow, match="not text"):
+        read_row("instructions", ("prompt", "answer"), {"prompt": TALK[:1], "answer": "Hello"}, CHATML, row_format=1)
+    rows = datasets.Dataset.from_list([{"instruction": "Hi", "context": "A", "input": "B", "output": "C"}])
+    columns = [choose_columns(rows, dict.fromkeys(USUAL_COLUMNS, ""), row_format)[1] for row_format in (1, 2)]
+    assert columns == [("instruction", "input", "output"), ("instruction", "input", "context", "output")]
 
 
 def test_prompts_that_need_a_template_are_refused_without_one():
@@ -375,21 +426,29 @@ def test_preferences_and_labeled_answers_are_refused_unless_columns_are_named():
     given = dict.fromkeys(USUAL_COLUMNS, "")
     refused = {
         "--prompt_column prompt --answer_column chosen.": {"prompt": "Hi", "chosen": "Hello", "rejected": "Bye"},
-        "--messages_column chosen.": {"chosen": TALK, "rejected": TALK},
-        "--prompt_column conversations --answer_column chosen or": {
+        "--messages_column chosen.": {"prompt": "Hi", "messages": TALK, "chosen": TALK, "rejected": TALK},  # UltraFeedback
+        "--prompt_column conversations --answer_column chosen.": {
             "conversations": [said("human", "Hi")], "chosen": said("gpt", "Hello"), "rejected": said("gpt", "Bye")
         },
-        "KTO: column label": {"prompt": "Hi", "completion": "Hello", "label": False},
-        "KTO: column kto_tag": {"messages": TALK, "kto_tag": "true"},
+        "--prompt_column messages --answer_column chosen.": {"messages": TALK[:1], "chosen": TALK[1:], "rejected": TALK[1:]},
+        "--text_column chosen.": {"chosen": "Human: Hi", "rejected": "Human: Bye"},
     }  # fmt: skip
     for reason, row in refused.items():
+        rows = datasets.Dataset.from_list([row])
         with pytest.raises(UserError, match=re.escape(reason)):
-            choose_columns(datasets.Dataset.from_list([row]), given)
-    pairs = [refused[reason] for reason in refused if "--prompt_column" in reason]
-    for row, prompt in zip(pairs, ("prompt", "conversations")):
-        named = given | {"prompt_column": prompt, "answer_column": "chosen"}
-        kind, columns = choose_columns(datasets.Dataset.from_list([row]), named)
-        assert read_row(kind, columns, row, CHATML) == Chat(TALK, trained=(False, True))
+            choose_columns(rows, given)
+        words = reason.rstrip(".").replace("--", "").split()
+        kind, columns = choose_columns(rows, given | dict(zip(words[::2], words[1::2])))
+        found = read_row(kind, columns, row, CHATML)
+        assert found == (row["chosen"] if "text" in reason else Chat(TALK, trained=(False, True))), "the advice works"
+    labels = {"label": [[False], [True, False, None], [1, 0], [1.0, 0.0, None]], "kto_tag": [["true", "false"]]}
+    for name, values in ((name, one) for name, columns in labels.items() for one in columns):
+        rows = {"prompt": ["Hi"] * len(values), "completion": ["Hello"] * len(values), name: values}
+        with pytest.raises(UserError, match=rf"KTO: column {name}\).* whose {name} is (false|0|0.0) too. Remove these rows"):
+            choose_columns(datasets.Dataset.from_dict(rows), given)
+    for values in ([True, True], [2, 0], [[0], [1]]):  # nothing is bad, or it means something else
+        rows = {"prompt": ["Hi"] * 2, "completion": ["Hello"] * 2, "label": values}
+        assert choose_columns(datasets.Dataset.from_dict(rows), given) == ("instructions", ("prompt", "completion"))
     assert choose_columns(datasets.Dataset.from_list([{"text": "a", "label": True}]), given) == ("texts", ("text",))
 
 
@@ -552,6 +611,12 @@ def test_a_model_without_a_template_gets_one(tmp_path):
     }.items():
         with pytest.raises(UserError, match=re.escape(reason)):
             form_of(tokenizer_with(None), chat_template=given)
+    assert tuple(chat_template.TEMPLATES) == CHAT_TEMPLATES
+    recipe_config()(chat_template="chatml").validate()
+    with pytest.raises(
+        UserError, match=r"--chat_template chatm: there is no such file or built-in template. Did you mean chatml\?"
+    ):
+        recipe_config()(chat_template="chatm").validate()
     with pytest.raises(UserError, match=r"no chat template, which chats need.* --chat_template plain"):
         form_of(tokenizer_with(None))
 
@@ -585,8 +650,13 @@ def test_max_length_is_chosen_by_the_data_up_to_the_limit_of_the_model(tiny_mode
         finish(form, [broken], tiny_model, tmp_path, skip_broken=True)
     assert "max_length" not in capsys.readouterr().out
     rows[5] = [user("Hi " * 600), answer("Hello")]
-    with pytest.raises(UserError, match=r"1 of 40 rows .* its prompt fills --max_length 512.*: row 6. Correct them"):
+    words = r"1 of 40 rows .*:\n  its prompt fills --max_length 512.* \(the longest prompt has [\d,]+ tokens\): row 6\n"
+    with pytest.raises(UserError, match=words):
         finish(form, rows, tiny_model, tmp_path)
+    longest = next(i for i, label in enumerate(form.encode({"messages": rows[1:2]})["labels"][0]) if label != -100)
+    words = f"longest prompt has {longest} tokens; leave --max_length out to fit the data): row 1\nNo training rows are left."
+    with pytest.raises(UserError, match=re.escape(words)):
+        finish(form, rows[1:2], tiny_model, tmp_path, max_length=4)
 
 
 def test_what_is_special_to_rows_is_stated_once(tiny_model, tmp_path, caplog):
@@ -599,7 +669,7 @@ def test_what_is_special_to_rows_is_stated_once(tiny_model, tmp_path, caplog):
         ),
         "deepseek_r1": (TALK, "the generation prompt is not the beginning of 4 chats", ""),
         "glm4": (TALK, "In 4 rows no token that ends the answer is trained", ""),
-        "chatml": ([user("</s> a"), answer("Hello")], "in the texts of 2 training rows (the first are 1, 2) and 2 eval", ""),
+        "chatml": ([user("</s> a"), answer("Hello")], "in the texts of 2 training rows (1, 2) and 2 eval", ""),
     }
     caplog.set_level("INFO")
     for name, (row, *words) in cases.items():

@@ -107,7 +107,9 @@ def test_the_learning_rate_and_the_type_of_weights_follow_the_model(cache):
 
     rates = [default_lr("some/model", size, is_adapted)[0] for is_adapted in (False, True) for size in (5e8, 8e9, 7e10)]
     assert rates == [5e-5, 2e-5, 1e-5, 5e-4, 2e-4, 1e-4]
-    assert default_lr("some/model", 8_030_000_000, True)[1] == "LoRA adapters of a model with 8.0B parameters"
+    sizes = {8_030_000_000: "8.03B", 134_515_008: "135M", 65_536: "65.5k"}
+    for size, text in sizes.items():
+        assert default_lr("some/model", size, True)[1] == f"LoRA adapters of a model with {text} parameters"
     assert default_lr("builtin:tiny-llama", 1_000_000, True)[0] == OLD["config"]["lr"]
     with pytest.raises(UserError, match=r"--optimizer sgd --lr auto: .* for example --lr 0.01"):
         load(AutoModelForCausalLM, options("--optimizer", "sgd", "--model", locate("builtin:tiny-llama", cache)))

@@ -342,6 +342,8 @@ def test_learning_rates_are_functions_of_the_step():
 
 
 def test_a_second_value_of_an_option_is_refused_with_what_to_type():
+    with pytest.raises(UserError, match=r"--train_file a.jsonl b.jsonl: .* A run reads one file. .* --dataset FOLDER\."):
+        parse_config(RecipeConfig, ["--train_file", "a.jsonl", "b.jsonl"])
     with pytest.raises(UserError, match=r"--report_to wandb tensorboard: .* Type --report_to wandb,tensorboard\."):
         parse_config(TrainConfig, ["--report_to", "wandb", "tensorboard"])
     with pytest.raises(UserError, match=r"--run_name my run: .* Put a value with spaces into quotes\."):

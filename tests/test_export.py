@@ -231,6 +231,7 @@ def test_adapters_are_trained_further_and_such_a_run_resumes_bit_identical(adapt
     assert evaluations(one)[0]["loss"] == pytest.approx(before["loss"], rel=1e-5), "it begins where the first run ended"
     assert evaluations(one)[-1]["loss"] != pytest.approx(before["loss"], rel=1e-3)
     run_ranks(1, classify, *options, "--model", copy, "--resume", one / "step_00000002", "--output_dir", two).well()
+    assert "\n`base`, fine-tuned with" in (one / "model" / "README.md").read_text(), "and not the folder of the adapters"
     out = export.from_checkpoint(str(one), str(tmp_path / "out"))
     first, *others = (place / "adapter" / "adapter_model.safetensors" for place in (one / "model", two / "model", out))
     for other in others:

@@ -113,8 +113,10 @@ def test_one_report_has_all_broken_rows_of_all_kinds_by_their_numbers_in_the_fil
         with pytest.raises(UserError) as error:
             check()
         assert str(error.value) == (
-            f"5 of 60 rows of {path} cannot be used: its text is empty: row 3 (line 4), row 13 (line 15); it has no label: row 8 "
-            "(line 10); its label is not a finite number: row 12 (line 14, 'n/a'), row 13 (line 15, 'inf'), row 31 (line 33, '1,5'). "
+            f"5 of 60 rows of {path} cannot be used:\n"
+            "  its text is empty: row 3 (line 4), row 13 (line 15)\n"
+            "  it has no label: row 8 (line 10)\n"
+            "  its label is not a finite number: row 12 (line 14, 'n/a'), row 13 (line 15, 'inf'), row 31 (line 33, '1,5')\n"
             "Correct them, or leave them out with --skip_broken."
         )
     cfg.skip_broken = True

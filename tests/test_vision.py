@@ -103,7 +103,7 @@ def test_broken_images_are_named_or_dropped_and_a_corrected_one_is_checked_again
     broken.write_bytes(whole[: len(whole) // 2])
     cfg = Config(train_file=str(folder), eval_file=str(folder), cache_dir=cache)
     with pytest.raises(
-        UserError, match=rf"1 of 6 rows of {folder} cannot be used: its image cannot be read: {broken}: .*runcated"
+        UserError, match=rf"1 of 6 rows of {folder} cannot be used:\n  its image cannot be read: {broken}: .*runcated"
     ):
         loaded(cfg)
     cfg.skip_broken = True

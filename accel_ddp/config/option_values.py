@@ -1,8 +1,9 @@
-"""The values of `--best_metric`, and of `--profile` and `--profile_ranks`: which metric, steps and ranks they select."""
+"""The values of `--best_metric`, `--profile`, `--profile_ranks` and `--chat_template`: what they select, and checks of them."""
 
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from accel_ddp.errors import UserError
@@ -179,3 +180,15 @@ def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) 
         have = f"{num_ranks} ranks, from 0 to {num_ranks - 1}" if num_ranks > 1 else "one rank, which is rank 0"
         raise UserError(f"--profile_ranks {text}: there is no rank {ranks[-1]}. This run has {have}. Type --profile_ranks all.")
     return ranks
+
+
+CHAT_TEMPLATES = ("plain", "chatml", "llama3", "gemma", "mistral")  # the names in tasks/chat_template.py
+
+
+def check_template(given: str) -> None:
+    """Raise UserError if `--chat_template` is not a built-in template, a file, or the text of a template."""
+    if given and given not in CHAT_TEMPLATES and not ("{%" in given or "{{" in given) and not Path(given).is_file():
+        raise UserError(
+            f"--chat_template {given}: there is no such file or built-in template.{did_you_mean(given, CHAT_TEMPLATES)} "
+            f"Use one of: {', '.join(CHAT_TEMPLATES)}, or a file."
+        )

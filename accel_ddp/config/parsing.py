@@ -130,6 +130,8 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
             raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
         if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
             meant = f"Type --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
+            if name in ("train_file", "eval_file"):
+                meant = "A run reads one file. Join them, or give a folder that contains only these files: --dataset FOLDER."
             raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0

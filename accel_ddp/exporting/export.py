@@ -369,7 +369,7 @@ def _write(
         name = facts["config"].get("push_to_hub") or "FOLDER"
         code, _, pipeline = _code(partial, original, public_name(base))
         use = code.replace("{model}", pipeline).replace("{folder}", examples.literal(name)).replace("; ", "\n")
-        (partial / "README.md").write_text(card(facts, use))
+        (partial / "README.md").write_text(card(facts, use, base and public_name(base)))
         (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
         if folder.exists():  # hidden first, so that a kill meanwhile leaves no partial folder
             old = folder.with_name(f".{folder.name}.old")

@@ -163,14 +163,15 @@ def with_base(content: bytes, place: str) -> bytes:
     return json.dumps(values, indent=1).encode()
 
 
-def card(facts: dict[str, Any], use: str = "") -> str:
+def card(facts: dict[str, Any], use: str = "", base: str = "") -> str:
     """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
 
-    `facts["config"]` are options without paths. `use` is code that loads the model.
+    `facts["config"]` are options without paths. `use` is code that loads the model. `base` is the model below adapters.
     """
     config, metrics = facts["config"], facts["metrics"]
-    origin = f"`{config.get('model') or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
-    lines = ["---", _head_of_card(facts).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
+    base = base or config.get("model", "")
+    origin = f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
+    lines = ["---", _head_of_card(facts, base).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
     lines += [f"{origin} `{(config.get('train_file') or config.get('dataset', '')) or 'other data'}`.", ""]
     if use:
         lines += ["## Use", "", "```python", use, "```", ""]
@@ -193,12 +194,12 @@ def _describe_evaluation_data(config: dict[str, Any]) -> str:
     return f"the split `{split}` of `{data}`" if split else f"the evaluation rows of `{data or 'other data'}`"
 
 
-def _head_of_card(facts: dict[str, Any]) -> "ModelCardData":
+def _head_of_card(facts: dict[str, Any], base: str) -> "ModelCardData":
     """Return what the Hub reads of a model card."""
     from huggingface_hub import EvalResult, ModelCardData
 
     config, task = facts["config"], TASKS.get(facts["recipe"])
-    base, data = config.get("model", ""), (config.get("train_file") or config.get("dataset", ""))
+    data = config.get("train_file") or config.get("dataset", "")
     is_name = lambda text: text.count("/") == 1 and "." not in text.split("/")[1][-5:]
     is_dataset = is_name(data) and not config.get("train_file")
     tested = config.get("eval_file") or data or "unknown"

@@ -27,6 +27,7 @@ from accel_ddp.sources.table_files import (
     load_file,
     require_file,
 )
+from accel_ddp.text import counted
 
 if TYPE_CHECKING:
     import datasets
@@ -294,21 +295,21 @@ def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["da
         return clean
     found = _describe_broken(clean, problems, cfg)
     if any(map(all, problems)):
-        raise UserError(f"{found} No {'training' if all(problems[0]) else 'evaluation'} rows are left.")
+        raise UserError(f"{found}\nNo {'training' if all(problems[0]) else 'evaluation'} rows are left.")
     if not cfg.skip_broken:
-        raise UserError(f"{found} Correct them, or leave them out with --skip_broken.")
+        raise UserError(f"{found}\nCorrect them, or leave them out with --skip_broken.")
     warn(f"--skip_broken: {found}")
     keep = lambda rows, texts: _select(rows, np.flatnonzero([not text for text in texts])) if any(texts) else rows
     return [keep(rows, texts) for rows, texts in zip(clean, problems)]
 
 
 def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]], cfg: RecipeConfig) -> str:
-    """Return a sentence for each file with the number of broken rows, their kinds, and the first rows of each kind."""
+    """Return a line for each file with the number of its broken rows, followed by a line for each kind of problem."""
     source = cfg.train_file or cfg.dataset
     sources = [source, cfg.eval_file or source]
     if not cfg.eval_file and (not cfg.train_file or cfg.train_file.endswith(".npz")):  # evaluation rows were not set aside
         sources = [f"{source} (training)", f"{source} (evaluation)"]
-    sentences = []
+    lines = []
     for place in dict.fromkeys(sources):
         broken, total = {}, set()
         for rows, texts, its_place in zip(tables, problems, sources):
@@ -317,12 +318,12 @@ def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]]
                 total.update(numbers)
                 broken |= {number: text for number, text in zip(numbers, texts) if text}
         if broken:
-            kinds = _describe_kinds(broken, place)
-            sentences.append(f"{len(broken):,} of {len(total):,} rows of {place} cannot be used: {kinds}.")
-    return " ".join(sentences)
+            lines.append(f"{len(broken):,} of {counted(len(total), 'row')} of {place} cannot be used:")
+            lines += [f"  {kind}" for kind in _describe_kinds(broken, place)]
+    return "\n".join(lines)
 
 
-def _describe_kinds(broken: dict[int, str], place: str) -> str:
+def _describe_kinds(broken: dict[int, str], place: str) -> list[str]:
     """Return each kind of problem with its number of rows and its first rows. Rows and lines count from 1."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for number in sorted(broken):
@@ -342,4 +343,4 @@ def _describe_kinds(broken: dict[int, str], place: str) -> str:
         described.append(f"{kind}: {count}{', '.join(shown)}")
     if (rest := len(kinds) - 2 * SHOWN) > 0:
         described.append(f"and {rest:,} other problems")
-    return "; ".join(described)
+    return described

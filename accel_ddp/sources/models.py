@@ -23,6 +23,7 @@ from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
 from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
+from accel_ddp.text import format_si
 from accel_ddp.training.optim import freeze
 from accel_ddp.training.sharding import sharding_options
 
@@ -106,7 +107,7 @@ def default_lr(name: str, size: int, is_adapted: bool) -> tuple[float, str]:
     if name.startswith(NEW_MODELS):
         return NEW_LR, "this built-in model starts with random weights"
     rate = next(rate for limit, rate in (ADAPTER_LR if is_adapted else WHOLE_LR).items() if size < limit)
-    count = f"{size / 1e9:.1f}B" if size >= 1e9 else f"{size / 1e6:.0f}M"
+    count = format_si(size).replace(" ", "").replace("G", "B")
     return rate, f"{'LoRA adapters' if is_adapted else 'all weights'} of a model with {count} parameters"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_ddp import phases
-from accel_ddp.config.choices import choose
+from accel_ddp.config.choices import choose, reasons
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object
 from accel_ddp.sources import models
@@ -27,6 +27,7 @@ from accel_ddp.tasks.chat_rows import (
     choose_columns,
     leave_out_first,
     read_row,
+    without_none,
 )
 from accel_ddp.tasks.chat_template import (
     CONTROL,
@@ -49,6 +50,7 @@ from accel_ddp.tasks.chat_template import (
     unmarked,
 )
 from accel_ddp.tasks.examples import shorten
+from accel_ddp.text import counted, listed
 
 if TYPE_CHECKING:
     import datasets
@@ -157,7 +159,10 @@ class Format:
             self._choose_length(tables, cfg)
         width, is_cut = cfg.max_length, self.kind != "texts"
         if is_cut and self.row_format > 1:
-            reason = f"its prompt fills --max_length {width}, so that nothing of its answer is left (give a higher value)"
+            longest = max(int(_column(rows, "first").max(initial=0)) for rows in tables)
+            hint = "; leave --max_length out to fit the data" if "max_length" not in reasons(cfg) else ""
+            reason = f"its prompt fills --max_length {width} and leaves no room for its answer (the longest prompt has "
+            reason += f"{counted(longest, 'token')}{hint})"
             tables = [_add_problem(rows, _column(rows, "first") >= width, reason) for rows in tables]
         tables = drop_broken(tables, cfg)
         self._report(tables)
@@ -196,7 +201,7 @@ class Format:
         known = (self.tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", None))
         limit = min((number for number in known if number and 0 < number < 1e9), default=0)  # without one it is 1e30
         longest = max(int(_column(rows, "length")[some].max(initial=1)) for rows, some in zip(tables, usable))
-        whole = f"the longest row has {longest:,} tokens"
+        whole = f"the longest row has {counted(longest, 'token')}"
         if self.kind == "texts":
             choose(cfg, "max_length", min(limit or TEXT_LENGTH, TEXT_LENGTH), f"for plain texts; {whole}")
             return
@@ -232,15 +237,20 @@ class Format:
             )
         if number[NO_PREFIX]:
             log.info(
-                f"the generation prompt is not the beginning of {number[NO_PREFIX]:,} chats (the template adds or changes something, "
-                "or an answer begins inside a token): their answers are trained from the first token that differs"
+                f"the generation prompt is not the beginning of {counted(number[NO_PREFIX], 'chat')} (the template adds or changes "
+                "something, or an answer begins inside a token): their answers are trained from the first token that differs"
             )
         if number[NO_END]:
-            warn(f"In {number[NO_END]:,} rows no token that ends the answer is trained, so the model may not learn to stop.")
+            warn(
+                f"In {counted(number[NO_END], 'row')} no token that ends the answer is trained, so the model may not learn to stop."
+            )
         if number[CONTROL]:
             found = [np.unique(row_numbers(rows)[_column(rows, "notes") & CONTROL > 0]) + 1 for rows in tables]
-            first = lambda rows: ", ".join(map(str, rows[:5]))
-            parts = [f"{len(rows):,} {name} rows (the first are {first(rows)})" for rows, name in zip(found, TABLES) if len(rows)]
+            parts = [
+                f"{counted(len(rows), f'{name} row')} ({listed(map(str, rows), 5)})"
+                for rows, name in zip(found, TABLES)
+                if len(rows)
+            ]
             warn(
                 f"Control tokens stand in the texts of {' and '.join(parts)}. They are trained as ordinary text: the text is the same, "
                 "and its tokens are not those that separate turns and texts."
@@ -318,8 +328,14 @@ class Format:
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
         row = {column: values[i] for column, values in rows.items()}
         found = read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
-        is_begun = isinstance(found, Chat) and self.template and self.template.begins_with_user
-        return leave_out_first(found) if is_begun else found
+        if not isinstance(found, Chat) or not self.template:
+            return found
+        if self.row_format == 1 and self.kind == "chats":  # templates were given parts as they are
+            given = Chat([without_none(message) for message in row[self.columns[0]]])
+            is_joined = any(isinstance(message.get("content") or message.get("value"), list) for message in given.messages)
+            if is_joined and self.template.render(given)[0] != self.template.render(found)[0]:
+                raise UnusableRow("a message has its content in parts, which the chat template does not join. Write one text")
+        return leave_out_first(found) if self.template.begins_with_user and self.row_format > 1 else found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
         """Return a text, or a prompt and its answer, with one end token. Control tokens inside are ordinary text."""

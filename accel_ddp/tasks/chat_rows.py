@@ -20,8 +20,10 @@ USUAL_COLUMNS = {
 }
 # Columns of chats and of prompts with answers that are read too, where a row has content there.
 TEMPLATE_COLUMNS = ("documents", "chat_template_kwargs")
-OPTIONAL_COLUMNS = ("system", "tools", "functions", "history", *TEMPLATE_COLUMNS)
-MEDIA_COLUMNS = ("images", "videos", "audios")
+SYSTEM_COLUMNS = ("system", "system_prompt")
+OPTIONAL_COLUMNS = (*SYSTEM_COLUMNS, "tools", "functions", "history", *TEMPLATE_COLUMNS)
+INPUT_COLUMNS = {"instruction": ("input", "context"), "question": ("context",)}  # what a prompt is about: Alpaca, Dolly
+MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 
 
 def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: int = 2) -> tuple[str, tuple[str, ...]]:
@@ -33,12 +35,12 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: 
     messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
     is_open = not any(given.values())
     if row_format > 1 and not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
-        _refuse_preferences(rows, messages or prompt)
+        _refuse_preferences(rows, prompt or messages)
     if messages and (given["messages_column"] or is_open):
         return "chats", (messages,)
     if prompt and answer and (given["prompt_column"] or given["answer_column"] or is_open):
-        more = ("input",) if prompt == "instruction" and "input" in rows.column_names else ()
-        return "instructions", (prompt, *more, answer)
+        more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in rows.column_names and name != answer]
+        return "instructions", (prompt, *(name for name in more if row_format > 1 or name == "input"), answer)
     if text:
         return "texts", (text,)
     raise UserError(
@@ -52,20 +54,21 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
     """Raise UserError for pairs of a good and a bad answer, and for answers that are labeled as good or bad."""
     names = rows.column_names
     if {"chosen", "rejected"} <= {*names}:
-        is_chat = not isinstance(rows[0]["chosen"], str)
-        whole = "--messages_column chosen" + " if it has whole chats" * bool(prompt) if is_chat else ""
-        pairs = [f"--prompt_column {prompt} --answer_column chosen"] if prompt else []
+        first = rows[0]["chosen"] if isinstance(rows[0]["chosen"], list) else []
+        roles = [message.get("role") or message.get("from") for message in first if isinstance(message, dict)]
+        is_whole = "user" in roles or "human" in roles
+        pair = f"--prompt_column {prompt} --answer_column chosen" if prompt else "--text_column chosen"
         raise UserError(
             "The data have preferences (columns chosen and rejected), and no recipe learns preferences yet. sft would train rejected "
-            f"answers too. To train on the chosen answers only, name their columns: {' or '.join([*pairs, *filter(None, [whole])])}."
+            f"answers too. To train on the chosen answers only, type {'--messages_column chosen' if is_whole else pair}."
         )
     label = next((name for name in ("kto_tag", "label") if name in names), "")
-    values = {str(value).lower() for value in rows[:1000][label]} if label and prompt else set()
-    if values and values <= {"true", "false"}:
+    values = {str(value).lower() for value in rows.select_columns([label])[:][label]} if label and prompt else set()
+    if (bad := values & {"false", "0", "0.0"}) and values <= {*bad, "true", "1", "1.0", "none", "nan"}:
         raise UserError(
             f"The data have answers that are labeled as good or bad (KTO: column {label}), and no recipe learns such labels yet. sft "
-            f"would train the answers whose {label} is false too. Keep the rows whose {label} is true. If the column means something "
-            "else, name the columns to train on (--messages_column, or --prompt_column and --answer_column)."
+            f"would train the answers whose {label} is {min(bad)} too. Remove these rows. If the column means something else, name the "
+            "columns to train on (--messages_column, or --prompt_column and --answer_column)."
         )
 
 
@@ -110,15 +113,17 @@ def read_row(
     """
     if kind == "texts":
         return check_text(row[columns[0]], columns[0])
-    if row_format > 1 and (found := next((name for name in MEDIA_COLUMNS if row.get(name)), "")):
+    extra = {name: row[name] for name in OPTIONAL_COLUMNS if name not in columns and row.get(name) not in (*EMPTY, "[]", "{}")}
+    if row_format == 1:
+        _check_old(kind, columns, row, extra)
+    elif found := next((name for name in MEDIA_COLUMNS if name not in columns and row.get(name)), ""):
         raise UnusableRow(f"sft trains text only, and its column {found} has content")
-    extra = {name: row[name] for name in OPTIONAL_COLUMNS if row.get(name) not in (*EMPTY, "[]", "{}")}
     before, after = row[columns[0]], row[columns[-1]]
     if kind == "chats":
         before, after = [], read_json(after, f"the column {columns[0]}")
         if not isinstance(after, list):
             raise UnusableRow(f"the column {columns[0]} is not a list of messages")
-    elif isinstance(before, str | None) and isinstance(after, str | None):
+    elif not isinstance(before, list | dict) and not isinstance(after, list | dict):
         texts = [
             check_text(row[name], name, may_be_empty=name in columns[1:-1]) for name in columns
         ]  # Alpaca's `input` may be empty
@@ -139,12 +144,37 @@ def read_row(
     if [message for message, _ in after[: len(before)]] == [message for message, _ in before]:
         after = after[len(before) :]  # an answer that is a whole chat, which begins with the prompt
     messages, weights = [message for message, _ in before + after], [0] * len(before) + [weight for _, weight in after]
-    if system := check_text(extra.pop("system", None), "system", may_be_empty=True):
+    for name in [name for name in SYSTEM_COLUMNS if name in extra]:
+        system = check_text(extra.pop(name), name, may_be_empty=True)
         if not messages or messages[0]["role"] != "system":
             messages, weights = [{"role": "system", "content": system}, *messages], [0, *weights]
         elif messages[0]["content"] != system:
-            raise UnusableRow("it has a system prompt in the column system and another one in its messages")
+            raise UnusableRow(f"it has a system prompt in the column {name} and another one in its messages")
     return _make_chat(messages, weights, extra)
+
+
+def _check_old(kind: str, columns: tuple[str, ...], row: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Raise UnusableRow for what format 1 cannot include, so that old runs with `--skip_broken` resume with the same rows."""
+    extra.pop("system_prompt", None)  # was not read
+    if extra:
+        raise UnusableRow(f"its column {min(extra)} has content, which --row_format 1 cannot include")
+    if kind == "instructions":
+        for name in columns:
+            check_text(row[name], name, may_be_empty=True)
+        return
+    if not isinstance(row[columns[0]], list):
+        raise UnusableRow(f"the column {columns[0]} is not a list of messages")
+    for number, message in enumerate(one for one in row[columns[0]] if isinstance(one, dict)):
+        role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
+        found = [key for key in ("tool_calls", "function_call", *REASONING) if message.get(key)]
+        if found or role in CALL_ROLES:
+            raise UnusableRow(f"a message has {[*found, role][0]}, which --row_format 1 cannot include")
+        if message.get("weight") not in (None, 1):
+            raise UnusableRow(f"a message has the weight {message['weight']}, and --row_format 1 learns all answers")
+        if number == 0 and OLD_ROLES.get(role, role) == "assistant":
+            raise UnusableRow("it begins with an answer")
+        if isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content):
+            raise UnusableRow("a message has a part that is not of the type text")
 
 
 def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[str, Any]) -> Chat:
@@ -215,9 +245,8 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
     weights = [message.pop(key) for key in WEIGHTS[: 1 if row_format == 1 else None] if key in message]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:
         raise UnusableRow(f"the weight of a message is {wrong[0]!r:.40}, and not 0 or 1")
-    if call := message.pop("function_call", None):
-        message["tool_calls"] = [*message.get("tool_calls", []), call]
-    if calls := message.get("tool_calls"):
+    found = [read_json(message.pop(key), key) for key in ("tool_calls", "function_call") if message.get(key)]
+    if calls := [call for one in found for call in (one if isinstance(one, list) else [one])]:
         message["tool_calls"] = [_read_call(call, number) for number, call in enumerate(calls, start=1)]
     if thoughts := {check_text(message.pop(key), key, may_be_empty=True) for key in REASONING if message.get(key)}:
         if len(thoughts) > 1:
@@ -273,12 +302,24 @@ def _read_call(given: Any, number: int) -> dict[str, Any]:
 def _read_tools(given: Any, column: str) -> list[dict[str, Any]]:
     """Return descriptions of tools in OpenAI's form. A table often has them as JSON, because each has another schema."""
     tools = read_json(without_none(given), f"the column {column}")
-    found = [read_json(tool, f"a tool of the column {column}") for tool in (tools if isinstance(tools, list) else [tools])]
-    for tool in found:
-        if not isinstance(tool, dict) or not (isinstance(tool.get("name"), str) or "type" in tool or "function" in tool):
-            raise UnusableRow(f"the column {column} is not a list of tools with names")
-    inner = lambda tool: {key: value for key, value in tool.items() if key != "type"}
-    return [{"type": "function", "function": inner(tool)} if "name" in tool else tool for tool in found]
+    return [_read_tool(tool, f"a tool of the column {column}") for tool in (tools if isinstance(tools, list) else [tools])]
+
+
+def _read_tool(given: Any, what: str) -> dict[str, Any]:
+    tool = read_json(given, what)
+    if isinstance(tool, dict) and "function" not in tool:
+        if "name" not in tool and isinstance(tool.get("type"), str) and tool["type"] != "function":
+            return tool  # of the server, such as {"type": "web_search"}
+        tool = {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    function = read_json(tool["function"], what) if isinstance(tool, dict) else {}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UnusableRow(f"{what} is not an object with a name\t{given!r:.40}")
+    if "parameters" in function:
+        function = {**function, "parameters": read_json(function["parameters"], f"the parameters of {what}")}
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
+        raise UnusableRow(f"the parameters of {what} are not a JSON schema\t{schema!r:.40}")
+    return {**tool, "function": function}
 
 
 def read_json(value: Any, what: str) -> Any:
@@ -293,7 +334,7 @@ def read_json(value: Any, what: str) -> Any:
 
 def check_text(value: Any, column: str, may_be_empty: bool = False) -> str:
     if value is not None and not isinstance(value, str):
-        raise UnusableRow(f"its {column} is {value!r:.40}, not text")
+        raise UnusableRow(f"its {column} is not text\t{value!r:.40}")
     if not (value or "").strip() and not may_be_empty:
         raise UnusableRow(f"its {column} is empty")
     return value or ""
