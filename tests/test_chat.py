@@ -552,6 +552,9 @@ def test_a_model_without_a_template_gets_one(tmp_path):
     }.items():
         with pytest.raises(UserError, match=re.escape(reason)):
             form_of(tokenizer_with(None), chat_template=given)
+    tokenizer = tokenizer_with(None)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    assert form_of(tokenizer, chat_template="plain").template.end == tokenizer.eos_token
     with pytest.raises(UserError, match=r"no chat template, which chats need.* --chat_template plain"):
         form_of(tokenizer_with(None))
 
