@@ -159,22 +159,18 @@ def test_an_answer_that_begins_inside_a_token_is_trained_from_this_token():
     assert ["tokens of its prompt change" in problem for problem in old] == [True, False]
 
 
-def test_control_tokens_in_texts_without_a_template_stay_text(tokenizer):
-    """Only a token at the beginning and the end of a text is real. Rows of format 1 make all of them real."""
+def test_control_tokens_in_texts_without_a_template_are_those_of_the_tokenizer(tokenizer):
+    """A text may be a formatted chat. Its rows are reported, and a text that ends with the end token has it once."""
     tokenizer.chat_template = None
-    count = lambda ids: [ids.count(tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    end = tokenizer.eos_token
     for columns in (("text",), ("prompt", "answer")):
-        texts = ["Hello </s> you<s>today?", "Hello you today?"]
-        rows = {name: [*texts, "<s>" * (name != "answer") + texts[1] + "</s>" * (name != "prompt")] for name in columns}
+        texts = [f"Hello {end} you", "Hello you", "Hello you"]
+        rows = {name: [*texts[:2], texts[2] + end * (name != "prompt")] for name in columns}
         done = form_of(tokenizer, " ".join(columns)).encode(rows)
-        (tricky, plain, ended), begin = done["input_ids"], tokenizer.bos_token_id
+        number = [ids.count(tokenizer.eos_token_id) for ids in done["input_ids"]]
         assert (done["problem"], done["notes"]) == ([""] * 3, [chat_template.CONTROL, 0, 0])
-        assert count(tricky) == count(plain) == [plain[0] == begin, 1]
-        assert (count(ended), ended[0], ended[-1]) == ([1, 1], begin, tokenizer.eos_token_id)
-        shown = re.sub("[ ▁]|##", "", tokenizer.decode(tricky)).lower()
-        assert shown.count("hello</s>you<s>today?") == len(columns), shown
-        old = form_of(tokenizer, " ".join(columns), row_format=1).encode(rows)
-        assert (count(old["input_ids"][0])[1], old["notes"]) == (len(columns) + 1, [0, 0, 0])
+        assert number == [len(columns) + 1, 1, 1]
+        assert done["input_ids"][1] == done["input_ids"][2]
 
 
 def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_generation(tokenizer):
@@ -617,6 +613,9 @@ def test_a_model_without_a_template_gets_one(tmp_path):
         UserError, match=r"--chat_template chatm: there is no such file or built-in template. Did you mean chatml\?"
     ):
         recipe_config()(chat_template="chatm").validate()
+    tokenizer = tokenizer_with(None)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    assert form_of(tokenizer, chat_template="plain").template.end == tokenizer.eos_token
     with pytest.raises(UserError, match=r"no chat template, which chats need.* --chat_template plain"):
         form_of(tokenizer_with(None))
 

@@ -31,11 +31,9 @@ from accel_ddp.tasks.chat_rows import (
 )
 from accel_ddp.tasks.chat_template import (
     CONTROL,
-    LEFT,
     LEFT_OUT,
     NO_END,
     NO_PREFIX,
-    RIGHT,
     SPLIT,
     TEMPLATES,
     THOUGHTS,
@@ -43,7 +41,6 @@ from accel_ddp.tasks.chat_template import (
     Template,
     any_of,
     encode_marked,
-    mark,
     set_template,
     special_tokens,
     tokenize,
@@ -251,10 +248,9 @@ class Format:
                 for rows, name in zip(found, TABLES)
                 if len(rows)
             ]
-            warn(
-                f"Control tokens stand in the texts of {' and '.join(parts)}. They are trained as ordinary text: the text is the same, "
-                "and its tokens are not those that separate turns and texts."
-            )
+            as_text = "are trained as ordinary text: the text is the same, and its tokens are not those that separate turns"
+            what = as_text if self.template else "stay control tokens, because a text may be a formatted chat"
+            warn(f"Control tokens stand in the texts of {' and '.join(parts)}. They {what}.")
 
     def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
         """Return rows of at most `width` tokens. A text becomes as many rows as it needs. Other rows are truncated."""
@@ -338,15 +334,18 @@ class Format:
         return leave_out_first(found) if self.template.begins_with_user and self.row_format > 1 else found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
-        """Return a text, or a prompt and its answer, with one end token. Control tokens inside are ordinary text."""
+        """Return a text, or a prompt and its answer, with one end token.
+
+        Control tokens in it are real ones, because it may be a formatted chat. Their rows are reported.
+        """
         prompt, answer = ("", row) if isinstance(row, str) else (row.prompt + self.separator, row.answer)
-        first, end = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+        end = self.tokenizer.eos_token or ""
+        is_noted = False
         if self.row_format > 1:
-            prompt, answer = mark([prompt, answer.removesuffix(end)], self.controls)
-        text, begun = f"{prompt}{answer}{end}", f"{LEFT}{first}{RIGHT}"
-        text = first + text.removeprefix(begun) if text.startswith(begun) else text
-        answers = [] if isinstance(row, str) else [(len(text) - len(answer + end), len(text))]
-        return Rendered(text, answers, notes=CONTROL * (LEFT in text))
+            answer = answer.removesuffix(end)
+            is_noted = bool(self.controls.search((prompt + answer).removeprefix(self.tokenizer.bos_token or "")))
+        text = f"{prompt}{answer}{end}"
+        return Rendered(text, [] if isinstance(row, str) else [(len(prompt), len(text))], notes=CONTROL * is_noted)
 
     def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], int, str]]:
         """Return ids, labels, notes and the problem of each row, with the tokens that the tokenizer puts before every text."""

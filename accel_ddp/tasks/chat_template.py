@@ -397,7 +397,7 @@ def _fields(chat: Chat) -> Iterator[tuple[str, int, list[str]]]:
         with_call = " with tool_calls" if message.get("tool_calls") else ""
         yield "system" if role == "system" else f"content of a {role} message{with_call}", place, [content]
         if message.get("name") and role in ("user", "system"):
-            yield "name", place, [message["name"]]
+            yield "name", place, _texts(message["name"])
         if thoughts := message.get("reasoning_content"):
             yield "reasoning_content", place, [thoughts]
         for call in message.get("tool_calls") or ():
