@@ -164,7 +164,7 @@ def test_control_tokens_in_texts_without_a_template_are_those_of_the_tokenizer(t
     tokenizer.chat_template = None
     end = tokenizer.eos_token
     for columns in (("text",), ("prompt", "answer")):
-        texts = [f"Hello {end} you", "Hello you", "Hello you"]
+        texts = [f" Hello {end} you", " Hello you", " Hello you"]
         rows = {name: [*texts[:2], texts[2] + end * (name != "prompt")] for name in columns}
         done = form_of(tokenizer, " ".join(columns)).encode(rows)
         number = [ids.count(tokenizer.eos_token_id) for ids in done["input_ids"]]
