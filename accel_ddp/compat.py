@@ -457,7 +457,7 @@ def keep_forks_apart_from_starts() -> None:
 
 
 def set_template_date(template: str, day: "date") -> None:
-    """Let a chat template write this day instead of today, in this process. transformers offers no option. Tested with 5.22."""
+    """Let a chat template write this day instead of today, in this process. Tested with transformers 5.22, which has no option."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     _compile_jinja_template(template).environment.globals["strftime_now"] = day.strftime  # it is compiled once

@@ -89,9 +89,8 @@ def segments_of(row: Row, is_flash: bool) -> Segments:
     starts = F.pad(ends, (1, 1)).to(torch.int32)
     starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronize with the device
     numbers = None
-    if (
-        row.positions is not None
-    ):  # behind the starts of the texts: the end of the last one, and empty texts at the end of the row
+    if row.positions is not None:
+        # Behind the starts of the texts: the end of the last one, and empty texts at the end of the row.
         is_first = flat & (row.positions == 0).flatten()
         numbers = is_first.cumsum(0) - 1
         starts = torch.full((row.texts + 2,), tokens, device=mask.device)

@@ -116,6 +116,8 @@ class PaddingFree:
                 )
             self._clear()
             self.row = row
+            if row is not None and mask is None:  # otherwise transformers looks for texts in the positions, and waits for the GPU
+                kwargs["attention_mask"] = row.mask
             token = is_active.set(row is not None)
             try:
                 return original(*args, **kwargs)

@@ -222,9 +222,8 @@ class Format:
         number = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT)}
         if number[LEFT_OUT]:
             chats = len(np.unique(sources[notes & LEFT_OUT > 0]))
-            warn(
-                f"{chats:,} chats begin with an answer, which is left out: the template rejects chats that do not begin with a user."
-            )
+            what = "begin with an answer, which is left out: the template rejects chats that do not begin with a user"
+            warn(f"{chats:,} chats {what}.")
         if number[SPLIT]:
             chats = len(np.unique(sources[notes & SPLIT > 0]))
             log.info(f"the template rewrites earlier turns: {chats:,} chats become {number[SPLIT]:,} examples, one per answer")
