@@ -101,12 +101,9 @@ def test_the_test_command_is_what_ci_runs():
 
 
 def by_page(commands: list[str]) -> list:
-    """Return the commands as parameters. Those that are on none of DEFAULT_PAGES are slow, and `verify`, which has its own tests."""
+    """Return the commands as parameters. Those that are on none of DEFAULT_PAGES are slow."""
     default = {block.text for page in USER_PAGES if page.name in DEFAULT_PAGES for block in blocks_of(page)}
-    return [
-        pytest.param(command, marks=[] if command in default and "verify" not in command else [pytest.mark.slow])
-        for command in commands
-    ]
+    return [pytest.param(command, marks=[] if command in default else [pytest.mark.slow]) for command in commands]
 
 
 @pytest.mark.parametrize("command", by_page(blocks("bash")[2:]))
