@@ -301,7 +301,7 @@ class Format:
             if not isinstance(row, Chat):
                 return unmarked(rendered.text[: rendered.answers[0][0]])
             first = row.trained.index(True)
-            return [{**message, "content": shorten(message["content"])} for message in row.messages[:first]]
+            return [{**message, "content": shorten(message.get("content") or "")} for message in row.messages[:first]]
         return "Hi"
 
     def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
