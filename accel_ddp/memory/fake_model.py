@@ -212,7 +212,7 @@ def quiet() -> Iterator[None]:
 
 
 def make_batch(fake: FakeModel, cfg: Any, texts: int, for_evaluation: bool = False) -> Batch:
-    """Return a micro-batch of `texts` items: the longest rows, or the largest that options allow. Call it inside of the fake mode."""
+    """Return a micro-batch of `texts` items: the longest rows, or the largest that options allow. Call it in fake mode."""
     if fake.model_class == IMAGES:
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
         side = side if isinstance(side, int) else max(side)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_ddp import compat
+from accel_ddp.config.option_values import check_template
 from accel_ddp.errors import UserError
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow
-from accel_ddp.text import did_you_mean
 
 _SYSTEM = (
     "{% set ns = namespace(head='') %}{{ bos_token }}{% for m in messages %}"
@@ -89,6 +89,7 @@ class Place(NamedTuple):
 def set_template(tokenizer: Any, cfg: Any) -> None:
     """Set the template that `--chat_template` names: built-in, a file, or the text of one."""
     given, known = cfg.chat_template, tokenizer.get_vocab()
+    check_template(given)
     if given in TEMPLATES:
         usable = [name for name, (_, needed) in TEMPLATES.items() if all(getattr(tokenizer, t, t) in known for t in needed)]
         if given not in usable:
@@ -97,11 +98,6 @@ def set_template(tokenizer: Any, cfg: Any) -> None:
                 f"Use one of: {', '.join(usable)}, or a file."
             )
         tokenizer.chat_template = TEMPLATES[given][0]
-    elif given and not ("{%" in given or "{{" in given) and not Path(given).is_file():
-        raise UserError(
-            f"--chat_template {given}: there is no such file or built-in template.{did_you_mean(given, list(TEMPLATES))} "
-            f"Use one of: {', '.join(TEMPLATES)}, or a file."
-        )
     elif given:
         try:
             tokenizer.chat_template = given if "{%" in given or "{{" in given else Path(given).read_text("utf-8")

@@ -144,7 +144,7 @@ def forget_peak(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Compute in float32 inside of the block, so that the rounding of TF32 neither looks like a difference nor hides one.
+    """Compute in float32 inside the block, so that the rounding of TF32 neither looks like a difference nor hides one.
 
     The precision stays as it is in a program that has set `torch.backends.*.fp32_precision`.
     """
@@ -187,7 +187,7 @@ def _computed_alone_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute the functions of torch in float32 at least inside of the block, with one weight of 16 or 4 bits at a time."""
+    """Compute the functions of torch in float32 at least inside the block, with one weight of 16 or 4 bits at a time."""
     layers = [module for module in model.modules() if hasattr(module, "compute_dtype") and hasattr(module, "weight")]
     try:
         for layer in layers:
