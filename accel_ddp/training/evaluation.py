@@ -126,11 +126,11 @@ def _by_dataset(rows: Rows, metrics: Mapping[str, Any], mixture: Mixture) -> dic
     `summarize` itself cannot be called for a part of the items, because recipes compare them with those of the whole table.
     """
     found: dict[str, float] = {}
-    number = len(mixture.numbers)
-    columns = {name: values.astype(np.float64) for name, values in rows.items() if values.shape == (number,)}
-    for name in [name for name in metrics if name in columns]:
-        mean = lambda weights, these=slice(None), of=columns[name]: float(of[these].sum() / weights[these].sum())
-        weights = [np.ones(number), *(values for values in columns.values() if (values >= 0).all() and values.sum() > 0)]
+    columns = {name: values for name, values in rows.items() if values.shape == mixture.numbers.shape}
+    weights = [np.ones(len(mixture.numbers)), *(some for some in columns.values() if some.dtype.kind in "iu" and some.any())]
+    for name in [name for name, value in metrics.items() if name in columns and isinstance(value, numbers.Real)]:
+        values = columns[name].astype(np.float64)
+        mean = lambda weights, these=slice(None), values=values: float(values[these].sum() / (weights[these].sum() or math.nan))
         if (used := next((some for some in weights if math.isclose(mean(some), metrics[name], rel_tol=1e-5)), None)) is None:
             continue
         for at, dataset in enumerate(mixture.names):

@@ -105,11 +105,14 @@ class MixedShuffle:
     def __init__(self, mixture: Mixture, seed: int):
         self.names, self.sizes, self.seed = mixture.names, mixture.sizes, seed
         if empty := [name for name, size in zip(self.names, self.sizes) if not size]:
-            raise UserError(f"--train_file: no training rows of {empty[0]} are left. Give it more rows, or leave it out of the mixture.")
+            raise UserError(
+                f"--train_file: no training rows of {empty[0]} are left. Give it more rows, or leave it out of the mixture."
+            )
         total = sum(mixture.weights)
         self.shares = [weight / total for weight in mixture.weights]
         numbers = mixture.numbers
-        self.rows = None if (numbers[1:] >= numbers[:-1]).all() else np.argsort(numbers, kind="stable")  # by dataset; None: they are
+        is_sorted = (numbers[1:] >= numbers[:-1]).all()
+        self.rows = None if is_sorted else np.argsort(numbers, kind="stable")  # by dataset
         self.firsts = np.cumsum([0, *self.sizes])[:-1]
         self.orders = [Shuffle(size, mixed(seed, "dataset", number)) for number, size in enumerate(self.sizes)]
         nodes: list[tuple[float, int, Any]] = [(weight, number, number) for number, weight in enumerate(mixture.weights)]
@@ -155,7 +158,7 @@ class MixedShuffle:
         return self._cached[1], self._cached[2]
 
     def _deal(self, node: Any, first: int, number: int, before: np.ndarray) -> np.ndarray:
-        """Return the datasets of `number` positions of a node of the tree, from `first` on. Store in `before` its rows before `first`."""
+        """Return the datasets of `number` positions of a node, from its position `first` on. `before` gets its rows before `first`."""
         if isinstance(node, int):
             before[node] = first
             return np.full(number, node, dtype=np.int32)
@@ -175,10 +178,17 @@ class MixedShuffle:
         for share, size, (name, times) in zip(self.shares, self.sizes, epochs.items()):
             parts.append(f"{name}: {share * 100:.3g} % of the rows, {times:.3g} epochs of {size:,}")
             if times > max(4, 2 * usual):
-                warnings.append(f"{name}: its {size:,} rows are repeated {times:.1f} times. Give it a lower weight, or more rows.")
+                warnings.append(
+                    f"{name}: its {size:,} rows are repeated {times:.1f} times. Give it a lower weight, or more rows."
+                )
             elif times < 1 <= usual and size <= mean_size:
-                warnings.append(f"{name}: is small, and {1 - times:.0%} of its {size:,} rows are never used. Give it a higher weight.")
+                warnings.append(
+                    f"{name}: is small, and {1 - times:.0%} of its {size:,} rows are never used. Give it a higher weight."
+                )
         return "; ".join(parts), warnings
+
+
+Order = Shuffle | MixedShuffle
 
 
 class Sizes(NamedTuple):
@@ -239,6 +249,7 @@ class TrainBatches:
         self.identity: dict[str, Any] = {"items": len(dataset), "fingerprint": fingerprint}
         mixture = getattr(dataset, "mixture", None)
         self.mixture: Mixture | None = mixture if mixture and mixture.weights else None
+        self._order: MixedShuffle | None = None
         if self.mixture:  # without names: renamed files have the same content
             self.identity["mixture"] = [[weight, size] for weight, size in zip(self.mixture.weights, self.mixture.sizes)]
 
@@ -256,9 +267,26 @@ class TrainBatches:
         """The tokens of each item, or None if they are not known."""
         return None if self.part_lengths is None else self.part_lengths.sum(1)
 
-    def order(self, seed: int) -> Shuffle | MixedShuffle:
+    def order(self, seed: int) -> Order:
         """Return which item each position of the stream has."""
-        return MixedShuffle(self.mixture, seed) if self.mixture else Shuffle(len(self.dataset), seed)
+        return self._mixed_order(seed) or Shuffle(len(self.dataset), seed)
+
+    def _mixed_order(self, seed: int) -> MixedShuffle | None:
+        if self.mixture and (self._order is None or self._order.seed != seed):
+            self._order = MixedShuffle(self.mixture, seed)
+        return self._order
+
+    def counts(self, step: int, cfg: TrainConfig) -> dict[str, int]:
+        """Return the rows of each dataset of a mixture in the first `step` steps, as `rows/NAME`. Without a mixture it is empty."""
+        order = self._mixed_order(cfg.seed)
+        return {f"rows/{name}": number for name, number in order.counts(step * cfg.global_batch_size).items()} if order else {}
+
+    def describe(self, total_steps: int, cfg: TrainConfig) -> tuple[str, list[str]]:
+        """Return lines about how often the items are seen, and warnings."""
+        rows = total_steps * cfg.global_batch_size
+        text = f"{total_steps} steps = {rows / len(self):.2f} epochs of {len(self):,} items"
+        mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
+        return "\n".join(filter(None, (text, mixed_text))), warnings
 
     def items(self, seed: int) -> Dataset:
         """Return the items of the stream, by (position in the stream, index in the dataset)."""
@@ -339,7 +367,7 @@ class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
 
     drop_last = False  # Accelerate reads it
 
-    def __init__(self, order: Shuffle | MixedShuffle, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
+    def __init__(self, order: Order, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
         self.order, self.step, self.lengths = order, step, lengths
         self.batch_size = micro * num_ranks  # Accelerate reads it
         self.groups = count * num_ranks  # micro-batches of a step, over all ranks
