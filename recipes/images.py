@@ -17,7 +17,7 @@ from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import ScoredConfig
+from accel_ddp.config.train_config import IMAGE_FILES, ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 
@@ -28,8 +28,9 @@ class Config(ScoredConfig):
         "mini-resnet", "mini-resnet (small, from scratch), or Hub name or folder of an image classification model"
     )
     dataset: str = "builtin:digits"
+    file_endings = IMAGE_FILES
     train_file: tuple[str, ...] = option(
-        (), "folder with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet"
+        (), "folders with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet .arrow, or patterns of them"
     )
     eval_file: tuple[str, ...] = option((), "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
     image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")

@@ -16,7 +16,7 @@ from typing import Literal
 import accel_ddp
 from accel_ddp.config.option_values import check_template
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import TABLE_FILES, RecipeConfig
 from accel_ddp.entry import run
 
 
@@ -24,7 +24,9 @@ from accel_ddp.entry import run
 class Config(RecipeConfig):
     model: str = option("builtin:tiny-llama", "Hub name, folder, or built-in (pretrained: builtin:SmolLM2-135M-Instruct)")
     dataset: str = "builtin:questions"
-    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
+    train_file: tuple[str, ...] = option(
+        (), f"files, folders or patterns: {TABLE_FILES}, or .txt with a text per line; a mixture: PATH:WEIGHT"
+    )
     messages_column: str = option("", "column of chats; default: messages or conversations", group="data")
     prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
     answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
