@@ -1,5 +1,6 @@
 """The order of items, fingerprints, the tokenization cache and losses."""
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from accel_ddp.config.parsing import parse_config
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import data
+from accel_ddp.sources.many_files import hash_rows
 from accel_ddp.sources.tokenization import fingerprint, map_once, pad_collate
 from accel_ddp.tasks import text_blocks
 from accel_ddp.training.losses import of_tokens
@@ -294,3 +296,161 @@ def test_workers_accept_a_collate_function_that_cannot_be_pickled():
 
 
 # ---------------------------------------------------------------------------------------------- samples
+
+
+# ---------------------------------------------------------------------------------------------- several files
+
+
+def lines_of(name: str, number: int, **more: object) -> str:
+    return "".join(json.dumps({"text": f"{name} {i}", "label": i % 2, **more}) + "\n" for i in range(number))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Files of all kinds below the current folder, with 30 rows in all."""
+    import gzip
+    import lzma
+
+    import datasets
+    import pyarrow as pa
+
+    monkeypatch.chdir(tmp_path)
+    Path("rows/sub").mkdir(parents=True)
+    Path("rows/a.jsonl").write_text(lines_of("a", 4))
+    Path("rows/b.csv").write_text("label,text\n" + "".join(f"{i % 2},b {i}\n" for i in range(5)))
+    with gzip.open("rows/c.jsonl.gz", "wt") as file:
+        file.write(lines_of("c", 2) + "\n" + lines_of("c more", 4))  # a second member, behind an empty line
+    Path("rows/sub/d.jsonl.zst").write_bytes(pa.compress(lines_of("d", 3).encode(), codec="zstd", asbytes=True))
+    Path("rows/sub/e.csv.xz").write_bytes(lzma.compress(b"text,label\n" + b"e,1\n" * 3))
+    made = datasets.Dataset.from_dict({"text": [f"f {i}" for i in range(3)], "label": [0, 1, None]})
+    made.save_to_disk("rows/f")
+    made.to_parquet("rows/g.parquet")
+    with pa.OSFile("rows/h.arrow", "wb") as file, pa.ipc.new_file(file, made.data.schema) as writer:
+        writer.write_table(made.data.table)
+    for name in ("rows/README.md", "rows/notes.txt", "rows/.hidden.jsonl"):
+        Path(name).write_text("not data")
+    Path("rows/empty.jsonl").write_text("")
+    return tmp_path
+
+
+def files_cfg(folder, *files: str, **options) -> RecipeConfig:
+    cfg = RecipeConfig(train_file=files, cache_dir=str(folder / "cache"), **options)
+    cfg.validate()
+    return cfg
+
+
+def test_files_of_all_kinds_are_one_table_and_each_row_knows_its_place(folder, caplog):
+    cfg = files_cfg(folder, "rows", eval_file=["rows/a.jsonl"])
+    rows, _ = data.load_rows(cfg)
+    assert "These are left out: README.md, notes.txt" in caplog.text
+    expected = [*(f"a {i}" for i in range(4)), *(f"b {i}" for i in range(5)), "c 0", "c 1", *(f"c more {i}" for i in range(4))]
+    expected += [f"f {i}" for i in range(3)] * 3 + [f"d {i}" for i in range(3)] + ["e"] * 3
+    assert rows["text"][:] == expected, "in the order of the names, f, g.parquet and h.arrow with the same rows"
+    assert set(rows["label"][:]) == {0, 1, None}, "texts of a .csv became numbers, as in the other files"
+    places = {0: "rows/a.jsonl, row 1", 5: "rows/b.csv, row 2 (line 3)", 12: "rows/c.jsonl.gz, row 4 (line 5)"}
+    places |= {16: "rows/f, row 2", 29: "rows/sub/e.csv.xz, row 3 (line 4)"}
+    assert {number: data.place_of(rows, number) for number in places} == places
+    assert data.dataset_numbers(rows) is None, "a folder is one dataset"
+    patterns = files_cfg(folder, "rows/*.*", "rows/f", "rows/sub/**", eval_file=["rows/a.jsonl"])
+    several, _ = data.load_rows(patterns)
+    assert sorted(several["text"][:]) == sorted(expected)
+    assert fingerprint(data.load_rows(files_cfg(folder, "rows/c.jsonl.gz", eval_file=["rows/a.jsonl"]))[0]) == fingerprint(
+        rows.select(range(9, 15))
+    )
+    drawn = data.draw_sample(several, "max_train_items", files_cfg(folder, max_train_items=12))
+    kept = data.drop_broken([data.with_row_numbers(drawn.add_column("problem", [""] * 12), data.row_numbers(drawn))] * 2, cfg)[0]
+    names, numbers = data.dataset_names(kept), data.dataset_numbers(kept)
+    assert names == ("rows", "f", "sub")
+    assert [names[number] for number in numbers] == [
+        "sub" if text[0] in "de" else "f" if data.place_of(kept, number).startswith("rows/f,") else "rows"
+        for text, number in zip(kept["text"], data.row_numbers(kept).tolist())
+    ]
+    assert kept.mixture.names == names
+    assert kept.mixture.numbers.tolist() == numbers.tolist()
+
+
+def test_a_saved_dataset_with_splits_is_used_like_one_of_the_hub(folder):
+    import datasets
+
+    rows = table(text=[f"s {i}" for i in range(20)], label=[0, 1] * 10)
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(3)), "more": rows.select(range(5))}).save_to_disk("splits")
+    sizes = lambda *files, **options: tuple(map(len, data.load_rows(files_cfg(folder, *files, **options))))
+    assert sizes("splits") == (20, 3)
+    assert sizes("splits", train_split="more", eval_split="train") == (5, 20)
+    assert sizes("splits/more", eval_file=["splits"]) == (5, 3)
+    assert sizes("splits", "rows/a.jsonl", eval_file=["splits/more"]) == (24, 5)
+    assert sum(sizes("splits", eval_fraction=0.5)) == 20
+    for files, split in ((["splits/more"], {"eval_split": "test"}), (["rows/a.jsonl"], {"train_split": "test"})):
+        with pytest.raises(UserError, match="has no splits"):
+            files_cfg(folder, *files, **split)
+
+
+def test_a_fraction_for_the_evaluation_depends_on_the_content_of_rows_only(folder):
+    Path("long.jsonl").write_text(lines_of("x", 2000))
+    both = lines_of("x", 2000).splitlines(keepends=True)[::-1]
+    Path("first.jsonl").write_text("".join(both[:700]))
+    Path("second.jsonl").write_text("".join(json.dumps({"more": None, **json.loads(line)}) + "\n" for line in both[700:]))
+    texts = lambda *files, **options: [set(part["text"][:]) for part in data.load_rows(files_cfg(folder, *files, **options))]
+    train, test = texts("long.jsonl", eval_fraction=0.1)
+    assert abs(len(test) - 200) < 4 * 13.4
+    assert not train & test
+    assert texts("first.jsonl", "second.jsonl", eval_fraction=0.1) == [train, test], "other files, order and columns"
+    assert texts("long.jsonl", eval_fraction=0.1, seed=1)[1] != test
+    more = texts("long.jsonl", eval_fraction=0.2)[1]
+    assert test < more, "a larger fraction adds rows"
+    Path("twice.jsonl").write_text(lines_of("x", 50) * 2)
+    parts = texts("twice.jsonl", eval_fraction=0.3)
+    assert not parts[0] & parts[1], "equal rows are on the same side"
+    nested = table(messages=[[{"role": "user", "content": f"{i}"}] * (i % 3) for i in range(300)], label=[None] * 300)
+    hashed = lambda rows: hash_rows(rows.with_format("arrow")[:], 0).tolist()
+    assert len(set(hashed(nested))) == 201, "100 of them are equal: empty lists"
+    assert hashed(nested.select([7, 5, 6])) == [hashed(nested)[i] for i in (7, 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "words"),
+    [
+        (["rows/a.jsonl", "nowhere.csv"], {}, "--train_file nowhere.csv: there is no such file"),
+        (["rows/a.jsonl", "none/*.csv"], {}, r"--train_file none/\*.csv: no file matches this pattern"),
+        (["void"], {}, "void: the folder contains no files that can be read. It is empty"),
+        (["rows/a.jsonl:0", "rows/b.csv:1"], {}, "rows/a.jsonl:0: the weight must be a number above 0"),
+        (["rows/a.jsonl:-1", "rows/b.csv:1"], {}, "above 0"),
+        (["rows/a.jsonl:much", "rows/b.csv:1"], {}, "much: the weight after the colon must be a number"),
+        (["rows/a.jsonl", "rows/b.csv:1"], {}, "rows/a.jsonl: has no weight"),
+        (["rows/a.jsonl"], {"eval_file": ["rows/b.csv:1"]}, "rows/b.csv:1: evaluations use every row once"),
+        (["rows/a.jsonl", "rows/*.jsonl"], {}, r"rows/a.jsonl is named by rows/a.jsonl and by rows/\*.jsonl"),
+        (
+            ["rows/a.jsonl", "other.jsonl"],
+            {},
+            "--text_column text: rows/a.jsonl has this column, but other.jsonl does not. It has: t",
+        ),
+        (
+            ["rows/a.jsonl", "names.jsonl"],
+            {},
+            "--label_column label: Its type is int64 in rows/a.jsonl, but string in names.jsonl",
+        ),
+        (["rows/a.jsonl", "cut.jsonl.gz"], {}, "cut.jsonl.gz: is truncated or damaged"),
+        (["rows/a.jsonl", "cut.jsonl.zst"], {}, "cut.jsonl.zst: is truncated or damaged"),
+        (["rows/a.jsonl", "rows/b.csv", "broken.jsonl"], {}, "broken.jsonl: cannot be read as json: line 3 is not JSON"),
+        (["rows/a.jsonl", "broken.jsonl.gz"], {}, "--train_file broken.jsonl.gz: cannot be read as json: line 3 is not JSON"),
+    ],
+)
+def test_what_is_wrong_with_one_of_several_files_is_found_before_and_in_a_run(folder, files, options, words):
+    import gzip
+
+    import pyarrow as pa
+
+    Path("void").mkdir()
+    Path("other.jsonl").write_text('{"t": "x", "label": 1}\n' * 3)
+    Path("names.jsonl").write_text('{"text": "x", "label": "good"}\n' * 3)
+    Path("cut.jsonl.gz").write_bytes(gzip.compress(lines_of("x", 99).encode())[:-20])
+    Path("cut.jsonl.zst").write_bytes(pa.compress(lines_of("x", 99).encode(), codec="zstd", asbytes=True)[:-5])
+    Path("broken.jsonl").write_text(lines_of("x", 2) + '{"text":\n')
+    Path("broken.jsonl.gz").write_bytes(gzip.compress(Path("broken.jsonl").read_bytes()))
+    module = load_recipe(ROOT / "recipes" / "classify.py")
+    cfg = module.Config(train_file=files, cache_dir=str(folder / "cache"), **options)
+    needs_all_rows = files[-1].startswith(("broken", "names"))
+    with contextlib.nullcontext() if needs_all_rows else pytest.raises(UserError, match=words):
+        data.check_inputs(cfg)
+    with pytest.raises(UserError, match=words):
+        cfg.check_columns(*data.load_rows(cfg))

@@ -100,7 +100,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
             "num_labels": 1,
         },
         "no header": {"train_file": file("no_header.csv", "".join(f"text {i},{'ab'[i % 2]}\n" for i in range(20)))},
-        "folder as a file": {"train_file": str(folder)},
+        "folder without data": {"train_file": str(folder / "empty_folder")},
         "broken line": {"train_file": file("line.jsonl", '{"text": "x", "label": 0}\n' * 5 + '{"text": "x",\n')},
         "unknown tag": {
             "recipe": "tag",
@@ -253,7 +253,9 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
     ("case", "words"),
     {
         "missing file": ["nowhere.csv", "no such file"],
-        "unknown ending": ["data.xlsx: files ending with '.xlsx' cannot be read. Use .csv, .tsv, .json, .jsonl, .parquet."],
+        "unknown ending": [
+            "data.xlsx: files ending with '.xlsx' cannot be read. Use .csv, .tsv, .json, .jsonl, .parquet, .arrow."
+        ],
         "empty file": ["empty.csv", "is empty"],
         "header only": ["header.csv", "has no rows"],
         "not json": ["broken.json", "cannot be read as json: line 1 is not JSON", "at 'oh no', column 2"],
@@ -283,7 +285,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
             "--text_column text",
             "The data have: text 0, a. These look like values: the table appears to have no header.",
         ],
-        "folder as a file": ["is a folder and not a file. It contains ", " .csv", "Give one file, for example"],
+        "folder without data": ["empty_folder: the folder contains no files that can be read. It is empty."],
         "broken line": ["line.jsonl: cannot be read as json: line 6 is not JSON: Expecting property name"],
         "unknown tag": [
             "1 of 2 rows of",
@@ -318,7 +320,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "file as dataset": ["--train_file"],
         "too long": ["--max_length 1000", "at most 512"],
         "too long for the tokenizer and the model": ["--max_length 5000", "at most 512"],
-        "dataset of save_to_disk": ["--dataset ", "/saved: It was written with `save_to_disk`", "`to_parquet`", "--train_file"],
+        "dataset of save_to_disk": ["--dataset ", "/saved: It was written with `save_to_disk`", "Use --train_file "],
         "scale of no adapters": ["--lora_alpha 32: needs --lora_r"],
         "dropout of no adapters": ["--lora_dropout 0.1: needs --lora_r"],
         "freeze": ["encodr", "bert.encoder"],
