@@ -231,6 +231,8 @@ class TrainBatches:
     the end of an epoch.
     """
 
+    knows_lengths = True  # of all items before they are read
+
     def __init__(
         self,
         dataset: Any,
@@ -290,12 +292,24 @@ class TrainBatches:
 
     def items(self, seed: int) -> Dataset:
         """Return the items of the stream, by (position in the stream, index in the dataset)."""
-        return _SeededItems(self.dataset, seed)
+        return _SeededItems(self.by_index(), seed)
+
+    def by_index(self) -> Any:
+        """Return what has the items of the stream by their indices."""
+        return self.dataset
+
+    def to_save(self) -> dict[str, Any]:
+        """Return what a checkpoint must contain to continue the stream. Usually the step is enough."""
+        return {}
+
+    def restore(self, run: dict[str, Any]) -> None:
+        """Take over what `to_save` has returned, from run.json of a checkpoint."""
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
         micro, count = cfg.split(accelerator.num_processes)
-        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, self.lengths)
+        lengths = self.lengths if self.knows_lengths else None
+        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, lengths)
         loader = DataLoader(
             self.items(cfg.seed),
             batch_sampler=stream,
