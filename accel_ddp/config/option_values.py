@@ -199,8 +199,10 @@ def check_streaming(cfg: Any) -> None:
     needed["--eval_file, --eval_split, or --max_eval_items N to evaluate the first N rows and train the others"] = has_rows
     if missing := next((option for option, is_there in needed.items() if not is_there), ""):
         raise UserError(f"--streaming: needs {missing}.")
-    if cfg.packing == "on" or cfg.max_train_items:
-        option = "--packing on" if cfg.packing == "on" else f"--max_train_items {cfg.max_train_items}"
+    option = "--packing on" if cfg.packing == "on" else f"--max_train_items {cfg.max_train_items}" if cfg.max_train_items else ""
+    if weighted := next((path for path in cfg.train_file if split_weight(path)[1] is not None), ""):
+        option = f"--train_file {weighted}"
+    if option:
         raise UserError(f"--streaming {option}: needs all rows at the start. Leave one of them out.")
 
 

@@ -86,10 +86,6 @@ class Mixture:
         """The number of rows of each dataset."""
         return np.bincount(self.numbers, minlength=len(self.names)).tolist()
 
-    def select(self, rows: np.ndarray) -> "Mixture":
-        """Return the mixture of these rows, given by their positions."""
-        return Mixture(self.names, self.numbers[rows], self.weights)
-
 
 class MixedShuffle:
     """Like `Shuffle`, the order of a mixture: which dataset each position takes its row from, and which of its rows.
