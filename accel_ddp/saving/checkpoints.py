@@ -53,13 +53,11 @@ class Checkpoints:
         total_steps: int = 0,
         files: dict[str, bytes] | None = None,
         averages: dict[str, Tensor] | None = None,
-        more: Callable[[], dict[str, Any]] = dict,
         before_save: Callable[[int], None] = lambda step: None,
     ):
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
         `averages` are the averages of weights by name (see `training.ema`), which are saved and restored in place.
-        `more` returns further values for run.json of each checkpoint.
 
         `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
         """
@@ -67,7 +65,8 @@ class Checkpoints:
         self.model = accelerator.unwrap_model(model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
-        self.averages, self.more = averages or {}, more
+        self.averages = averages or {}
+        self.stream_state: Callable[[], str] = str  # returns where the run is in data that are read in order
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -128,7 +127,7 @@ class Checkpoints:
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
-            **({"shards": len(self._writers)} if self.is_sharded else {}), **self.more(),
+            **({"shards": len(self._writers)} if self.is_sharded else {}), "stream": self.stream_state(),
         }  # fmt: skip
         self.failed = ""
         self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)

@@ -38,8 +38,8 @@ class RowStream(TrainBatches):
 
     def __init__(self, source: Callable[[], Any], skipped: int, head: "datasets.Dataset", form: Format, collate: Any, cfg: Any):
         """`source` opens the rows, of which the first `skipped` are evaluated. `head` are tokenized rows from their beginning."""
-        super().__init__(head, _StreamCollate(collate))
-        self.num_items, self.block, self.state = cfg.steps * cfg.global_batch_size, cfg.shuffle_block, ""
+        super().__init__(head, partial(collate_read, collate))
+        self.num_items, self.block = cfg.steps * cfg.global_batch_size, cfg.shuffle_block
         encode = partial(encode_row, form, cfg.max_length, cfg.skip_broken)
         self.open_reader = partial(_Reader, source, skipped, self.block, encode)
         # Without a fingerprint, a resumed run must have the same options that name the data.
@@ -59,12 +59,6 @@ class RowStream(TrainBatches):
 
     def by_index(self) -> Any:
         return self.open_reader(self.state)
-
-    def to_save(self) -> dict[str, Any]:
-        return {"stream": self.state}
-
-    def restore(self, run: dict[str, Any]) -> None:
-        self.state = run.get("stream", "")
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         workers = cfg.num_workers if cfg.num_workers >= 0 else int(accelerator.device.type == "cuda")
@@ -140,18 +134,13 @@ def encode_row(form: Format, width: int, skips: bool, number: int, row: dict[str
     return [{"input_ids": [form.tokenizer.pad_token_id or 0], "attention_mask": [1], "labels": [-100]}], ""
 
 
-class _StreamCollate:
-    """Collates what `_Reader` returns, and rows of the head."""
-
-    def __init__(self, collate: Callable[[list], Any]):
-        self.collate = collate
-
-    def __call__(self, rows: list) -> Any:
-        if isinstance(rows[0], dict):
-            return self.collate(rows)
-        if problem := next((problem for (_, problem), _ in rows if problem), ""):
-            return {ERROR: problem}
-        return {**self.collate([example for (examples, _), _ in rows for example in examples]), STATE: rows[-1][1]}
+def collate_read(collate: Callable[[list], Any], rows: list) -> Any:
+    """Collate what `_Reader` returns, or rows of the head."""
+    if isinstance(rows[0], dict):
+        return collate(rows)
+    if problem := next((problem for (_, problem), _ in rows if problem), ""):
+        return {ERROR: problem}
+    return {**collate([example for (examples, _), _ in rows for example in examples]), STATE: rows[-1][1]}
 
 
 def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], int]:

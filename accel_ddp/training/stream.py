@@ -227,7 +227,8 @@ class TrainBatches:
     the end of an epoch.
     """
 
-    knows_lengths = True  # of all items before they are read
+    knows_lengths = True  # of all items, before they are read
+    state = ""  # what a checkpoint must contain to continue, if the step is not enough
 
     def __init__(
         self,
@@ -293,13 +294,6 @@ class TrainBatches:
     def by_index(self) -> Any:
         """Return what has the items of the stream by their indices."""
         return self.dataset
-
-    def to_save(self) -> dict[str, Any]:
-        """Return what a checkpoint must contain to continue the stream. Usually the step is enough."""
-        return {}
-
-    def restore(self, run: dict[str, Any]) -> None:
-        """Take over what `to_save` has returned, from run.json of a checkpoint."""
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
