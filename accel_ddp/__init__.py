@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         labels,
         masking,
         metrics,
+        row_stream,
         tables,
         tagging,
         text_blocks,

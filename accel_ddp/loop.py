@@ -137,7 +137,9 @@ class TrainingRun:
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
         facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
+        self.saved.stream_state = lambda: train.state
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
+        train.state = self.saved.resumed.get("stream", "")
         if self.speed:
             self.speed.choose_micro_batch_size(self.model, self.optimizer)
         text, warnings = train.describe(self.total_steps, cfg)

@@ -86,10 +86,6 @@ class Mixture:
         """The number of rows of each dataset."""
         return np.bincount(self.numbers, minlength=len(self.names)).tolist()
 
-    def select(self, rows: np.ndarray) -> "Mixture":
-        """Return the mixture of these rows, given by their positions."""
-        return Mixture(self.names, self.numbers[rows], self.weights)
-
 
 class MixedShuffle:
     """Like `Shuffle`, the order of a mixture: which dataset each position takes its row from, and which of its rows.
@@ -231,6 +227,9 @@ class TrainBatches:
     the end of an epoch.
     """
 
+    knows_lengths = True  # of all items, before they are read
+    state = ""  # what a checkpoint must contain to continue, if the step is not enough
+
     def __init__(
         self,
         dataset: Any,
@@ -290,12 +289,17 @@ class TrainBatches:
 
     def items(self, seed: int) -> Dataset:
         """Return the items of the stream, by (position in the stream, index in the dataset)."""
-        return _SeededItems(self.dataset, seed)
+        return _SeededItems(self.by_index(), seed)
+
+    def by_index(self) -> Any:
+        """Return what has the items of the stream by their indices."""
+        return self.dataset
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
         micro, count = cfg.split(accelerator.num_processes)
-        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, self.lengths)
+        lengths = self.lengths if self.knows_lengths else None
+        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, lengths)
         loader = DataLoader(
             self.items(cfg.seed),
             batch_sampler=stream,
