@@ -131,10 +131,22 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
     A row counts as truncated if one of its texts has `max_length` tokens, because the original length is not stored.
     """
     for rows, name in zip(tables, ("training", "evaluation")):
-        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # a row may have several texts
-        if full := sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"]):
+        if full := _count_full(rows, max_length):
             warn(f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach it, and longer texts are truncated.")
     return tables
+
+
+def _count_full(rows: "datasets.Dataset", max_length: int) -> int:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    number = 0
+    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
+        ids = table["input_ids"].combine_chunks()
+        has_several = pa.types.is_nested(ids.type.value_type)  # texts in each row
+        is_full = np.asarray(pc.list_value_length(pc.list_flatten(ids) if has_several else ids)) >= max_length
+        number += len(np.unique(np.asarray(pc.list_parent_indices(ids))[is_full])) if has_several else int(is_full.sum())
+    return number
 
 
 def pack_documents(rows: dict[str, list], room: int) -> dict[str, list]:
