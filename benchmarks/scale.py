@@ -76,12 +76,25 @@ def launch(work: Path, file: Path) -> dict:
     shutil.rmtree(work / "run", ignore_errors=True)
     parts = work / "parts.jsonl"
     parts.unlink(missing_ok=True)
-    options = ["--train_file", file, "--steps", 1, "--cache_dir", work / "cache", "--output_dir", work / "run", "--save_every", 1000]
+    options = [
+        "--train_file",
+        file,
+        "--steps",
+        1,
+        "--cache_dir",
+        work / "cache",
+        "--output_dir",
+        work / "run",
+        "--save_every",
+        1000,
+    ]
     options += ["--eval_every", 1000, "--max_eval_items", 16, "--samples", 0]
     env = {**os.environ, "HF_HOME": str(work / "hub"), "CUDA_VISIBLE_DEVICES": ""}
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     log = (work / "log.txt").open("a")
-    process = subprocess.Popen([sys.executable, __file__, "--parts_file", parts, *map(str, options)], env=env, stdout=log, stderr=log)
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--parts_file", parts, *map(str, options)], env=env, stdout=log, stderr=log
+    )
     most = {"anonymous_MB": 0.0, "resident_MB": 0.0}
     first_step = 0.0
     while process.poll() is None:
@@ -92,7 +105,9 @@ def launch(work: Path, file: Path) -> dict:
         sys.exit(f"the recipe ended with exit code {process.returncode}; see {work / 'log.txt'}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = [json.loads(line) for line in parts.read_text().splitlines()]
-    seconds = {f"{name}_{kind}": sum(one[kind] for one in found if one["part"] == name) for name in PARTS for kind in ("s", "cpu_s")}
+    seconds = {
+        f"{name}_{kind}": sum(one[kind] for one in found if one["part"] == name) for name in PARTS for kind in ("s", "cpu_s")
+    }
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     total = (first_step or find_first_step(work / "run" / "log.jsonl")) - began
     return {**seconds, "total_s": total, "total_cpu_s": cpu, **most}
@@ -238,7 +253,9 @@ def print_tables(made: list[dict]) -> None:
     if last["rows"] < 10_000_000:
         factor = 10_000_000 / last["rows"]
         hours = factor * (last["read_s"] + last["hash_s"] + last["tokenize_s"]) / 3600
-        print(f"extrapolated, not measured: 10,000,000 rows ({factor * last['MB'] / 1000:.1f} GB) need {hours:.1f} h on these cores")
+        print(
+            f"extrapolated, not measured: 10,000,000 rows ({factor * last['MB'] / 1000:.1f} GB) need {hours:.1f} h on these cores"
+        )
 
 
 if __name__ == "__main__":

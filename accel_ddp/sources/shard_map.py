@@ -87,7 +87,9 @@ def _find_shards(folder: Path) -> Iterator[tuple[int, Path]]:
     return ((int(match[1]), file) for match, file in matches if match)
 
 
-def _map(part: "datasets.Dataset", function: Function, start: int, report: Callable[[int], Any], **options: Any) -> "datasets.Dataset":
+def _map(
+    part: "datasets.Dataset", function: Function, start: int, report: Callable[[int], Any], **options: Any
+) -> "datasets.Dataset":
     """Return the rows that the function makes from a part that begins at row `start`, with the column SOURCE."""
 
     def add_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -99,7 +101,13 @@ def _map(part: "datasets.Dataset", function: Function, start: int, report: Calla
         return {**made, SOURCE: [start + indices[i] for i in source]}
 
     # With `new_fingerprint`, `datasets` does not try to hash the function, which often fails.
-    fixed = {"batched": True, "batch_size": BATCH, "with_indices": True, "remove_columns": part.column_names, "desc": "tokenizing"}
+    fixed = {
+        "batched": True,
+        "batch_size": BATCH,
+        "with_indices": True,
+        "remove_columns": part.column_names,
+        "desc": "tokenizing",
+    }
     return part.map(add_source, **fixed, **options)
 
 
@@ -251,6 +259,6 @@ def let_pages_go() -> None:
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             place, access, *_ = line.split(maxsplit=2)
-            if access.endswith("s") and (line.endswith(".arrow") or ".draft" in line):
+            if "w" not in access and line.endswith((".arrow", ".draft")):  # a page that was not changed is read again if needed
                 first, end = (int(part, 16) for part in place.split("-"))
                 ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)

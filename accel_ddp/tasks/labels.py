@@ -91,7 +91,8 @@ class Labels:
             raise UserError(f"--label_column {column}: no training row has a label.")
         used = found[0] | (found[1] if use_both else set())
         values = list(range(len(names))) if names else sorted({value_of[cell] for cell in used})
-        if is_multi_label and set(values) == {0, 1} and len({len(row) for row in data.iter_values(train, column) if row is not None}) == 1:
+        widths = (len(row) for row in data.iter_values(train, column) if row is not None)
+        if is_multi_label and set(values) == {0, 1} and len({*widths}) == 1:
             raise UserError(f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of names of classes.")
         if len(values) < 2 and not is_multi_label:
             raise UserError(f"--label_column {column}: all rows have the same label {values}, so there is nothing to learn.")

@@ -77,7 +77,8 @@ class Tags:
 
         Other tags of `test` and values that cannot be tags are ignored here: `find_problem` reports them with their rows.
         """
-        cells = (row for rows in ((train, test) if use_both else (train,)) for row in iter_values(rows, column) if isinstance(row, list))
+        tables = (train, test) if use_both else (train,)
+        cells = (row for rows in tables for row in iter_values(rows, column) if isinstance(row, list))
         found = {tag for row in cells for tag in row if isinstance(tag, str | int)}
         declared = getattr(getattr(train.features[column], "feature", None), "names", None)  # by the dataset
         values = range(len(declared)) if declared else sorted(found, key=lambda value: (isinstance(value, str), value))
