@@ -111,8 +111,8 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
         share_rows = form.kind == "texts" and cfg.row_format > 1 and not cfg.streaming
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:

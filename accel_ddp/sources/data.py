@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -356,6 +356,11 @@ def number_problem(column: str, value: Any) -> str:
     if is_missing(value):
         return f"it has no {column}"
     return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"
+
+
+def iter_values(rows: "datasets.Dataset", column: str) -> Iterator[Any]:
+    """Yield the values of a column. A list of them would need more memory than the rows of a large file."""
+    return (value for some in rows.select_columns([column]).iter(10_000) for value in some[column])
 
 
 def read_texts(rows: dict[str, list], column: str) -> list[str]:

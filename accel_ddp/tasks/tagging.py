@@ -11,6 +11,7 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
+from accel_ddp.sources.data import iter_values
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.tasks import tables
@@ -76,7 +77,8 @@ class Tags:
 
         Other tags of `test` and values that cannot be tags are ignored here: `find_problem` reports them with their rows.
         """
-        cells = (row for rows in ((train, test) if use_both else (train,)) for row in rows[column][:] if isinstance(row, list))
+        tables = (train, test) if use_both else (train,)
+        cells = (row for rows in tables for row in iter_values(rows, column) if isinstance(row, list))
         found = {tag for row in cells for tag in row if isinstance(tag, str | int)}
         declared = getattr(getattr(train.features[column], "feature", None), "names", None)  # by the dataset
         values = range(len(declared)) if declared else sorted(found, key=lambda value: (isinstance(value, str), value))
@@ -166,7 +168,7 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
     """Warn if words were truncated."""
     effects = {"training": "are not learned", "evaluation": "count as O"}
     for (name, effect), rows in zip(effects.items(), (train, test)):
-        unseen = [row.count(-1) for row in rows["first"][:]]
+        unseen = [row.count(-1) for row in iter_values(rows, "first")]
         if any(unseen):
             warn(
                 f"--max_length {max_length}: {sum(map(bool, unseen)):,} of {len(rows):,} {name} texts are longer; "
