@@ -22,7 +22,7 @@ from accel_ddp.entry import run
 @dataclass(kw_only=True)
 class Config(ChatConfig):
     dataset: str = "builtin:questions"
-    train_file: str = option("", ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
+    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int | Literal["auto"] = option(

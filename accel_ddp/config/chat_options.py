@@ -18,8 +18,9 @@ class ChatConfig(RecipeConfig):
     answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
     separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     max_length: int | Literal["auto"] = option(
-        "auto", "tokens per row; longer rows are truncated; auto: as the data need, up to the model's limit", group="data", at_least=1
-    )
+        "auto", "tokens per row; longer rows are truncated; auto: as the data need, up to the model's limit", group="data", at_least=1,
+        legacy="auto",
+    )  # fmt: skip
     chat_template: str = option(
         "", "for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file", group="data"
     )
