@@ -265,6 +265,16 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
     return {**message, "role": role, "content": text}, int(all(weights))
 
 
+def role_of(message: Any) -> str:
+    """Return the role of a message as it stands in the data."""
+    role = message.get("role") or message.get("from") if isinstance(message, dict) else ""
+    return NEW_ROLES.get(role, role) if isinstance(role, str) else ""
+
+
+def text_of(message: Any) -> Any:
+    return message.get("content") or message.get("value") if isinstance(message, dict) else message
+
+
 def _mentions(template: str, word: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
