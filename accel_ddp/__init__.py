@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         masking,
         metrics,
         preferences,
+        reference,
         tables,
         tagging,
         text_blocks,

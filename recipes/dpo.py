@@ -19,6 +19,11 @@ from accel_ddp.config.options import option
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 
+REFERENCE_FREE = ("orpo", "simpo")
+# By the loss: the usual beta, and the learning rate as a part of the one of `sft`.
+BETAS = {"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1}
+LR_PARTS = {"dpo": 0.05, "ipo": 0.05, "orpo": 0.4, "simpo": 0.025, "kto": 0.05}
+
 
 @dataclass(kw_only=True)
 class Config(ChatConfig):
@@ -53,8 +58,12 @@ class Config(ChatConfig):
     answer_column: str = option("", "kto: column of answers; default: answer, output, completion or response")
     messages_column: str = option("", "kto: column of chats, whose last answer has the label; default: messages or conversations")
     reference: Literal["auto", "stored", "adapters", "copy"] = option(
-        "auto", accel_ddp.reference.HELP, group="training", legacy="auto", affects_result=False
-    )
+        "auto",
+        "HELP",
+        group="training",
+        legacy="auto",
+        affects_result=False,
+    )  # fmt: skip
     dropout: bool = option(False, "use dropout; without it, the loss begins at its value for equal models")
     epochs: float = 1.0
     global_batch_size: int = option(32, "pairs (kto: answers) per optimizer update, over all ranks; the result depends on it")
@@ -70,23 +79,27 @@ class Config(ChatConfig):
         only = {"label_smoothing": ("dpo",), "gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
         for name, losses in {**only, "sft_weight": ("dpo", "ipo", "simpo", "kto")}.items():
             if (value := getattr(self, name)) != getattr(type(self), name) and self.loss not in losses:
-                raise UserError(f"--{name} {value}: is an option of --loss {' and '.join(losses)}, not of {self.loss}. Leave it out.")
+                raise UserError(
+                    f"--{name} {value}: is an option of --loss {' and '.join(losses)}, not of {self.loss}. Leave it out."
+                )
         if self.beta != "auto" and not self.beta > 0:
-            raise UserError(f"--beta {self.beta}: must be above 0. {accel_ddp.preferences.BETAS[self.loss]} is usual.")
+            raise UserError(f"--beta {self.beta}: must be above 0. {BETAS[self.loss]} is usual.")
         if not self.label_smoothing < 0.5:
-            raise UserError(f"--label_smoothing {self.label_smoothing}: must be below 0.5, at which both answers are equally good.")
+            raise UserError(
+                f"--label_smoothing {self.label_smoothing}: must be below 0.5, at which both answers are equally good."
+            )
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name} {getattr(self, name)}: must be above 0.")
-        if self.reference != "auto" and self.loss in accel_ddp.preferences.REFERENCE_FREE:
+        if self.reference != "auto" and self.loss in REFERENCE_FREE:
             raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
 
     def lr_part(self):
         """Return the part of the learning rate of `sft` that this loss needs, and the reason."""
-        return accel_ddp.preferences.LR_PARTS[self.loss], f"--loss {self.loss}"
+        return LR_PARTS[self.loss], f"--loss {self.loss}"
 
     def check_columns(self, *tables):
-        accel_ddp.preferences.choose_columns(tables[0], self)
+        accel_ddp.chat_rows.choose_preference_columns(tables[0], self)
 
     def metric_directions(self):
         return {"loss": "min", "reward_accuracy": "max", "reward_margin": "max"}
@@ -101,7 +114,7 @@ class Task:
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator, self.eval_rows = cfg, accelerator, None
         if cfg.beta == "auto":
-            choose(cfg, "beta", accel_ddp.preferences.BETAS[cfg.loss], f"usual for --loss {cfg.loss}")
+            choose(cfg, "beta", BETAS[cfg.loss], f"usual for --loss {cfg.loss}")
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
@@ -110,7 +123,7 @@ class Task:
             rows, self.prompt = build_data(cfg, self.processor, today)
             fingerprints = [accel_ddp.tokenization.fingerprint(table) for table in rows]
             facts["the data"] = "".join(fingerprints)
-        has_reference = cfg.loss not in accel_ddp.preferences.REFERENCE_FREE
+        has_reference = cfg.loss not in REFERENCE_FREE
         if has_reference:
             accel_ddp.reference.choose_reference(cfg, len(rows[0]))
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)

@@ -1,7 +1,7 @@
 """Preferences: rows with a better and a worse answer or with a labeled answer, the losses that learn them, and their metrics.
 
-A pair becomes one item of two texts, its chosen and its rejected answer behind the same prompt. For KTO an item is a labeled answer. Its
-second text is its prompt with the answer of another row, from which `z` is estimated.
+A pair becomes one item of two texts, its chosen and its rejected answer behind the same prompt. For KTO an item is a labeled answer.
+Its second text is its prompt with the answer of another row, from which `z` is estimated.
 """
 
 import copy
@@ -22,10 +22,10 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import dropout_seed, seed_forward
-from accel_ddp.sources.data import describe_columns, is_missing, row_numbers, with_row_numbers
+from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
 from accel_ddp.tasks import chat, tables
-from accel_ddp.tasks.chat_rows import INPUT_COLUMNS, USUAL_COLUMNS, UnusableRow, role_of, text_of, without_none
+from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
 from accel_ddp.training.losses import CurrentBatch, next_tokens
 from accel_ddp.training.stream import CountingCollate, with_sizes
 
@@ -33,14 +33,8 @@ if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
-LABELS = ("label", "kto_tag")  # usual names of columns
-PROMPT, ANSWER = "prompt", "completion"  # names of parts of whole chats
 TRUE, FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
 DISTANCE = 0.382  # of the other row of KTO, as a part of the table: neither the neighbor nor the other half has the same prompt
-REFERENCE_FREE = ("orpo", "simpo")
-# By the loss: the usual beta, and the learning rate as a part of the one of `sft`.
-BETAS = {"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0, "kto": 0.1}
-LR_PARTS = {"dpo": 0.05, "ipo": 0.05, "orpo": 0.4, "simpo": 0.025, "kto": 0.05}
 METRICS = {  # of an evaluation, by the names of a step
     "rewards/accuracies": "reward_accuracy", "rewards/margins": "reward_margin", "rewards/chosen": "reward_chosen",
     "rewards/rejected": "reward_rejected", "logps/chosen": "logp_chosen", "logps/rejected": "logp_rejected",
@@ -54,7 +48,7 @@ class Preferences(chat.Format):
 
     def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
         self.is_kto = cfg.loss == "kto"
-        self.prompts, self.answers, self.label = choose_columns(rows, cfg)
+        self.prompts, self.answers, self.label = choose_preference_columns(rows, cfg)
         if self.is_kto and not self.label:
             log.info(f"--loss kto: each pair becomes two rows: {self.answers[0]} is desirable, {self.answers[1]} is not")
         # What is read of a whole chat has no column of its own.
@@ -111,7 +105,9 @@ class Preferences(chat.Format):
         number, others = int(good.sum()), int((1 - good).sum())
         if not number or not others:
             what = "desirable" if number else "undesirable"
-            raise UserError(f"--loss kto: all {len(good):,} training rows are {what}. KTO compares both kinds: add rows of the other.")
+            raise UserError(
+                f"--loss kto: all {len(good):,} training rows are {what}. KTO compares both kinds: add rows of the other."
+            )
         weights = cfg.desirable_weight * number / (cfg.undesirable_weight * others)
         if not 1 <= weights <= 4 / 3:
             lowest, highest = (f"{ratio * cfg.undesirable_weight * others / number:.3g}" for ratio in (1, 4 / 3))
@@ -155,40 +151,14 @@ class Preferences(chat.Format):
         shortest = min(map(len, chats)) - 1
         same = next((i for i in range(shortest) if chats[0][i] != chats[-1][i]), shortest)
         if any(role_of(message) == "user" for messages in chats for message in messages[same:]):
-            raise UnusableRow(f"the prompts of its {' and '.join(self.answers)} differ (they must be the same up to the last answer)")
+            raise UnusableRow(
+                f"the prompts of its {' and '.join(self.answers)} differ (they must be the same up to the last answer)"
+            )
         prompt = row[self.prompts[0]] if self.prompts else None
         if isinstance(prompt, str) and not any(prompt.strip() == str(text_of(one)).strip() for one in chats[0][:same]):
             raise UnusableRow(f"its {self.prompts[0]} is not the prompt in its {self.answers[0]}")
         parts = dict(zip(self.answers, (messages[same:] for messages in chats)))
         return {**row, **parts, (*self.prompts, PROMPT)[0]: chats[0][:same]}
-
-
-def choose_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return the columns of prompts, of answers, and of labels, which is "" for pairs. Raise UserError if the loss needs others."""
-    names = rows.column_names
-    given = ("messages_column", "prompt_column", "answer_column", "chosen_column", "rejected_column", "label_column")
-    for option in given:
-        if (column := getattr(cfg, option)) and column not in names and column != getattr(type(cfg), option):
-            raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
-    first = lambda option, *usual: getattr(cfg, option, "") or next((name for name in usual if name in names), "")
-    messages, prompt = (first(option, *USUAL_COLUMNS[option]) for option in ("messages_column", "prompt_column"))
-    answer, label = first("answer_column", *USUAL_COLUMNS["answer_column"]), first("label_column", *LABELS)
-    pair = (cfg.chosen_column, cfg.rejected_column)
-    is_pair = {*pair} <= {*names}
-    prompt = prompt or (messages if is_pair or not answer else "")
-    more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in names and name not in (answer, *pair)]
-    prompts = (prompt, *more) if prompt else ()
-    if is_pair and not (cfg.loss == "kto" and cfg.label_column):
-        return prompts, pair, ""
-    if cfg.loss == "kto" and label and (answer or messages):
-        return prompts or (messages,) if messages else prompts, (answer or ANSWER,), label
-    has_labels = label and (answer or messages)
-    needed = {"chosen_column": pair[0], "rejected_column": pair[1]} if cfg.loss != "kto" else {"label_column": "label"}
-    what = "labeled answers (--answer_column, --label_column) or pairs" if cfg.loss == "kto" else "pairs of answers"
-    instead = " Labeled answers are learned with --loss kto." if has_labels else " To learn chats as they are, use `accel-ddp run sft`."
-    raise UserError(
-        f"--loss {cfg.loss}: needs {what} (--chosen_column, --rejected_column). {describe_columns(rows, needed)}{instead}"
-    )
 
 
 def read_label(value: Any, column: str) -> tuple[int, str]:
@@ -218,6 +188,12 @@ def _whole_chat(value: Any) -> list[Any]:
         roles = {"Human": "user", "Assistant": "assistant"}
         return [{"role": roles[role], "content": text} for role, text in zip(parts[::2], parts[1::2])]
     return without_none(value) if isinstance(value, list) else []
+
+
+def first_texts(rows: "datasets.Dataset") -> "datasets.Dataset":
+    """Return the first texts of the first items, as rows of one text each."""
+    some = rows[:1000]
+    return type(rows).from_dict({name: [item[0] for item in some[name]] for name in ("input_ids", "labels")})
 
 
 class ItemCollate(PadCollate):

@@ -87,7 +87,9 @@ def numbers_of(found: Any) -> dict[str, tuple[Any, Any]]:
     if loss_of(found) is found:
         return {}
     if used := [name for name in found[1] if not isinstance(name, str) or name in RESERVED]:
-        raise UserError(f"The loss function returned a number named {used[0]!r}, which the log cannot store. Choose another name.")
+        raise UserError(
+            f"The loss function returned a number named {used[0]!r}, which the log cannot store. Choose another name."
+        )
     if len(found[1]) > MOST_NUMBERS:
         raise UserError(f"The loss function returned {len(found[1])} numbers. Return at most {MOST_NUMBERS}.")
     return {name: value if isinstance(value, tuple) else (value, None) for name, value in found[1].items()}
