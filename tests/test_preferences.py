@@ -10,7 +10,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import logsigmoid
 
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
@@ -24,7 +23,14 @@ needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason=f
 
 
 def options(**given: object) -> SimpleNamespace:
-    usual = {"beta": 0.3, "label_smoothing": 0.0, "gamma": 0.4, "sft_weight": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.5}
+    usual = {
+        "beta": 0.3,
+        "label_smoothing": 0.0,
+        "gamma": 0.4,
+        "sft_weight": 0.0,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.5,
+    }
     return SimpleNamespace(**{**usual, **given})
 
 
@@ -203,7 +209,10 @@ def test_chats_whose_prompts_differ_are_refused(made):
     for bad, reason in (
         ({"chosen": [ASK, GOOD], "rejected": [other, BAD]}, "the prompts of its chosen and rejected differ"),
         ({"chosen": [ASK, GOOD, ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, "the prompts of its chosen and rejected differ"),
-        ({"prompt": "When?", "chosen": whole["chosen"], "rejected": whole["rejected"]}, "its prompt is not the prompt in its chosen"),
+        (
+            {"prompt": "When?", "chosen": whole["chosen"], "rejected": whole["rejected"]},
+            "its prompt is not the prompt in its chosen",
+        ),
         ({"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, "its chosen and rejected are the same"),
     ):
         with pytest.raises(UserError, match=f"{reason}.*: row 1"):
@@ -214,7 +223,7 @@ def test_labels_and_files_of_the_wrong_kind_are_refused(made):
     labeled = [{"prompt": "Q", "completion": f"A{i}", "label": i} for i in range(3)]
     with pytest.raises(UserError, match=r"its label is neither 0 nor 1: row 3 \(2\)"):
         made(labeled, loss="kto")
-    with pytest.raises(UserError, match="all 1 training rows are undesirable. KTO compares both kinds"):
+    with pytest.raises(UserError, match=r"all 1 training rows are undesirable. KTO compares both kinds"):
         made(labeled[:1], loss="kto")
     with pytest.raises(UserError, match=r"--loss dpo: needs pairs of answers .* Labeled answers are learned with --loss kto."):
         made(labeled)
@@ -237,3 +246,57 @@ def test_options_of_other_losses_are_refused():
     ):  # fmt: skip
         with pytest.raises(UserError, match=reason):
             config(**given).validate()
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory) -> Path:
+    words = ["red", "green", "blue", "small", "large", "old", "new", "round"]
+    pick = lambda i, n: " ".join(words[(i * 5 + j * (i % 3 + 1)) % 8] for j in range(n))
+    rows = [
+        {"prompt": pick(i, 1 + i % 4), "chosen": pick(i + 1, 1 + i % 5), "rejected": pick(i + 2, 7 - i % 6)} for i in range(40)
+    ]
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_program(folder: Path, file: Path, ranks: int, micro: int, *more: object, **env: str) -> dict:
+    out = folder / "results.pt"
+    run_ranks(
+        ranks, PROGRAMS / "preferences.py", "--train_file", file, "--out", out, "--output_dir", folder, "--optimizer", "sgd",
+        "--lr", 0.05, "--global_batch_size", 8, "--micro_batch_size", micro, "--eval_batch_size", 4, "--save_every", 2, *more, **env,
+    ).well()  # fmt: skip
+    return torch.load(out, weights_only=False)
+
+
+def require_equal(a: dict, b: dict, within: float) -> None:
+    """Compare weights, and the loss, rewards and log-probabilities of each step."""
+    for name, weight in a["weights"].items():
+        torch.testing.assert_close(b["weights"][name], weight, rtol=0, atol=within, msg=name)
+    assert len(a["numbers"]) == len(b["numbers"]) == 4 or within == 0
+    for one, other in zip(a["numbers"][-len(b["numbers"]) :], b["numbers"]):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-5 if within else 0)
+    assert b["metrics"] == pytest.approx(a["metrics"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_every_loss_learns_the_same_on_two_ranks_under_fsdp_and_after_a_restart(tmp_path, pairs_file, cache):
+    one = run_program(tmp_path / "1", pairs_file, 1, 8)
+    two = run_program(tmp_path / "2", pairs_file, 2, 2)
+    sharded = run_program(tmp_path / "s", pairs_file, 2, 4, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    for name in [name for name in one if "resumed" not in name]:
+        require_equal(one[name], two[name], 2e-5)
+        require_equal(one[name], sharded[name], 2e-5)
+        for some in (one, two, sharded):
+            require_equal(some[name], some[f"{name}, resumed"], 0)
+        first, last = one[name]["numbers"][0], one[name]["numbers"][-1]
+        assert {"rewards/accuracies", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected"} <= first.keys()
+        assert first["loss"] != last["loss"]
+    assert one["dpo"]["numbers"][0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    start = one["dpo with adapters"]["numbers"][0]
+    assert start["loss"] == pytest.approx(math.log(2), abs=1e-6), "the model and its reference are equal before step 1"
+    assert start["rewards/accuracies"] == 0, "ties count as wrong"
+    assert max(row["kl"] for row in one["kto"]["numbers"]) > 0

@@ -19,7 +19,7 @@ import dpo
 RUNS = {  # name -> options
     "dpo": {"label_smoothing": 0.1, "sft_weight": 0.2, "reference": "stored"},
     "ipo": {"reference": "copy"},
-    "orpo": {}, "simpo": {}, "kto": {"undesirable_weight": 2.0, "reference": "copy"},
+    "orpo": {}, "simpo": {}, "kto": {"undesirable_weight": 2.0, "sft_weight": 1.0, "reference": "copy"},
     "dpo with adapters": {"lora_r": 2, "reference": "adapters", "lr": 1.0},
 }  # fmt: skip
 
