@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         labels,
         masking,
         metrics,
+        preferences,
+        reference,
         row_stream,
         tables,
         tagging,
