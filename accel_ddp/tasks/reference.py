@@ -188,12 +188,13 @@ class _Computing:
 
     def values(self, rows: "datasets.Dataset", file: Path, what: str) -> np.ndarray:
         """Return the values of all rows. Those that a killed process has left are read."""
+        began = time.monotonic()
         if self.speed is None:
             self.speed = Speed(
                 self.accelerator, self.cfg, self.model, self.train, lambda model, batch: self.logps(model, batch).sum()
             )
             self.speed.remove_padding()
-        batches, began, done, found = _batches_of(rows), time.monotonic(), 0, None
+        batches, done, found = _batches_of(rows), 0, None
         drafts = [file.with_name(f"{file.stem}.{first}.part.npy") for first in range(0, len(batches), PART_BATCHES)]
         for number, draft in enumerate(drafts):
             some = batches[number * PART_BATCHES : (number + 1) * PART_BATCHES]
@@ -206,8 +207,8 @@ class _Computing:
             found = np.zeros((len(rows), part.shape[1]), part.dtype) if found is None else found
             found[np.concatenate(some)] = part
             done += len(part)
-            rate = done / (time.monotonic() - began)
-            print_on_main(f"reference: log-probabilities of {done:,} of {len(rows):,} {what} rows, {rate:,.0f} rows/s")
+            seconds = time.monotonic() - began
+            print_on_main(f"reference: log-probabilities of {done:,} of {len(rows):,} {what} rows in {seconds:.1f} s")
         for draft in drafts if this_rank.is_main else ():
             draft.unlink(missing_ok=True)
         return found
