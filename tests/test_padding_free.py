@@ -396,8 +396,8 @@ def test_a_prompt_that_two_texts_share_is_computed_once_with_the_same_loss_and_g
     padded = compute(model, batch)
     layers = PaddingFree(model)
     layers.install()
-    assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-10) == ""
-    assert difference(padded, compute(model, batch)) < 1e-10
+    assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-6) == ""
+    assert difference(padded, compute(model, batch)) < 1e-6  # Llama's norms compute in float32
     assert tokens_per_layer(layers, model, batch) == [2 * 20 + 32 - 21] * 3
     few = a_batch_of_pairs(prompts=(1, 1, 1), answers=((20, 25), (20, 30), (25, 25)))
     assert tokens_per_layer(layers, model, few) == [151] * 3, "so few shared tokens are not worth it"
