@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         labels,
         masking,
         metrics,
+        ranking,
         tables,
         tagging,
         text_blocks,
