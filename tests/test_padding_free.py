@@ -414,6 +414,41 @@ def test_skipping_the_output_head_gives_the_same_loss_and_gradients(kind):
     assert difference(whole, skipped) < 1e-5
 
 
+@pytest.mark.parametrize("trained", ["head", "adapters"])
+@pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
+def test_log_probabilities_of_rows_have_the_gradients_of_all_logits(monkeypatch, trained, softmax):
+    """The loss compares rows in pairs, so the factor of each row is known only in the backward pass."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
+    torch.manual_seed(0)
+    model = KINDS["llama"]().double().eval()
+    if trained == "adapters":
+        model.requires_grad_(False)
+        model.model.layers[1].mlp.requires_grad_(True)
+    else:
+        model.lm_head.bias = nn.Parameter(torch.randn(100, dtype=torch.double))
+    batch = a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58])
+    labels = losses.next_tokens(batch["labels"])
+    labels[:, :5] = -100  # the answer of row 3 is empty
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    head = linear_cross_entropy.OutputHead(model)
+    head.softmax = softmax
+
+    def pairs(logps):
+        return -F.logsigmoid(0.1 * (logps[0::2] - logps[1::2])).sum() + 0.01 * logps[0]
+
+    wanted = compute(model, batch, lambda *_: pairs(-losses.of_tokens(model(**inputs).logits, labels, "rows")))
+    layers = PaddingFree(model)
+    layers.install()
+    found = compute(model, batch, lambda *_: pairs(head.row_logps(model, inputs, labels, batch)))
+    assert head.is_last
+    assert difference(wanted, found) < 1e-10
+    with torch.no_grad(), CurrentBatch(batch):
+        logps = head.row_logps(model, inputs, labels, batch)
+    assert logps.dtype == torch.double
+    assert logps[3] == 0
+    torch.testing.assert_close(pairs(logps).item(), wanted[0])
+
+
 def test_the_losses_of_rows_in_chunks_are_those_of_all_logits_in_any_batch(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
     torch.manual_seed(0)
@@ -447,7 +482,9 @@ def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
     head = linear_cross_entropy.OutputHead(model)
     labels = losses.next_tokens(batch["labels"])
     assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
-    assert torch.equal(head.row_losses(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels, "rows"))
+    of_rows = losses.of_tokens(model(**inputs).logits, labels, "rows")
+    assert torch.equal(head.row_losses(model, inputs, labels, batch), of_rows)
+    assert torch.equal(head.row_logps(model, inputs, labels, batch), -of_rows)
     assert head.is_last is False
 
 

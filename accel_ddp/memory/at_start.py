@@ -24,11 +24,12 @@ from accel_ddp.training.stream import count_tokens
 
 log = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 16  # where the memory is not known
-STATES = ("weights", "gradients", "optimizer", "averages", "gathered")
+STATES = ("weights", "reference", "gradients", "optimizer", "averages", "gathered")
 
 # What the rows of an estimate are called. `docs/memory.md` explains them.
 NAMES = {
-    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "averages": "averaged weights",
+    "weights": "weights", "reference": "copy of trained weights", "gradients": "gradients", "optimizer": "optimizer state",
+    "averages": "averaged weights",
     "gathered": "gathered weights", "copies": "weights in 16 bits", "activations": "activations", "loss": "vocabulary loss",
     "other": "other", "graphs": "CUDA graphs",
 }  # fmt: skip

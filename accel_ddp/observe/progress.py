@@ -64,7 +64,7 @@ class Progress(Hook):
             seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace}  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {_first_mean(numbers)}{pace}  "
                 f"{format_clock(seconds)} left"
             )
 
@@ -100,6 +100,10 @@ class Progress(Hook):
         self.began = time.monotonic()  # the remaining time is estimated from steps alone
         if state := self.state:
             state.began = self.began
+
+
+def _first_mean(numbers: Numbers) -> str:
+    return "".join(f"{name} {mean:.4g}  " for name, mean in list(numbers.means.items())[:1])
 
 
 WIDEST = 110  # columns; a wider panel is harder to read
@@ -233,7 +237,8 @@ def _groups(state: State) -> Iterator[list[Text]]:
         numbers = state.numbers
         rates = [_plain(rate) for rate in str(state.pace).split("  ")]
         yield [
-            _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"), *rates
+            _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"),
+            *(_item(name, f"{mean:.4g}") for name, mean in list(numbers.means.items())[:1]), *rates,
         ]  # fmt: skip
     if state.evaluations:
         yield list(_evaluation_items(state))

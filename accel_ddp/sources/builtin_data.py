@@ -211,6 +211,22 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
     return split("questions", [(group, {"prompt": p, "answer": a}) for (p, a), group in pairs.items()], len(pairs), 200)
 
 
+def preferences() -> "Splits":
+    """Return rows with `prompt`, `chosen` and `rejected`: a number below 1,000 in words, and in the words of another number.
+
+    The other number differs in one digit.
+    """
+    draw, rows = random.Random(mixed(0, "preferences/digits")), []
+    for number in range(1000):
+        digits = f"{number:03}"
+        for place in range(3):
+            other = draw.choice([digit for digit in "0123456789" if digit != digits[place]])
+            wrong = spell(int(digits[:place] + other + digits[place + 1 :]))
+            prompt = f"Write {' '.join(digits)} in words."
+            rows.append((digits, {"prompt": prompt, "chosen": spell(number), "rejected": wrong}))
+    return split("preferences", rows, 2400, 300)
+
+
 def encode_png(pixels: np.ndarray) -> bytes:
     """Return the pixels as an uncompressed .png. Compressed bytes would depend on the version of the library."""
     from PIL import Image
@@ -275,6 +291,7 @@ DATASETS: dict[str, Callable[[], "Splits"]] = {
     "builtin:rotten_tomatoes_small": partial(movie_reviews, "rotten_tomatoes_small", 1200),
     "builtin:imdb": partial(movie_reviews, "imdb", 24000),
     "builtin:questions": questions,
+    "builtin:preferences": preferences,
     "builtin:digits": digits,
     "builtin:docstrings": lambda: split("docstrings", named_docstrings(), 2000, 500),
     "builtin:docstrings_large": lambda: split("docstrings", named_docstrings(), sys.maxsize, 500),
