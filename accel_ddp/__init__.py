@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         labels,
         masking,
         metrics,
+        negatives,
         preferences,
         ranking,
         reference,

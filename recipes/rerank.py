@@ -5,8 +5,8 @@ r"""Fine-tune a reranker (cross-encoder): a model that reads a query and a candi
         --train_file queries.jsonl --eval_file dev.jsonl --max_candidates 8 --lr 2e-5
 
 A row is a query with a candidate and its label (0 or 1) or score, or a query with all of its candidates: lists `candidates` and
-`labels` or `scores`, or columns `positives` and `negatives`. By default pairs are learned one by one (cross-entropy with labels, squared
-error with scores), and lists with a softmax over the candidates of a query. Such a list is one item, so it is never split.
+`labels` or `scores`, or columns `positives` and `negatives`. By default pairs are learned one by one (cross-entropy with labels,
+squared error with scores), and lists with a softmax over the candidates of a query. Such a list is one item, so it is never split.
 Evaluations group candidates by the text of their query, also if they are in several rows.
 """
 
@@ -28,7 +28,9 @@ class Config(RecipeConfig):
         "", "column of the candidate, or of lists of them; default: candidate, passage, document ...", group="data"
     )
     label_column: str = option("", "column of 0 or 1, or of lists of these; default: label or labels", group="data")
-    score_column: str = option("", "column of scores (graded relevance); default: score or scores, if there is no label", group="data")
+    score_column: str = option(
+        "", "column of scores (graded relevance); default: score or scores, if there is no label", group="data"
+    )
     positive_columns: tuple[str, ...] = option(
         (), "columns of relevant texts, or of lists of them; default: positive or positives", group="data"
     )
@@ -153,7 +155,12 @@ def build_model(cfg: Config, accelerator, tokenizer, loss):
 
     head = {"num_labels": 1, "problem_type": "multi_label_classification" if loss == "binary" else "regression"}
     model = accel_ddp.models.load(
-        AutoModelForSequenceClassification, cfg, tokenizer, **head, pad_token_id=tokenizer.pad_token_id, ignore_mismatched_sizes=True
+        AutoModelForSequenceClassification,
+        cfg,
+        tokenizer,
+        **head,
+        pad_token_id=tokenizer.pad_token_id,
+        ignore_mismatched_sizes=True,
     )  # a head for other labels is replaced
     activation = "Sigmoid" if loss == "binary" else "Identity"  # what CrossEncoder applies to the score
     model.config.sentence_transformers = {"activation_fn": f"torch.nn.{activation}"}

@@ -5,6 +5,7 @@ the relevance is NaN where there is none.
 """
 
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch import Tensor
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import describe_columns, parse_number
+from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, PadCollate
-from accel_ddp.tasks import tables
-from accel_ddp.tasks.chat_rows import UnusableRow, check_text
+from accel_ddp.tasks import chat, tables
+from accel_ddp.tasks.chat_rows import Chat, UnusableRow, check_text
 from accel_ddp.tasks.contrastive import text_keys
 from accel_ddp.tasks.metrics import regression_metrics
+from accel_ddp.tasks.preferences import Preferences
 from accel_ddp.text import counted
 
 if TYPE_CHECKING:
@@ -81,20 +83,26 @@ class QueryFormat:
         kind = found if asked == "auto" else asked
         if kind in LIST_LOSSES and not has_lists:
             raise UserError(
-                f"--loss {kind}: needs all candidates of a query in one row: lists in the columns candidates and labels (or scores), or "
+                f"--loss {kind}: needs all candidates of a query in one row: lists candidates and labels (or scores), or "
                 f"columns positives and negatives. Rows with one candidate are learned with --loss {found}."
             )
         if kind == "scored" and not self.score:
-            raise UserError("--loss scored: needs --score_column, a column of numbers. Labels of 0 and 1 are learned with --loss binary.")
+            raise UserError(
+                "--loss scored: needs --score_column, a column of numbers. Labels of 0 and 1 are learned with --loss binary."
+            )
         if kind == "binary" and self.score:
-            raise UserError(f"--loss binary: needs labels of 0 and 1 (--label_column). Use --loss {found} for --score_column {self.score}.")
+            raise UserError(
+                f"--loss binary: needs labels of 0 and 1 (--label_column). Use --loss {found} for --score_column {self.score}."
+            )
         return kind
 
     def read(self, row: dict[str, Any], loss: str) -> Query:
         """Return the query of a row. Raise UnusableRow with the reason if that is impossible."""
         query = check_text(row[self.query], self.query)
         if self.positives:
-            texts = [[text for name in some for text in _read_texts(row[name], name)] for some in (self.positives, self.negatives)]
+            texts = [
+                [text for name in some for text in _read_texts(row[name], name)] for some in (self.positives, self.negatives)
+            ]
             candidates, relevance = texts[0] + texts[1], [1.0] * len(texts[0]) + [0.0] * len(texts[1])
         else:
             candidates, values = _read_texts(row[self.candidate], self.candidate), row[self.value]
@@ -136,9 +144,7 @@ def draw_candidates(query: Query, most: int, seed: int) -> Query:
     return Query(query.text, [query.candidates[i] for i in kept], [query.relevance[i] for i in kept])
 
 
-def encode(
-    rows: dict[str, list], form: QueryFormat, loss: str, tokenizer: Any, cfg: Any, is_trained: bool
-) -> dict[str, list]:
+def encode(rows: dict[str, list], form: QueryFormat, loss: str, tokenizer: Any, cfg: Any, is_trained: bool) -> dict[str, list]:
     """Return the tokens of the candidates of each query. Evaluation rows have one candidate each, with its place in the list."""
     queries, problems = [], []
     for values in zip(*rows.values()):
@@ -155,7 +161,7 @@ def encode(
     keys = [key for (key,) in text_keys([[query.text for query in queries]])]
     if is_trained:
         ends = np.cumsum([0, *(len(query.candidates) for query in queries)]).tolist()
-        done = {name: [values[a:b] for a, b in zip(ends, ends[1:])] for name, values in tokens.items()}
+        done = {name: [values[a:b] for a, b in pairwise(ends)] for name, values in tokens.items()}
         return {**done, "relevance": [query.relevance for query in queries], "keys": keys, "problem": problems}
     places = [(place, value) for query in queries for place, value in enumerate(query.relevance)]
     done = {name: [[one] for one in values] for name, values in tokens.items()}
@@ -170,20 +176,26 @@ class ListCollate(PadCollate):
         per_text = [name for name in PER_TEXT if name in rows[0]]
         texts = [{name: row[name][i] for name in per_text} for row in rows for i in range(len(row["input_ids"]))]
         batch = super().__call__(texts)
-        most = max(len(row["relevance"]) for row in rows)
-        relevance = [[*row["relevance"], *[float("nan")] * (most - len(row["relevance"]))] for row in rows]
-        batch["relevance"] = torch.tensor(relevance, dtype=torch.float32)
+        lists = [row["relevance"] if "relevance" in row else [row["margin"]] for row in rows]
+        most = max(map(len, lists))
+        values = torch.tensor([[*some, *[float("nan")] * (most - len(some))] for some in lists], dtype=torch.float32)
+        batch |= {"relevance": values} if "relevance" in rows[0] else {"margin": values[:, 0]}
         if "keys" in rows[0]:
             batch["keys"] = torch.tensor([row["keys"] for row in rows])
         return batch
 
 
+def score_texts(model: Any, batch: Any) -> Tensor:
+    """Return the score of each text, in float32 or wider."""
+    scores = model(**{name: values for name, values in batch.items() if name not in ("relevance", "margin", "keys")}).logits[:, 0]
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
 def score(model: Any, batch: Any) -> Tensor:
-    """Return the scores of all texts as a matrix, in float32 or wider. There are arbitrary values where a row has no candidate."""
-    scores = model(**{name: tensor for name, tensor in batch.items() if name not in ("relevance", "keys")}).logits.squeeze(-1)
+    """Return the scores of all candidates as a matrix. There are arbitrary values where a query has no candidate."""
     is_there = ~batch["relevance"].isnan()
     places = (is_there.flatten().cumsum(0) - 1).clamp(min=0).view(is_there.shape)
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))[places]
+    return score_texts(model, batch)[places]
 
 
 def pair_losses(scores: Tensor, relevance: Tensor, loss: str) -> Tensor:
@@ -216,6 +228,63 @@ def preference_losses(scores: Tensor, margins: Tensor, center: float = 0.0) -> T
     """Return the loss of each pair of a reward model (Bradley-Terry). `scores` has the columns chosen and rejected."""
     losses = -F.logsigmoid(scores[:, 0] - scores[:, 1] - margins.to(scores.dtype))
     return losses + center * (scores[:, 0] + scores[:, 1]).square() if center else losses
+
+
+class RewardPairs(Preferences):
+    """How pairs of a better and a worse answer become whole chats with an optional margin. None is cut: its end is scored."""
+
+    kept = ("input_ids", "good", "margin")
+
+    def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
+        self.margin = margin_column(rows, cfg)
+        return super()._find_columns(rows, cfg)
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*super().identity, self.margin]
+
+    def encode(self, rows: dict[str, list]) -> dict[str, list]:
+        done = super().encode(rows)
+        values = rows[self.margin] if self.margin else [0.0] * len(done["problem"])
+        numbers = [parse_number(value) for value in values]
+        others = [number_problem(self.margin, value) if number is None else "" for value, number in zip(values, numbers)]
+        return {**done, "margin": [number or 0.0 for number in numbers], "problem": merge_problems(done["problem"], others)}
+
+    def finish(self, given: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
+        if cfg.max_length == "auto":
+            self._choose_length(given, cfg)
+        longest = max(int(chat._column(rows, "length").max(initial=0)) for rows in given)
+        reason = f"an answer with its prompt is longer than --max_length {cfg.max_length} (the longest has {longest} tokens)"
+        return super().finish(
+            [chat._add_problem(rows, chat._column(rows, "length") > cfg.max_length, reason) for rows in given], cfg
+        )
+
+    def first_chosen(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
+        """Return the chosen answer of the first row with its prompt, as a chat or as a text."""
+        found = self._sides()[0]._read(rows[:1], 0)
+        return found.messages if isinstance(found, Chat) else f"{found.prompt}{self.separator}{found.answer}"
+
+
+def margin_column(rows: Any, cfg: Any) -> str:
+    """Return the column of margins, or "" if there is none. Raise UserError if the columns of pairs are missing."""
+    require_columns({name: getattr(cfg, name) for name in ("chosen_column", "rejected_column", "margin_column")}, rows)
+    return cfg.margin_column or ("margin" if "margin" in rows.column_names else "")
+
+
+def summarize_pairs(scores: np.ndarray, margins: np.ndarray, center: float) -> dict[str, float]:
+    """Return the metrics of a reward model. A pair with equal scores is wrong."""
+    scores = scores.astype(np.float64)
+    apart = scores[:, 0] - scores[:, 1]
+    loss = preference_losses(torch.from_numpy(scores), torch.from_numpy(margins), center).mean()
+    return {"accuracy": float((apart > 0).mean()), "margin": float(apart.mean()), "loss": float(loss)}
+
+
+def make_pair_tables(scores: np.ndarray, number: int, inputs: tables.Inputs) -> dict[str, Table]:
+    """Return `number` pairs of each group: in the right order, in the wrong one, and those with the lowest margin."""
+    apart = scores[:, 0] - scores[:, 1]
+    columns = {"reward_chosen": scores[:, 0], "reward_rejected": scores[:, 1], "margin": apart}
+    groups = {"is_correct": apart > 0, "certainty": -apart, "worst": "lowest margin"}
+    return tables.of_predictions(number, inputs, **groups, columns=columns) if number else {}
 
 
 def group_by_query(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -309,6 +378,6 @@ def report_queries(test: "datasets.Dataset", train: "datasets.Dataset") -> None:
         )
     if shared := int(np.isin(known, train["keys"][:]).sum()):
         warn(
-            f"{shared:,} of {len(known):,} evaluation queries are in the training data too, so metrics are better than for new queries. "
+            f"{shared:,} of {len(known):,} evaluation queries are in the training data too, so metrics are too good. "
             "Give --eval_file with other queries."
         )
