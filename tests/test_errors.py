@@ -254,7 +254,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "pairs as lists": {
             "recipe": "rerank",
             "loss": "listwise",
-            "train_file": lines("one.jsonl", *[{"query": f"q{i % 4}", "passage": "p", "label": i % 2} for i in range(12)]),
+            "train_file": lines("one.jsonl", *[{"query": f"q{i % 4}", "passage": "p", "label": int(i < 2)} for i in range(12)]),
         },
         "queries that cannot be ranked": {
             "recipe": "rerank",
@@ -409,11 +409,6 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
             "its query is empty: row 14\n",
         ],
         "pairs as lists": ["--loss listwise: needs all candidates of a query in one row", "--loss binary"],
-        "queries that cannot be ranked": [
-            "no error",
-            "2 of 4 evaluation queries have no relevant candidate",
-            "4 of 4 evaluation queries are in the training data too",
-        ],
         "no candidates": ["--query_column query: there is no such column. The data have: text, label"],
         "answer that is too long": [
             "1 of 10 rows of",
@@ -446,6 +441,10 @@ def test_bad_input_is_named_on_every_rank(messages, case, words):
         "classes of a sample": ["1 of 2 classes has no training rows and cannot be learned: '", "' (10 evaluation rows)."],
         "answers are cut": ["its prompt fills --max_length 24", " rows are longer: ", " lose the end of their answer."],
         "broken image skipped": ["--skip_broken: 1 of ", "torn.png"],
+        "queries that cannot be ranked": [
+            "2 of 4 evaluation queries have no relevant",
+            "4 of 4 evaluation queries are in the training",
+        ],
     }.items(),
 )
 def test_the_main_rank_warns_about_dropped_rows(messages, case, words):

@@ -136,12 +136,15 @@ class MinedBatches(TrainBatches):
     def _negatives_of(self, begin: int, step: int, cfg: Any) -> np.ndarray:
         """Return the negatives that were mined before step `begin` + 1, or mine them now. Call it on every rank."""
         name, shape = f"negatives_{begin:08d}.npy", (len(self.rows), cfg.mine_negatives)
-        stored = None
+        stored, is_kept = None, False
         with together("read mined negatives"):
             places = [Path(folder) / name for folder in (cfg.output_dir, folder_of_resume(cfg)) if folder]
-            there = next((path for path in places if path.is_file()), None) if this_rank.is_main else None
+            there = next((path for path in places if path.is_file()), None) if this_rank.is_main and step else None
+            if this_rank.is_main and not step:  # an earlier run that had no checkpoint may have left some
+                for path in Path(cfg.output_dir).glob("negatives_*.npy"):
+                    path.unlink()
             if there:
-                stored = np.load(there)
+                stored, is_kept = np.load(there), there == places[0]
                 if stored.shape != shape:
                     raise UserError(f"{there}: has negatives of the shape {stored.shape}, but the data need {shape}.")
             elif this_rank.is_main and step > begin:
@@ -149,7 +152,7 @@ class MinedBatches(TrainBatches):
                     f"{places[0]} is missing: the negatives that were mined after step {begin}, which step {step + 1} needs. Copy "
                     f"the file from the run, or resume from a checkpoint of step {begin} or before."
                 )
-        negatives = broadcast_object(stored)
+        negatives, is_kept = broadcast_object((stored, is_kept))
         if negatives is None:
             began = time.monotonic()
             negatives = self.mine()
@@ -157,7 +160,7 @@ class MinedBatches(TrainBatches):
             more = f"; {lacking:,} anchors have fewer (--mine_margin)" if lacking else ""
             seconds = time.monotonic() - began
             print_on_main(f"step {begin}: mined {shape[1]} negatives for each of {shape[0]:,} anchors in {seconds:.1f} s{more}")
-        if not there:
+        if not is_kept:
             with together("store mined negatives"):
                 if this_rank.is_main:
                     np.save(file := io.BytesIO(), negatives)
