@@ -102,12 +102,11 @@ class Task:
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
-        return accel_ddp.ranking.make_pair_tables(self.scores, self.cfg.log_predictions, self.describe)
+        return accel_ddp.preferences.make_tables({}, self.scores, self.cfg.log_predictions, self.decode)
 
-    def describe(self, items):
-        """Return the texts of some evaluation pairs, with their prompts."""
-        texts = self.eval_rows[items]["input_ids"]
-        return {name: [self.processor.decode(pair[i]) for pair in texts] for i, name in enumerate(("chosen", "rejected"))}
+    def decode(self, items, text):
+        """Return one of the texts of some evaluation items, with their prompts."""
+        return [self.processor.decode(ids[text]) for ids in self.eval_rows[items]["input_ids"]]
 
     @property
     def example(self):

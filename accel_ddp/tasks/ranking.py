@@ -279,14 +279,6 @@ def summarize_pairs(scores: np.ndarray, margins: np.ndarray, center: float) -> d
     return {"accuracy": float((apart > 0).mean()), "margin": float(apart.mean()), "loss": float(loss)}
 
 
-def make_pair_tables(scores: np.ndarray, number: int, inputs: tables.Inputs) -> dict[str, Table]:
-    """Return `number` pairs of each group: in the right order, in the wrong one, and those with the lowest margin."""
-    apart = scores[:, 0] - scores[:, 1]
-    columns = {"reward_chosen": scores[:, 0], "reward_rejected": scores[:, 1], "margin": apart}
-    groups = {"is_correct": apart > 0, "certainty": -apart, "worst": "lowest margin"}
-    return tables.of_predictions(number, inputs, **groups, columns=columns) if number else {}
-
-
 def group_by_query(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return matrices of scores, relevances and item numbers (-1: none), with a row for each query in the order of the data."""
     _, first, query = np.unique(keys, return_index=True, return_inverse=True)
