@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # the newest one that this version reads
 WHOLE, SHARDED = 1, 2
 MODEL, OPTIMIZER, RUN, MANIFEST = "model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"
+FACTS = "accel_ddp.json"  # in an exported folder: how its model was trained
 PIECES = {MODEL: "model", OPTIMIZER: "optimizer"}  # folders of a sharded checkpoint
 HASH_THREADS = 4
 
@@ -166,6 +167,33 @@ def read_run(path: Path) -> dict[str, Any]:
             run = read_json(path / RUN)
             return run if isinstance(run, dict) else {}
     return {}
+
+
+def chosen(place: Path) -> Path | None:
+    """Return the best checkpoint of a run folder, or else the newest one whose run.json is intact; None: there is none."""
+    best, there = read_json(place / "best.json"), list_checkpoints(place)
+    if isinstance(best, dict) and place / best["checkpoint"] in there:
+        return place / best["checkpoint"]
+    return next(filter(read_run, reversed(there)), None)
+
+
+def read_facts(place: str | Path) -> dict[str, Any]:
+    """Return how a model was trained: its `recipe`, `options`, `metrics`, `num_ranks` and, of a checkpoint, `step`. {}: not known.
+
+    `place` is an exported folder, whose options name no folders of the machine that trained it; a checkpoint, whose options are
+    complete; or a run folder, which means the checkpoint `chosen` of it, or else the model that it has exported.
+    """
+    place = Path(place)
+    if isinstance(facts := read_json(place / FACTS), dict):
+        return facts if "options" in facts else {**facts, "options": facts.get("config", {})}  # of an older version
+    path = place if (place / MANIFEST).is_file() else chosen(place)
+    if path is None:
+        return read_facts(place / "model") if (place / "model" / FACTS).is_file() else {}
+    run = read_run(path)
+    known = {**(read_json(path.parent / "evaluations.json") or {}), **run.get("evaluations", {})}
+    facts = {name: run[name] for name in ("recipe", "step", "versions", "num_ranks") if name in run}
+    metrics = known.get(str(run.get("step")), {})
+    return {**facts, "options": run["config"], "metrics": metrics, "checkpoint": str(path)} if "config" in run else {}
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
