@@ -128,7 +128,8 @@ class TrainingRun:
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training"):
-            require_independence(accelerator, cfg, model, train, loss_sum)
+            if not cfg.evaluate_only:
+                require_independence(accelerator, cfg, model, train, loss_sum)
             self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
@@ -136,11 +137,12 @@ class TrainingRun:
         facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
-        if self.speed:
+        if self.speed and not cfg.evaluate_only:
             self.speed.choose_micro_batch_size(self.model, self.optimizer)
-        epochs = self.total_steps * cfg.global_batch_size / len(train)
-        print_on_main(f"{self.total_steps} steps = {epochs:.2f} epochs of {len(train):,} items")
-        if self.step < self.total_steps:
+        if not cfg.evaluate_only:
+            epochs = self.total_steps * cfg.global_batch_size / len(train)
+            print_on_main(f"{self.total_steps} steps = {epochs:.2f} epochs of {len(train):,} items")
+        if self.step < self.total_steps and not cfg.evaluate_only:
             _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
@@ -160,7 +162,8 @@ class TrainingRun:
             update_options(self.cfg)
         facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
         self.notify("on_describe", facts)
-        self.is_done = self._any_rank(self.notify("on_start", self.step, self.total_steps, self.saved.evaluations))
+        ends = self.notify("on_start", self.step, self.total_steps, self.saved.evaluations)
+        self.is_done = self._any_rank(ends) or bool(self.cfg.evaluate_only)
         if tables:
             self.hooks.append(TableReport(tables, self.notify))
         facts_of_model = facts.get("model", {}) | (self.speed.describe() if self.speed else {})
@@ -338,7 +341,7 @@ class TrainingRun:
             self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self._run_evaluation()
-        if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
+        if self.is_stopping and self.step and not self.cfg.evaluate_only:  # also if the stop was requested before this process did a step
             self.saved.save(self.step, is_last=True)
         unsaved = self.saved.close()
         if self.saved.metric and not self.is_stopping:  # only the main rank's disk is sure to have the checkpoint
@@ -392,6 +395,8 @@ class TrainingRun:
             print_on_main(f"--keep_best: the best {metric.name} was {value} at step {first}, {where}")
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
+        if self.cfg.evaluate_only:
+            return Failure("stopped", f"requested by {reason}. The evaluation has no result.")
         if not self.step:
             kind = "died" if reason.startswith(LAUNCHER_DIED) else "stopped"
             return Failure(kind, f"requested by {reason} before the first step. There is nothing to save.")

@@ -88,6 +88,8 @@ class TrainConfig(
 
     def split(self, num_ranks: int) -> tuple[int, int]:
         """Return (items per micro-batch, micro-batches per update) of each rank."""
+        if self.evaluate_only:  # on any number of ranks
+            return 1, 1
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
@@ -204,7 +206,7 @@ class RecipeConfig(ModelConfig):
         super().validate()
         if self.eval_file and not self.train_file:
             raise UserError(f"--eval_file {self.eval_file}: was given without --train_file. Give both.")
-        if self.quantize != "no" and not self.lora_r:
+        if self.quantize != "no" and not self.lora_r and not self.evaluate_only:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"
