@@ -32,7 +32,7 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
-from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
+from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
 from accel_ddp.training.hook import Breakdown, Hook
@@ -127,7 +127,7 @@ class TrainingRun:
         self.accelerator, self.cfg, self.num_items, self.evaluate_model = accelerator, cfg, len(train), evaluate
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
-        with weights_kept(model, "a forward pass before training"):
+        with weights_kept(model, "a forward pass before training") as self.loaded:
             if not cfg.evaluate_only:
                 require_independence(accelerator, cfg, model, train, loss_sum)
             self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
@@ -137,13 +137,13 @@ class TrainingRun:
         facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
-        if self.speed and not cfg.evaluate_only:
-            self.speed.choose_micro_batch_size(self.model, self.optimizer)
         if not cfg.evaluate_only:
+            if self.speed:
+                self.speed.choose_micro_batch_size(self.model, self.optimizer)
             epochs = self.total_steps * cfg.global_batch_size / len(train)
             print_on_main(f"{self.total_steps} steps = {epochs:.2f} epochs of {len(train):,} items")
-        if self.step < self.total_steps and not cfg.evaluate_only:
-            _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+            if self.step < self.total_steps:
+                _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
@@ -341,7 +341,7 @@ class TrainingRun:
             self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self._run_evaluation()
-        if self.is_stopping and self.step and not self.cfg.evaluate_only:  # also if the stop was requested before this process did a step
+        if self.is_stopping and self.step and not self.cfg.evaluate_only:  # also if this process has done no step
             self.saved.save(self.step, is_last=True)
         unsaved = self.saved.close()
         if self.saved.metric and not self.is_stopping:  # only the main rank's disk is sure to have the checkpoint
@@ -362,6 +362,8 @@ class TrainingRun:
             self._print_best()
         ending.unsaved = unsaved
         self.ema.apply()
+        if not self.cfg.evaluate_only:
+            report_untrained(self.accelerator.unwrap_model(self.model), self.loaded, self.step)
         metrics = self.metrics if self.best is None else self.saved.evaluations[self.best]
         return RunOutcome(metrics, self.step, unsaved, self.best)
 

@@ -62,7 +62,7 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
         loss_sum=task.loss_sum,
         count=task.count,
         evaluate=task.evaluate,
-        tables=getattr(task, "tables", None),
+        tables=None if cfg.evaluate_only else getattr(task, "tables", None),
         hooks=observers,
         files=files,
     )

@@ -63,6 +63,8 @@ def main(words: list[str]) -> int:
     facts = read_facts(place)
     script = _script_of(place, given.get("recipe", ""), facts)
     cfg = load_recipe_config([str(script)])
+    if cfg is None:
+        raise UserError(f"--recipe {script}: its options cannot be read. It needs a Config that `accel_ddp.entry.run` gets.")
     options = _options_of(place, facts, cfg, words)
     with tempfile.TemporaryDirectory(prefix="accel_ddp_evaluate_") as folder:
         config, run = Path(folder, "options.yaml"), Path(folder, "run")
@@ -100,15 +102,15 @@ def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
         return recipe_files.recipe_path(Path(name).stem)
     found = next((path for path in (Path(name), Path("recipes") / name) if name and path.is_file()), None)
     if found is None:
-        raise UserError(f"{place}: was trained with {name}, which is not in this folder. Name the script: --recipe FOLDER/{name}.")
+        raise UserError(
+            f"{place}: was trained with {name}, which is not in this folder. Name the script: --recipe FOLDER/{name}."
+        )
     return found
 
 
-def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig | None, words: Sequence[str]) -> dict[str, Any]:
+def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequence[str]) -> dict[str, Any]:
     """Return the options of the evaluation, for a config file. Words of the user override them."""
     is_checkpoint, stored = "checkpoint" in facts, facts.get("options", {})
-    if cfg is None:
-        raise UserError("The options of this script cannot be read. It needs a Config that `accel_ddp.entry.run` gets.")
     properties, types, defaults = properties_of(type(cfg)), typing.get_type_hints(type(cfg)), as_plain_dict(cfg)
     kept = {name for name, found in properties.items() if found.group not in OF_TRAINING}
     options = {name: value for name, value in stored.items() if name in kept and value != defaults[name] and value is not None}
@@ -117,11 +119,16 @@ def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig | None, word
         options = {name: value for name, value in options.items() if name not in OF_FILES}
     named = next((values for name, values in group_values(words) if name == "eval_file"), []) or options.get("eval_file")
     if named and "eval_file" in types:  # the training rows may be missing here: they are not needed
-        options = {name: value for name, value in options.items() if name not in OF_ROWS} | {"train_file": named, "eval_file": named}
+        options = {name: value for name, value in options.items() if name not in OF_ROWS} | {
+            "train_file": named,
+            "eval_file": named,
+        }
         if typing.get_origin(types["train_file"]) is not tuple and isinstance(named, list):
             options |= dict.fromkeys(("train_file", "eval_file"), named[0])
     elif not is_checkpoint and (missing := [str(one) for one in _files(options.get("train_file")) if not Path(one).exists()]):
-        raise UserError(f"{place}: was trained with {missing[0]}, which is not here. Give the rows to evaluate: --eval_file FILE.")
+        raise UserError(
+            f"{place}: was trained with {missing[0]}, which is not here. Give the rows to evaluate: --eval_file FILE."
+        )
     return options | ({"resume": facts["checkpoint"]} if is_checkpoint else {"model": place} if "model" in types else {})
 
 
@@ -129,9 +136,10 @@ def _files(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
-def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfig | None) -> bool:
+def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfig) -> bool:
     """Return whether the rows are those of the evaluations in training, as far as the options tell."""
-    given = {name: values for name, values in group_values(words) if properties_of(type(cfg)).get(name, "").group == "data"}
+    of_data = {name for name, found in properties_of(type(cfg)).items() if found.group == "data"}
+    given = {name: values for name, values in group_values(words) if name in of_data}
     names = lambda value: [Path(one).name for one in value]
     return not given or (given.keys() == {"eval_file"} and names(given["eval_file"]) == names(_files(stored.get("eval_file"))))
 

@@ -57,6 +57,7 @@ def _check_inputs(cfg: Any) -> None:
     if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
         builtin.require_model(cfg.model)
     files = [(option, path) for option, path in (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file)) if path]
+    files = files[1:] if cfg.evaluate_only and cfg.train_file == cfg.eval_file else files
     tables = [(option, path) for option, path in files if Path(path).suffix.lower() in TABLES]
     for option, path in files:
         if (option, path) in tables or not (Path(path).exists() or has_magic(path)):  # others may be folders or patterns of files
@@ -80,9 +81,11 @@ def load_rows(
     read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
     if cfg.train_file:
         train_split, eval_split = "train", "eval" if cfg.eval_file else ""
-        splits = {"train": read("--train_file", cfg.train_file)}
+        # Only one file is given for an evaluation without training.
+        is_one = bool(cfg.evaluate_only) and cfg.train_file == cfg.eval_file
+        splits = {"train": read("--eval_file" if is_one else "--train_file", cfg.train_file)}
         if cfg.eval_file:
-            splits["eval"] = read("--eval_file", cfg.eval_file)
+            splits["eval"] = splits["train"] if is_one else read("--eval_file", cfg.eval_file)
     elif cfg.dataset:
         splits = builtin.load_dataset(cfg.dataset) if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub(cfg.dataset)
     else:

@@ -239,6 +239,8 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
     `train` and `test` have the number of rows or words (`unit`) of each class.
     """
     noun = unit.removesuffix("s")
+    if links.label_names:  # nothing is learned
+        return
     if missing := [i for i in range(len(names)) if not train[i]]:
         shown = [f"{names[i]!r} ({counted(test[i], f'evaluation {noun}')})" if test[i] else repr(names[i]) for i in missing]
         has = "has" if len(missing) == 1 else "have"

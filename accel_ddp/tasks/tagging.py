@@ -16,6 +16,7 @@ from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.labels import classes_of_model, describe_unknown, report_classes
+from accel_ddp.tasks.metrics import report_same
 from accel_ddp.tasks.tables import Row, ScoreTable
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     """
     from seqeval.metrics import classification_report
 
+    report_same(*(np.array([tag for row in rows for tag in row]) for rows in (predictions, references)), repr)
     right = sum(a == b for answer, reference in zip(predictions, references) for a, b in zip(answer, reference))
     scores = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "accuracy": right / sum(map(len, references))}
     if all(tag == "O" for rows in (references, predictions) for row in rows for tag in row):
