@@ -25,6 +25,7 @@ from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import Exit, Moment, ending
+from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
@@ -124,7 +125,8 @@ class TrainingRun:
         if evaluate is None and (cfg.keep_best or cfg.early_stopping_patience):
             name = "keep_best" if cfg.keep_best else "early_stopping_patience"
             raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
-        self.accelerator, self.cfg, self.num_items, self.evaluate_model = accelerator, cfg, len(train), evaluate
+        self.accelerator, self.cfg, self.train, self.evaluate_model = accelerator, cfg, train, evaluate
+        self.num_items = len(train)
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training") as self.loaded:
@@ -140,8 +142,10 @@ class TrainingRun:
         if not cfg.evaluate_only:
             if self.speed:
                 self.speed.choose_micro_batch_size(self.model, self.optimizer)
-            epochs = self.total_steps * cfg.global_batch_size / len(train)
-            print_on_main(f"{self.total_steps} steps = {epochs:.2f} epochs of {len(train):,} items")
+            text, warnings = train.describe(self.total_steps, cfg)
+            print_on_main(text)
+            for warning in warnings:
+                warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
@@ -253,6 +257,7 @@ class TrainingRun:
         for numbers in self.reader.pop(wait_for_all):
             # The sum of votes is the same on every rank, so all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
+            numbers = numbers._replace(rows=self.train.counts(numbers.step, self.cfg))
             self.notify("on_update", numbers, self.pace.after(numbers))
 
     def notify(

@@ -114,34 +114,34 @@ def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequ
     properties, types, defaults = properties_of(type(cfg)), typing.get_type_hints(type(cfg)), as_plain_dict(cfg)
     kept = {name for name, found in properties.items() if found.group not in OF_TRAINING}
     options = {name: value for name, value in stored.items() if name in kept and value != defaults[name] and value is not None}
-    options |= {name: value.split() for name, value in options.items() if typing.get_origin(types[name]) is tuple}
+    options |= {name: _values(name, value) for name, value in options.items() if typing.get_origin(types[name]) is tuple}
     if not is_checkpoint:
         options = {name: value for name, value in options.items() if name not in OF_FILES}
-    named = next((values for name, values in group_values(words) if name == "eval_file"), []) or options.get("eval_file")
-    if named and "eval_file" in types:  # the training rows may be missing here: they are not needed
+    named = dict(group_values(words)).get("eval_file") or options.get("eval_file")
+    if named and "eval_file" in types:  # the training rows may be missing here, and are not needed
         options = {name: value for name, value in options.items() if name not in OF_ROWS} | {
             "train_file": named,
             "eval_file": named,
         }
-        if typing.get_origin(types["train_file"]) is not tuple and isinstance(named, list):
-            options |= dict.fromkeys(("train_file", "eval_file"), named[0])
-    elif not is_checkpoint and (missing := [str(one) for one in _files(options.get("train_file")) if not Path(one).exists()]):
+    elif not is_checkpoint and (missing := [one for one in options.get("train_file", ()) if not Path(one).exists()]):
         raise UserError(
             f"{place}: was trained with {missing[0]}, which is not here. Give the rows to evaluate: --eval_file FILE."
         )
     return options | ({"resume": facts["checkpoint"]} if is_checkpoint else {"model": place} if "model" in types else {})
 
 
-def _files(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
+def _values(name: str, text: str) -> list[str]:
+    """Return the values of an option that `as_plain_dict` has joined."""
+    return text.split("\n" if name.endswith("_file") else None)
 
 
 def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfig) -> bool:
     """Return whether the rows are those of the evaluations in training, as far as the options tell."""
     of_data = {name for name, found in properties_of(type(cfg)).items() if found.group == "data"}
     given = {name: values for name, values in group_values(words) if name in of_data}
-    names = lambda value: [Path(one).name for one in value]
-    return not given or (given.keys() == {"eval_file"} and names(given["eval_file"]) == names(_files(stored.get("eval_file"))))
+    names = lambda values: [Path(one).name for one in values]
+    before = _values("eval_file", stored.get("eval_file") or "")
+    return not given or (given.keys() == {"eval_file"} and names(given["eval_file"]) == names(before))
 
 
 def _describe(place: str, metrics: dict[str, float], before: dict[str, float]) -> list[str]:

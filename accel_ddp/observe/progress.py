@@ -43,7 +43,7 @@ class Progress(Hook):
 
     def on_start(self, step, total_steps, evaluations):
         self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
-        self.evaluations = dict(evaluations)
+        self.evaluations, self.rows = dict(evaluations), {}
         if state := self.state:
             state.first_step, state.began, state.numbers = step, self.began, None
             state.steps_per_epoch = self.num_items / self.cfg.global_batch_size
@@ -56,6 +56,7 @@ class Progress(Hook):
         self._begin_steps()
 
     def on_update(self, numbers, pace):
+        self.rows = numbers.rows
         if state := self.state:
             state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
             if numbers.ranks:
@@ -72,6 +73,9 @@ class Progress(Hook):
         self.evaluations[step] = metrics
         when = f"step {step}" if step else "before training"
         print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if self.rows:
+            counts = [f"{number:,} of {name.removeprefix('rows/')}" for name, number in self.rows.items()]
+            print(f"{when}  rows trained: {', '.join(counts)}")
         if step == self.first:
             self._begin_steps()
 

@@ -196,6 +196,11 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     before = run.get("data")
     if data and before and data["items"] != before["items"]:
         changed.append(f"the training data had {before['items']:,} items and now have {data['items']:,}")
+    elif data and before and data.get("mixture") != before.get("mixture"):
+        weights = [" ".join(f"{weight:g}" for weight, _ in one.get("mixture", ())) or "none" for one in (before, data)]
+        rows = [" + ".join(f"{size:,}" for _, size in one.get("mixture", ())) for one in (before, data)]
+        changed.append(f"the weights of --train_file were {weights[0]} and are now {weights[1]}" if weights[0] != weights[1]
+                       else f"the datasets of --train_file had {rows[0]} rows and now have {rows[1]}")  # fmt: skip
     elif data and before and data != before:
         changed.append("the content of the training data has changed")
     if changed and not cfg.allow_config_change:
