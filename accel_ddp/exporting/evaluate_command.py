@@ -60,6 +60,7 @@ def main(words: list[str]) -> int:
     output = Path(given.get("output") or "-")
     if "output" in given and (output.is_dir() or not output.absolute().parent.is_dir()):
         raise UserError(f"--output {output}: {'is a folder' if output.is_dir() else 'its folder does not exist'}. Name a file.")
+    place = next((one for one in (place, f"{place}/model") if read_facts(one)), place)  # a run may have lost its checkpoints
     facts = read_facts(place)
     script = _script_of(place, given.get("recipe", ""), facts)
     cfg = load_recipe_config([str(script)])

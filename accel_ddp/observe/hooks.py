@@ -1,15 +1,12 @@
 """The hooks that recipes use: the interface, those of every run, early stopping, and the report of spikes of the loss."""
 
-import contextlib
 import math
 import statistics
 from collections import deque
 
 from accelerate import Accelerator
 
-from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.errors import UserError
 from accel_ddp.observe.log_hook import JsonlLog
 from accel_ddp.observe.progress import Progress
 from accel_ddp.observe.trackers import Trackers
@@ -22,7 +19,7 @@ def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:
     """Return the hooks of every run, with trackers and early stopping if the options ask for them."""
     hooks: list[Hook] = [EarlyStopping(cfg)] if cfg.early_stopping_patience else []
     if accelerator.is_main_process:
-        hooks += [SpikeReport(), Progress(cfg), JsonlLog(cfg), WorseReport(cfg)]
+        hooks += [SpikeReport(), Progress(cfg), JsonlLog(cfg)]
         if cfg.report_to:
             hooks.append(Trackers(accelerator, cfg))
     return hooks
@@ -121,42 +118,3 @@ class SpikeReport(Hook):
         if text := self.spikes.observe(numbers.step, numbers.loss):
             print(text, flush=True)
             record(text, step=numbers.step)
-
-
-class WorseReport(Hook):
-    """Prints a line at the end for metrics that are worse than before training, and with `--keep_best` if no checkpoint was better."""
-
-    def __init__(self, cfg: TrainConfig):
-        self.keeps_best, self.metrics = cfg.keep_best, [BestMetric("loss", "min")]
-        with contextlib.suppress(UserError):  # whether a higher or a lower value is better is not known
-            self.metrics = list(dict.fromkeys([cfg.best(), *self.metrics]))
-
-    def on_start(self, step, total_steps, evaluations):
-        self.evaluations = dict(evaluations)
-
-    def on_evaluate(self, step, metrics):
-        self.evaluations[step] = metrics
-
-    def on_end(self, step, summary):
-        before = self.evaluations.get(0, {})
-        for metric in self.metrics if step and "stopped" not in summary else ():
-            if metric.name in before and metric.name in summary:
-                is_best = self.keeps_best and metric is self.metrics[0]
-                if text := self._compare(metric, before[metric.name], summary[metric.name], is_best):
-                    print(text, flush=True)
-                    record(text, step=step)
-
-    def _compare(self, metric: BestMetric, before: float, after: float, is_best: bool) -> str:
-        """Return the line, or "". `after` is the value of the exported weights, `is_best` whether it is the best of all steps."""
-        name, values = metric.name, {step: known[metric.name] for step, known in self.evaluations.items() if metric.name in known}
-        if metric.is_better(after, before) or (f"{before:.4g}" == f"{after:.4g}" and not is_best):
-            return ""
-        advice = "Use a lower --lr or more data, and check the labels."
-        if is_best:
-            what = "no checkpoint was better than the model before training"
-            return f"warning: WORSE: --keep_best: {what} ({name} {before:.4g}, and {after:.4g} in the exported one). {advice}"
-        best = next(iter(metric.rank(self.evaluations)), 0)
-        if best and metric.is_better(values[best], before):
-            advice = f"It was {values[best]:.4g} at step {best}, which --keep_best --best_metric {name} exports."
-        how = "rose" if after > before else "fell" if after < before else "changed"
-        return f"warning: WORSE: {name} {how} from {before:.4g} before training to {after:.4g}. {advice}"

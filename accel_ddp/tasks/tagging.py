@@ -201,7 +201,9 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     """
     from seqeval.metrics import classification_report
 
-    report_same(*(np.array([tag for row in rows for tag in row]) for rows in (predictions, references)), repr)
+    report_same(
+        *(np.array([tag for row in rows for tag in row]) for rows in (predictions, references)), lambda tag: repr(str(tag))
+    )
     right = sum(a == b for answer, reference in zip(predictions, references) for a, b in zip(answer, reference))
     scores = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "accuracy": right / sum(map(len, references))}
     if all(tag == "O" for rows in (references, predictions) for row in rows for tag in row):
