@@ -116,8 +116,8 @@ def word_level_t5(folder: Path, rows: Rows) -> str:
     return str(folder)
 
 
-def read_rows(path: str) -> Rows:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+def read_rows(files: tuple[str, ...]) -> Rows:
+    return [json.loads(line) for line in Path(*files).read_text().splitlines()]
 
 
 def loaded(kind: str, folder: Path) -> tuple[Any, Any]:
@@ -219,9 +219,9 @@ def score_seq2seq(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     return {"exact_match": right / len(rows)}
 
 
-def pictures(path: str, part: str) -> Rows:
+def pictures(files: tuple[str, ...], part: str) -> Rows:
     """Return all images as tensors of three channels from -1 to 1. The recipe decodes them in every epoch, which takes time."""
-    arrays = np.load(path)
+    arrays = np.load(*files)
     pixels = torch.from_numpy(arrays[f"x_{part}"]).unsqueeze(1).expand(-1, 3, -1, -1) / 127.5 - 1
     return [{"pixel_values": image, "labels": label} for image, label in zip(pixels, arrays[f"y_{part}"].tolist())]
 

@@ -28,8 +28,10 @@ class Config(ScoredConfig):
         "mini-resnet", "mini-resnet (small, from scratch), or Hub name or folder of an image classification model"
     )
     dataset: str = "builtin:digits"
-    train_file: str = option("", "folder with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet")
-    eval_file: str = option("", "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
+    train_file: tuple[str, ...] = option(
+        (), "folder with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet"
+    )
+    eval_file: tuple[str, ...] = option((), "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
     image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")
     label_column: str = option("label", "column with names or numbers of classes", group="data")
     image_size: int = option(

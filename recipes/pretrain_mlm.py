@@ -22,9 +22,11 @@ from accel_ddp.errors import UserError
 class Config(RecipeConfig):
     model: str = option("builtin:tiny-bert", "Hub name, folder, or built-in; a pretrained model is trained further")
     dataset: str = "builtin:docstring_text"
-    train_file: str = option("", ".txt (one text per line), a folder or 'pattern*' of them; .csv .tsv .json .jsonl .parquet")
-    eval_file: str = option(
-        "", "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
+    train_file: tuple[str, ...] = option(
+        (), ".txt (one text per line), a folder or 'pattern*' of them; .csv .tsv .json .jsonl .parquet"
+    )
+    eval_file: tuple[str, ...] = option(
+        (), "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
     text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
     streaming: bool = option(False, "read .txt files as needed: they are not tokenized first, and need no memory", group="data")

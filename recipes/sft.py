@@ -24,7 +24,7 @@ from accel_ddp.entry import run
 class Config(RecipeConfig):
     model: str = option("builtin:tiny-llama", "Hub name, folder, or built-in (pretrained: builtin:SmolLM2-135M-Instruct)")
     dataset: str = "builtin:questions"
-    train_file: str = option("", ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
+    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
     messages_column: str = option("", "column of chats; default: messages or conversations", group="data")
     prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
     answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")

@@ -20,7 +20,7 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:code_roles"
-    train_file: str = option("", ".json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt")
+    train_file: tuple[str, ...] = option((), ".json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt")
     tokens_column: str = option("tokens", "column with lists of words", group="data")
     tags_column: str = option(
         "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -11,9 +12,16 @@ import pytest
 
 from accel_ddp.config.options import GROUPS, INSTEAD, OTHER_NAMES, option, properties_of
 from accel_ddp.config.parsing import parse_config
-from accel_ddp.config.train_config import RecipeConfig, TrainConfig, options_that_keep_the_result, options_that_must_match
+from accel_ddp.config.train_config import (
+    RecipeConfig,
+    TrainConfig,
+    as_plain_dict,
+    options_that_keep_the_result,
+    options_that_must_match,
+)
 from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
+from accel_ddp.sources.data import mixture_weights
 from tests.conftest import ROOT
 
 
@@ -217,7 +225,7 @@ def test_a_wrong_option_suggests_the_right_one(typed, meant):
 # Settings in the words of other toolkits, and what the message says about each of them.
 AXOLOTL = {
     "base_model: me/base": "Did you mean --model ",
-    "datasets: [{path: chats.jsonl, type: chat_template}, {path: more.jsonl}]": "Use --train_file chats.jsonl, with the rows of all",
+    "datasets: [{path: chats.jsonl, type: chat_template}, {path: more.jsonl}]": "Use --train_file chats.jsonl more.jsonl.",
     "test_datasets: [{path: held_out.jsonl}]": "Use --eval_file held_out.jsonl.",
     "val_set_size: 0.1": "a tenth of the rows is set aside",
     "adapter: qlora": "Use --lora_r 16 for LoRA, with --quantize 4bit",
@@ -341,9 +349,28 @@ def test_learning_rates_are_functions_of_the_step():
     assert cosine == sorted(cosine, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[a b.jsonl, c.jsonl]", ["a b.jsonl", "c.jsonl"]),
+        ("'a b.jsonl'", ["a b.jsonl"]),
+        ("{'a:b.jsonl': 0.7, c.jsonl: 1}", ["a:b.jsonl:0.7", "c.jsonl:1"]),
+        ("[{a b.jsonl: 0.7}, {c.jsonl: 1}]", ["a b.jsonl:0.7", "c.jsonl:1"]),
+        ("[[a b.jsonl, 0.7], [c.jsonl, 1]]", ["a b.jsonl:0.7", "c.jsonl:1"]),
+    ],
+)
+def test_several_files_are_the_same_in_yaml_on_the_command_line_and_in_a_saved_run(line, words, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"train_file: {line}")
+    cfg = parse_config(RecipeConfig, ["--config", str(tmp_path / "run.yaml")])
+    assert cfg.train_file == tuple(words) == parse_config(RecipeConfig, ["--train_file", *words]).train_file
+    saved = json.loads(json.dumps(as_plain_dict(cfg)))
+    assert RecipeConfig(train_file=saved["train_file"]).train_file == cfg.train_file
+    assert as_plain_dict(RecipeConfig(train_file="old run.csv"))["train_file"] == "old run.csv", "as older runs have stored it"
+    weights = mixture_weights(cfg)
+    assert weights == ((0.7, 1.0) if "1" in line else None)
+
+
 def test_a_second_value_of_an_option_is_refused_with_what_to_type():
-    with pytest.raises(UserError, match=r"--train_file a.jsonl b.jsonl: .* A run reads one file. .* --dataset FOLDER\."):
-        parse_config(RecipeConfig, ["--train_file", "a.jsonl", "b.jsonl"])
     with pytest.raises(UserError, match=r"--report_to wandb tensorboard: .* Type --report_to wandb,tensorboard\."):
         parse_config(TrainConfig, ["--report_to", "wandb", "tensorboard"])
     with pytest.raises(UserError, match=r"--run_name my run: .* Put a value with spaces into quotes\."):

@@ -1,5 +1,6 @@
-"""The values of `--best_metric`, `--profile`, `--profile_ranks` and `--chat_template`: what they select, and checks of them."""
+"""The values of `--train_file`, `--best_metric`, `--profile`, `--profile_ranks`, `--chat_template`: what they mean, and checks."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -180,6 +181,15 @@ def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) 
         have = f"{num_ranks} ranks, from 0 to {num_ranks - 1}" if num_ranks > 1 else "one rank, which is rank 0"
         raise UserError(f"--profile_ranks {text}: there is no rank {ranks[-1]}. This run has {have}. Type --profile_ranks all.")
     return ranks
+
+
+def split_weight(given: str) -> tuple[str, float | None]:
+    """Return the path and the number of `PATH:NUMBER`, or the path and None. A path that exists as it is typed is not split."""
+    path, _, number = given.rpartition(":")
+    with contextlib.suppress(ValueError):
+        if path and not Path(given).exists():
+            return path, float(number)
+    return given, None
 
 
 CHAT_TEMPLATES = ("plain", "chatml", "llama3", "gemma", "mistral")  # the names in tasks/chat_template.py

@@ -126,12 +126,10 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
     for name, values in group_values(arguments):
         kind, default = types.get(name, bool), defaults.get(name)  # --help and --no_... are switches
         example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
-        if not values and kind is not bool and typing.get_origin(kind) is not tuple:
+        if not values and kind is not bool and (typing.get_origin(kind) is not tuple or name.endswith("_file")):
             raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
         if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
             meant = f"Type --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
-            if name in ("train_file", "eval_file"):
-                meant = "A run reads one file. Join them, or give a folder that contains only these files: --dataset FOLDER."
             raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
@@ -185,9 +183,9 @@ def _suggest(name: str, properties: dict[str, Properties], value: Any = None) ->
         if {*re.findall(r"--(\w+)", instead)} <= {*properties, "config_file"}:
             return f" {instead[0].upper()}{instead[1:]}."
     if isinstance(value, list) and value and isinstance(value[0], dict) and "path" in value[0]:  # datasets of axolotl
-        path, kind = str(value[0]["path"]), "eval_file" if "test" in spelled else "train_file"
-        is_file = Path(path).suffix or kind == "eval_file"
-        return f" Use --{kind if is_file else 'dataset'} {path}{', with the rows of all in one file' if value[1:] else ''}."
+        paths, kind = [str(one.get("path")) for one in value], "eval_file" if "test" in spelled else "train_file"
+        is_file = Path(paths[0]).suffix or kind == "eval_file"
+        return f" Use --{kind} {' '.join(paths)}." if is_file else f" Use --dataset {paths[0]}."
     meanings = {spelling: known for known, found in properties.items() for spelling in (known, *found.also)}
     if spelled not in meanings:
         if spelled in properties_of(RecipeConfig):
@@ -221,6 +219,8 @@ def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
         if not isinstance(value, bool):
             raise UserError(f"{name}: {value!r} must be true or false.")
         return [f"--{name}" if value else f"--no_{name}"]
+    if name.endswith("_file") and typing.get_origin(kind) is tuple:
+        return [f"--{name}", *_paths(name, value)]
     if isinstance(value, dict):
         raise UserError(f"{name}: has nested lines, but takes one value.")
     if isinstance(value, list):
@@ -232,6 +232,16 @@ def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
     if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
         value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
     return [f"--{name}", "" if value is None else str(value)]
+
+
+def _paths(name: str, value: Any) -> list[str]:
+    """Return the paths of a line of YAML: one, or several, each perhaps with a weight: {PATH: 0.7, ...} or [[PATH, 0.7], ...]."""
+    given = list(value.items()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    pairs = [next(iter(one.items())) if isinstance(one, dict) and len(one) == 1 else one for one in given]
+    words = [f"{one[0]}:{one[1]}" if isinstance(one, tuple | list) and len(one) == 2 else one for one in pairs]
+    if other := [one for one in words if not isinstance(one, str | None)]:
+        raise UserError(f"{name}: {other[0]!r} is not a path. Write a list of paths, or of [path, weight].")
+    return [word or "" for word in words]
 
 
 def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:

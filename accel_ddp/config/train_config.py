@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
-from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps
+from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps, split_weight
 from accel_ddp.config.options import of_group, option, properties_of
 from accel_ddp.config.run_options import (
     TIMEOUT_VARIABLE,
@@ -173,8 +173,10 @@ class RecipeConfig(ModelConfig):
     """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
-    train_file: str = option("", ".csv .tsv .json .jsonl .parquet", per_node=True)
-    eval_file: str = option("", "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True)
+    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet", per_node=True)
+    eval_file: tuple[str, ...] = option(
+        (), "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True
+    )
     train_split: str = option("train", "training split of --dataset")
     eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
     max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all")
@@ -194,6 +196,12 @@ class RecipeConfig(ModelConfig):
     skip_broken: bool = option(False, "leave out rows that cannot be used and report their number; default: stop and report them")
     eval_batch_size: int = option(64, "items per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train_file", "eval_file"):
+            given = getattr(self, name)  # a saved run has a text, see `as_plain_dict`
+            setattr(self, name, tuple(filter(None, given.split("\n") if isinstance(given, str) else map(str, given))))
+
     def validate_sharded(self) -> None:
         super().validate_sharded()
         if self.quantize != "no":
@@ -203,7 +211,7 @@ class RecipeConfig(ModelConfig):
     def validate(self) -> None:
         super().validate()
         if self.eval_file and not self.train_file:
-            raise UserError(f"--eval_file {self.eval_file}: was given without --train_file. Give both.")
+            raise UserError(f"--eval_file {' '.join(self.eval_file)}: was given without --train_file. Give both.")
         if self.quantize != "no" and not self.lora_r:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
@@ -234,7 +242,9 @@ class ScoredConfig(RecipeConfig):
 def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
     """Return the options that must be the same on every node."""
     properties = properties_of(type(cfg))
-    return {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
+    found = {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
+    weights = [split_weight(one)[1] for one in getattr(cfg, "train_file", ())]
+    return found | ({"weights of --train_file": weights} if any(weights) else {})
 
 
 def options_that_keep_the_result(cls: type) -> set[str]:
@@ -243,6 +253,7 @@ def options_that_keep_the_result(cls: type) -> set[str]:
 
 
 def as_plain_dict(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the options as JSON and trackers accept them."""
+    """Return the options as JSON and trackers accept them. A line break separates paths, which may contain spaces."""
+    between = lambda name: "\n" if name.endswith("_file") else " "
     values = dataclasses.asdict(cfg)
-    return {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {name: between(name).join(map(str, value)) if isinstance(value, tuple) else value for name, value in values.items()}

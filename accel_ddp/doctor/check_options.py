@@ -5,9 +5,11 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig, options_that_must_match
 from accel_ddp.doctor import host
@@ -40,9 +42,14 @@ class CheckOptions:
 def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
     """Return what to check for the run that these options describe."""
     files = {}
-    for name in ("train_file", "eval_file", "model", "dataset"):
-        value = getattr(cfg, name, "")
-        looks_like_path = name.endswith("_file") or value.startswith(("/", "./", "~"))  # reported as missing if it is
+    places = [
+        (f"{name}{f' {number}' if number else ''}", split_weight(value)[0])
+        for name in ("train_file", "eval_file")
+        for number, value in enumerate(getattr(cfg, name, ()))
+    ]
+    for name, value in [*places, *((name, getattr(cfg, name, "")) for name in ("model", "dataset"))]:
+        is_file = "_file" in name and not has_magic(value)
+        looks_like_path = is_file or value.startswith(("/", "./", "~"))  # reported as missing if it is
         if value and (looks_like_path or os.path.exists(os.path.expanduser(value))):
             files[f"content of --{name}"] = value
     num_checkpoints = cfg.keep_last + 1 + bool(cfg.keep_best)  # a new one is written before an old one is deleted

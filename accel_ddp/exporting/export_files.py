@@ -139,7 +139,8 @@ def public_name(value: str) -> str:
 def public_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a run without the folders of this machine."""
     files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
-    public = lambda name, value: Path(value).expanduser().resolve().name if name in files else public_name(value)
+    last = lambda value: " ".join(Path(one).expanduser().resolve().name for one in value.split("\n"))  # of one or several paths
+    public = lambda name, value: last(value) if name in files else public_name(value)
     is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
     published = {
         name: public(name, value) if isinstance(value, str) and is_place(name, value) else value for name, value in config.items()

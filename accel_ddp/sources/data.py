@@ -5,12 +5,14 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
@@ -56,7 +58,8 @@ def check_inputs(cfg: TrainConfig) -> None:
 def _check_inputs(cfg: Any) -> None:
     if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
         builtin.require_model(cfg.model)
-    files = [(option, path) for option, path in (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file)) if path]
+    options = (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file))
+    files = [(option, split_weight(path)[0]) for option, paths in options for path in paths]
     tables = [(option, path) for option, path in files if Path(path).suffix.lower() in TABLES]
     for option, path in files:
         if (option, path) in tables or not (Path(path).exists() or has_magic(path)):  # others may be folders or patterns of files
@@ -80,9 +83,9 @@ def load_rows(
     read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
     if cfg.train_file:
         train_split, eval_split = "train", "eval" if cfg.eval_file else ""
-        splits = {"train": read("--train_file", cfg.train_file)}
+        splits = {"train": _read_files("--train_file", cfg.train_file, read)}
         if cfg.eval_file:
-            splits["eval"] = read("--eval_file", cfg.eval_file)
+            splits["eval"] = _read_files("--eval_file", cfg.eval_file, read)
     elif cfg.dataset:
         splits = builtin.load_dataset(cfg.dataset) if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub(cfg.dataset)
     else:
@@ -96,8 +99,21 @@ def load_rows(
     train, test = (train, splits[eval_split]) if eval_split else _set_aside(train, cfg)
     for name, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
-            raise UserError(f"{cfg.train_file or cfg.dataset}: the {name} data have no rows. Give another file or split.")
+            raise UserError(
+                f"{' '.join(cfg.train_file) or cfg.dataset}: the {name} data have no rows. Give another file or split."
+            )
     return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
+
+
+def _read_files(option: str, arguments: tuple[str, ...], read: Callable[[str, str], "datasets.Dataset"]) -> "datasets.Dataset":
+    """Return the rows of all arguments of an option, one after the other."""
+    import datasets
+
+    paths = [split_weight(argument)[0] for argument in arguments]
+    tables = [read(option, path) for path in paths]
+    rows = datasets.concatenate_datasets(tables) if tables[1:] else tables[0]
+    rows.files = Files(tuple(paths), np.cumsum([len(table) for table in tables]))
+    return rows
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
@@ -109,14 +125,14 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
         hints = {".json": "Write the rows as a list of objects, or one object per line."}
         hints |= dict.fromkeys(SENTENCE_FILES, "An empty line separates two texts.")
         raise UserError(
-            f"{cfg.train_file or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
-            f"{hints.get(Path(cfg.train_file).suffix, 'Give more rows, or --eval_file.')}"
+            f"{' '.join(cfg.train_file) or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
+            f"{hints.get(Path(*cfg.train_file[:1]).suffix, 'Give more rows, or --eval_file.')}"
         )
     # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
     numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
     options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
     rows, numbers = (table.train_test_split(**options) for table in (train, numbers))
-    return [with_row_numbers(rows[part], np.array(numbers[part]["number"][:])) for part in ("train", "test")]
+    return [with_row_numbers(rows[part], row_numbers(train)[np.array(numbers[part]["number"][:])]) for part in ("train", "test")]
 
 
 def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
@@ -177,13 +193,67 @@ def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
 
     They differ from the positions in `rows` if rows were set aside, sampled or dropped.
     """
-    return getattr(rows, "row_numbers", np.arange(len(rows)))
+    if hasattr(rows, "row_numbers"):
+        return rows.row_numbers
+    numbers = np.arange(len(rows)).view(RowNumbers)
+    numbers.files = getattr(rows, "files", None)
+    return numbers
 
 
 def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets.Dataset":
     """Return `rows` with their numbers attached. Most methods of `datasets` return tables without this attribute."""
-    rows.row_numbers = numbers
+    rows.row_numbers, rows.files = numbers, getattr(numbers, "files", None)
     return rows
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of an option, whose rows are in one table."""
+
+    paths: tuple[str, ...]
+    ends: np.ndarray  # the number of rows up to the end of each file
+
+
+class RowNumbers(np.ndarray):
+    """Row numbers that know their files, also after `numbers[positions]`."""
+
+    files: Files | None
+
+    def __array_finalize__(self, other: Any) -> None:
+        self.files = getattr(other, "files", None)
+
+
+def place_of(rows: "datasets.Dataset", number: int) -> str:
+    """Return where the row with this number is, for a message: "train-2.jsonl, row 17 (line 18)". See `row_numbers`."""
+    files: Files | None = getattr(rows, "files", None)
+    if files is None:
+        return f"row {number + 1:,}"
+    at = int(np.searchsorted(files.ends, number, side="right"))
+    row = int(number - (files.ends[at - 1] if at else 0))
+    line = find_lines(files.paths[at], [row]).get(row, row + 1)
+    return f"{files.paths[at]}, row {row + 1:,}{f' (line {line:,})' if line != row + 1 else ''}"
+
+
+def dataset_numbers(rows: "datasets.Dataset") -> np.ndarray | None:
+    """Return from which argument of the option each row comes, counted from 0, or None if there is one argument."""
+    files: Files | None = getattr(rows, "files", None)
+    return None if files is None or len(files.paths) == 1 else np.searchsorted(files.ends, row_numbers(rows), side="right")
+
+
+def dataset_names(rows: "datasets.Dataset") -> tuple[str, ...]:
+    """Return short distinct names of the arguments of the option."""
+    files: Files | None = getattr(rows, "files", None)
+    if files is None:
+        return ()
+    names = [Path(path).name.partition(".")[0] for path in files.paths]
+    return tuple(name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names))
+
+
+def mixture_weights(cfg: RecipeConfig) -> tuple[float, ...] | None:
+    """Return the weight of each argument of `--train_file`, or None if they have none."""
+    weights = [split_weight(argument)[1] for argument in cfg.train_file]
+    given = [weight for weight in weights if weight is not None]
+    return tuple(given) if len(given) == len(weights) > 1 else None
 
 
 def select_sources(rows: "datasets.Dataset", made: "datasets.Dataset") -> "datasets.Dataset":
@@ -305,9 +375,9 @@ def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["da
 
 def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]], cfg: RecipeConfig) -> str:
     """Return a line for each file with the number of its broken rows, followed by a line for each kind of problem."""
-    source = cfg.train_file or cfg.dataset
-    sources = [source, cfg.eval_file or source]
-    if not cfg.eval_file and (not cfg.train_file or cfg.train_file.endswith(".npz")):  # evaluation rows were not set aside
+    source = " ".join(cfg.train_file) or cfg.dataset
+    sources = [source, " ".join(cfg.eval_file) or source]
+    if not cfg.eval_file and (not cfg.train_file or cfg.train_file[0].endswith(".npz")):  # evaluation rows were not set aside
         sources = [f"{source} (training)", f"{source} (evaluation)"]
     lines = []
     for place in dict.fromkeys(sources):

@@ -55,7 +55,7 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
     Consecutive lines of a .txt belong together. Without `--eval_file`, the last tenth of its lines (at most 2,000) is therefore
     set aside, and not lines that are drawn at random.
     """
-    if not cfg.train_file or is_table(cfg.train_file):
+    if not cfg.train_file or is_table(*cfg.train_file):
         return data.load_rows(cfg, load_text_file)
     # Lines are drawn in runs of 100, because blocks of unrelated lines are not the text that is to be learned.
     options = ("max_train_items", "max_eval_items")
@@ -67,12 +67,14 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
     if cfg.eval_file:
         return draw(*data.load_rows(dataclasses.replace(cfg, max_train_items=0, max_eval_items=0), load_text_file))
     places.prepare_hub()
-    rows = load_text_file("--train_file", cfg.train_file)
+    rows = load_text_file("--train_file", *cfg.train_file)
     if len(rows) < 2:
-        raise UserError(f"--train_file {cfg.train_file}: has one line, and training and evaluation need two. Give --eval_file.")
+        raise UserError(
+            f"--train_file {cfg.train_file[0]}: has one line, and training and evaluation need two. Give --eval_file."
+        )
     num_train = len(rows) - max(1, min(2000, len(rows) // 10))
     train, test = range(num_train), range(num_train, len(rows))
-    return draw(*(data.with_row_numbers(rows.select(part), np.array(part)) for part in (train, test)))
+    return draw(*(data.with_row_numbers(rows.select(part), data.row_numbers(rows)[np.array(part)]) for part in (train, test)))
 
 
 def load_text_file(option: str, place: str) -> "datasets.Dataset":
@@ -312,17 +314,17 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[D
     Without `--eval_file`, the last hundredth of the blocks (at most 2,000) is set aside. From fewer than 10,000 blocks, 100 are set
     aside, but at most a tenth.
     """
-    if not cfg.train_file or is_table(cfg.train_file):
+    if not cfg.train_file or is_table(*cfg.train_file):
         raise UserError("--streaming: reads .txt files only. Give a .txt file, a folder or a pattern with --train_file.")
-    blocks = StreamedBlocks("--train_file", cfg.train_file, block_tokenizer)
+    blocks = StreamedBlocks("--train_file", *cfg.train_file, block_tokenizer)
     log.info(f"--streaming: {blocks.summary}")
     if cfg.eval_file:
-        test_blocks = StreamedBlocks("--eval_file", cfg.eval_file, block_tokenizer)
+        test_blocks = StreamedBlocks("--eval_file", *cfg.eval_file, block_tokenizer)
         train, test = range(len(blocks)), range(len(test_blocks))
     else:
         if len(blocks) < 2:
             raise UserError(
-                f"--train_file {cfg.train_file}: the text fills one block, but training and evaluation need two. "
+                f"--train_file {cfg.train_file[0]}: the text fills one block, but training and evaluation need two. "
                 "Give more text, a lower --max_length, or --eval_file."
             )
         num_train = len(blocks) - min(2000, max(1, len(blocks) // 100, min(100, len(blocks) // 10)))

@@ -54,8 +54,8 @@ def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Datase
     """
     import datasets
 
-    if cfg.train_file.endswith(".npz") and not cfg.eval_file:
-        with _open_npz("--train_file", cfg.train_file) as arrays:
+    if len(cfg.train_file) == 1 and cfg.train_file[0].endswith(".npz") and not cfg.eval_file:
+        with _open_npz("--train_file", cfg.train_file[0]) as arrays:
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
     tables = data.load_rows(cfg, read_images)
@@ -293,7 +293,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
     if path and Path(path).is_file():
         return f"image = {literal(path)}"
     if cfg.train_file:
-        place = f"{literal(cfg.eval_file or cfg.train_file)}, {column}"
+        place = f"{literal((cfg.eval_file or cfg.train_file)[0])}, {column}"
         return f"from accel_ddp import vision; image = vision.load_first({place})"
     if cfg.dataset.startswith(builtin.PREFIX):
         return f'from accel_ddp.sources import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
