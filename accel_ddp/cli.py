@@ -309,6 +309,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "observe.profile_summary:main",
         "print where the time of a step goes, from a run that was recorded with --profile",
     ),
+    "predict": ("exporting.predict_command:main", "apply a model to the rows of files: labels, tags, vectors, answers"),
+    "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),
 }
 
