@@ -1,0 +1,210 @@
+"""`accel-ddp predict` and `accel-ddp chat`: the results of transformers row by row, on any number of processes, killed and resumed."""
+
+import io
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pexpect
+import psutil
+import pytest
+import torch
+
+from accel_ddp import cli
+from accel_ddp.exporting import chat_command, export, predict_command, predictors, trained_model
+from accel_ddp.exporting.predict_rows import InputRows
+from tests.conftest import BIN, ROOT, Running, clean_environment
+
+WORDS = "a fine film about people who do not like films and dull long scenes".split()
+TEXTS = [" ".join(WORDS[i % 5 : i % 5 + 1 + i % 7]) for i in range(40)]
+PAIR = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def predict_here(output: Path, *words: object) -> list[dict]:
+    """Do in this process what the processes of the command do, one shard after the other. Return the rows of the output."""
+    given = predict_command._parse([str(word) for word in words] + ["--output", str(output)])
+    options = {name: value for name, value in vars(given).items() if name not in predict_command.NO_EFFECT}
+    partial = output.with_name(f"{output.name}.partial")
+    partial.mkdir()
+    found = trained_model.find(given.model, partial)
+    rows = InputRows(found, options)
+    rows.check(given.skip_broken)
+    predict_command.store_job(partial, options, found, rows)
+    worker = predictors.Worker(partial)
+    for shard in range(rows.num_shards):
+        worker.write(shard)
+    columns = rows.files.column_names if given.columns is None else given.columns
+    predict_command.join(rows, partial, output, columns, predict_command._types(found, given.top_k))
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.suffix == ".jsonl" else []
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tiny_model, tokenizer, tmp_path_factory):
+    """Return a function that saves a tiny random BERT of a class of transformers."""
+    import transformers
+
+    def save(name: str, files: dict[str, bytes] | None = None, **options) -> str:
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(1)
+        config = transformers.BertConfig(vocab_size=len(tokenizer), **PAIR, **options)
+        getattr(transformers, name)(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for file, content in (files or {}).items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_bytes(content)
+        return str(folder)
+
+    return save
+
+
+LABELS = {"id2label": {0: "O", 1: "B-X", 2: "I-X"}, "label2id": {"O": 0, "B-X": 1, "I-X": 2}}
+
+
+def test_labels_numbers_and_tags_are_those_of_pipelines(folder_of, tmp_path):
+    from transformers import pipeline
+
+    rows = write(tmp_path / "rows.jsonl", [{"text": text, "pair": text[::-1], "words": text.split()} for text in TEXTS])
+    classify = folder_of("BertForSequenceClassification", **LABELS)
+    found = predict_here(tmp_path / "a.jsonl", classify, "--input", rows, "--text_pair_column", "pair", "--top_k", 2)
+    use = pipeline("text-classification", classify, top_k=2)
+    assert [row["text"] for row in found] == TEXTS, "the order and the columns are those of the input"
+    for text, row in zip(TEXTS, found):
+        expected = use({"text": text, "text_pair": text[::-1]})
+        assert row["prediction"] == [one["label"] for one in expected]
+        assert row["score"] == pytest.approx([one["score"] for one in expected], abs=1e-6)
+    number = folder_of("BertForSequenceClassification", num_labels=1, problem_type="regression")
+    found = predict_here(tmp_path / "b.jsonl", number, "--input", rows)
+    use = pipeline("text-classification", number, function_to_apply="none")
+    assert [row["prediction"] for row in found] == pytest.approx([one["score"] for one in use(TEXTS)], abs=1e-6)
+    several = folder_of("BertForSequenceClassification", problem_type="multi_label_classification", **LABELS)
+    found = predict_here(tmp_path / "c.jsonl", several, "--input", rows)
+    for row, scores in zip(found, pipeline("text-classification", several, top_k=None)(TEXTS)):
+        assert dict(zip(row["prediction"], row["score"])) == pytest.approx(
+            {one["label"]: one["score"] for one in scores if one["score"] > 0.5}, abs=1e-6
+        )
+    tag = folder_of("BertForTokenClassification", **LABELS)
+    found = predict_here(tmp_path / "d.jsonl", tag, "--input", rows, "--text_column", "words")
+    use = pipeline("token-classification", tag, ignore_labels=[])
+    for row in found:
+        expected = [one for one in use(" ".join(row["words"])) if not one["word"].startswith("##")]
+        assert row["prediction"] == [one["entity"] for one in expected]
+        assert row["score"] == pytest.approx([one["score"] for one in expected], abs=1e-6)
+
+
+def test_vectors_and_masks_are_those_of_sentence_transformers_and_pipelines(folder_of, tmp_path):
+    from sentence_transformers import SentenceTransformer
+    from transformers import pipeline
+
+    from accel_ddp import contrastive
+
+    rows = write(tmp_path / "rows.jsonl", [{"anchor": text, "text": f"{text} [MASK] and [MASK]"} for text in TEXTS])
+    for pooling in ("mean", "cls"):
+        files = contrastive.sentence_transformers_files(16, pooling, 6, {"query": "find: "})
+        facts = {"recipe": "embed.py", "options": {"anchor_column": "anchor", "anchor_prefix": "find: ", "max_length": 6}}
+        folder = folder_of("BertModel", {**files, "accel_ddp.json": json.dumps(facts).encode()})
+        predict_here(tmp_path / f"{pooling}.npy", folder, "--input", rows)
+        expected = SentenceTransformer(folder, device="cpu").encode(TEXTS, prompt_name="query")
+        assert np.allclose(np.load(tmp_path / f"{pooling}.npy"), expected, atol=1e-6)
+    masks = folder_of("BertForMaskedLM")
+    found = predict_here(tmp_path / "masks.jsonl", masks, "--input", rows, "--columns", "text", "--top_k", 3)
+    for row, expected in zip(found, pipeline("fill-mask", masks, top_k=3)([row["text"] for row in found])):
+        assert row["prediction"] == [[one["token_str"] for one in mask] for mask in expected]
+        assert np.allclose(row["score"], [[one["score"] for one in mask] for mask in expected], atol=1e-6)
+        assert list(row) == ["text", "prediction", "score"]
+
+
+def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from accel_ddp.sources import models
+
+    folder = models.locate("builtin:tiny-llama", cache)
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in TEXTS]
+    rows = write(tmp_path / "chats.jsonl", [{"messages": [*chat, {"role": "assistant", "content": "No."}]} for chat in chats])
+    found = predict_here(tmp_path / "a.jsonl", folder, "--input", rows, "--max_new_tokens", 6)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    for chat, row in zip(chats, found):
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        made = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert row["prediction"] == tokenizer.decode(made, skip_special_tokens=True)
+    prompts = [{"prompt": text, "system": "Be brief."} for text in TEXTS]
+    again = predict_here(
+        tmp_path / "b.jsonl", folder, "--input", write(tmp_path / "prompts.jsonl", prompts), "--max_new_tokens", 6
+    )
+    assert [row["prediction"] for row in again] == [row["prediction"] for row in found]
+    sample = ("--input", rows, "--max_new_tokens", 6, "--temperature", 1, "--seed", 3)
+    samples = [predict_here(tmp_path / f"{size}.jsonl", folder, *sample, "--batch_size", size) for size in (3, 40)]
+    assert samples[0] == samples[1] != found
+    folder = models.locate("builtin:tiny-t5", cache)
+    rows = write(tmp_path / "sources.jsonl", [{"source": text} for text in TEXTS])
+    found = predict_here(tmp_path / "c.jsonl", folder, "--input", rows, "--prefix", "say: ", "--max_new_tokens", 5)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
+    for row in found:
+        made = model.generate(**tokenizer(f"say: {row['source']}", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+        assert row["prediction"] == tokenizer.decode(made[0], skip_special_tokens=True)
+
+
+def test_samples_have_the_probabilities_of_the_model():
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    number = 4000
+    noise = predictors.RowNoise(0, list(range(number)), torch.device("cpu"))
+    counts = torch.bincount(noise(None, scores.expand(number, 4)).argmax(-1), minlength=4) / number
+    assert torch.allclose(counts, scores.exp(), atol=0.03)
+
+
+def test_images_of_a_folder_and_adapters_of_a_classifier(tiny_model, tmp_path):
+    from accelerate import Accelerator
+    from PIL import Image
+    from transformers import AutoModelForSequenceClassification, pipeline
+
+    from accel_ddp.config.train_config import RecipeConfig
+    from accel_ddp.sources import models
+    from accel_ddp.tasks import vision
+
+    torch.manual_seed(0)
+    config = vision.MiniResNetConfig(id2label={0: "cat", 1: "dog"}, label2id={"cat": 0, "dog": 1})
+    folder, images = tmp_path / "resnet", tmp_path / "images"
+    vision.MiniResNetForImageClassification(config).save_pretrained(folder)
+    vision.transformers.ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    images.mkdir()
+    for i in range(5):
+        Image.effect_noise((20, 20 + i), 90).convert("RGB").save(images / f"{i}.png")
+    found = predict_here(tmp_path / "images.jsonl", folder, "--input", images)
+    use = pipeline("image-classification", str(folder), trust_remote_code=True)
+    for row in found:
+        best = use(row["image"])[0]
+        assert (row["prediction"], row["score"]) == (best["label"], pytest.approx(best["score"], abs=1e-6))
+
+    cfg = RecipeConfig(model=tiny_model, lora_r=2, output_dir="here")
+    options = {"num_labels": 3, "id2label": LABELS["id2label"], "ignore_mismatched_sizes": True}
+    tokenizer = models.load_tokenizer(cfg)
+    model = models.load(AutoModelForSequenceClassification, cfg, tokenizer, **options)
+    model = models.prepare(model, cfg, Accelerator(cpu=True), "SEQ_CLS").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3) if parameter.requires_grad else None
+    facts = {"recipe": "classify.py", "config": {**vars(cfg), "text_column": "review"}, "metrics": {}, "versions": {}, "num_ranks": 1}
+    files = export.files_of(model, tokenizer)
+    export._write(tmp_path / "adapters", model, files, facts, "off")
+    rows = write(tmp_path / "rows.jsonl", [{"review": text} for text in TEXTS])
+    found = predict_here(tmp_path / "adapters.jsonl", tmp_path / "adapters", "--input", rows)
+    for row in found:
+        scores = model(**tokenizer(row["review"], return_tensors="pt")).logits[0].softmax(-1)
+        assert row["prediction"] == LABELS["id2label"][int(scores.argmax())]
+        assert row["score"] == pytest.approx(float(scores.max()), abs=1e-6)
