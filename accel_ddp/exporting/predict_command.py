@@ -35,7 +35,7 @@ Types = dict[str, tuple[str, int]]  # of the columns of predictions: the type, a
 
 def main(words: list[str]) -> int:
     """Run `accel-ddp predict` and return its exit code."""
-    given = _parse(words)
+    given = parse(words)
     output = Path(given.output)
     if output.suffix not in ENDINGS:
         raise UserError(f"--output {output}: must end with {', '.join(ENDINGS[:-1])}, or for vectors with .npy.")
@@ -56,7 +56,8 @@ def main(words: list[str]) -> int:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def _parse(words: list[str]) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(prog="accel-ddp predict", description=__doc__.partition(":")[2].partition("\n")[0])
     add = parser.add_argument
     add_model_options(parser)
@@ -134,7 +135,7 @@ def _types(found: trained_model.TrainedModel, top_k: int) -> Types:
         return {"embedding": ("float32", 1)}
     if found.kind in ("answers", "texts"):
         return {"prediction": ("string", 0)}
-    if found.kind == "labels" and len(found.config.get("id2label") or "two") == 1:
+    if found.kind == "rewards" or (found.kind == "labels" and len(found.config.get("id2label") or "two") == 1):
         return {"prediction": ("float64", 0)}
     is_multi = found.config.get("problem_type") == "multi_label_classification"
     depth = (found.kind in ("tags", "masks") or is_multi) + (top_k > 1 and found.kind != "tags" and not is_multi)

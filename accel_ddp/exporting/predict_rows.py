@@ -21,6 +21,7 @@ COLUMNS = {
     "masks": {"text_column": ()}, "texts": {"text_column": ("source_column",)},
     "vectors": {"text_column": ("anchor_column", "positive_column")},
     "answers": {"messages_column": (), "prompt_column": (), "text_column": ()},
+    "rewards": {"messages_column": (), "prompt_column": (), "answer_column": ("chosen_column",)},
 }  # fmt: skip
 PREFIXES = {"source_column": "prefix", "anchor_column": "anchor_prefix", "positive_column": "positive_prefix"}
 SHARD_ROWS = {"answers": 256, "texts": 256, "images": 256}  # the most; others have 1,000
@@ -34,12 +35,13 @@ class InputRows:
     def __init__(self, found: TrainedModel, options: dict[str, Any]):
         self.found, self.kind, self.prefix = found, found.kind, options["prefix"] or ""
         self.files = self.table = self._load(options["input"])
+        self.separator = found.option("separator", "").replace(r"\n", "\n").replace(r"\t", "\t")
         self.columns: dict[str, str] = {}
         for option, names in COLUMNS[self.kind].items():
-            if not (self.columns and self.kind == "answers"):
+            if not (self.columns and self.kind == "answers") and "messages_column" not in self.columns:
                 self._choose(option, names, options)
         wanted = next(iter(COLUMNS[self.kind]))
-        if not self.columns or (wanted not in self.columns and self.kind != "answers"):
+        if not self.columns or (wanted not in self.columns and wanted != "messages_column"):
             raise UserError(f"--{wanted}: which column has the inputs? {data.describe_columns(self.table, {'': 'text'})}")
         if self.kind == "images":
             import datasets
@@ -84,7 +86,7 @@ class InputRows:
             values = [value.split() if isinstance(value, str) else value for value in part[names[0]]]
             is_broken = lambda value: not value or (self.kind == "tags" and not all(isinstance(word, str) for word in value))
             return values, [f"its {names[0]} is empty, or not what the model reads" * is_broken(value) for value in values]
-        if self.kind != "answers":
+        if self.kind not in ("answers", "rewards"):
             first = [self.prefix + text if isinstance(text, str) else text for text in part[names[0]]]
             return list(zip(first, *(part[name] for name in names[1:]))), data.find_text_problems(part, names)
         items, problems = [None] * len(rows), [""] * len(rows)
@@ -96,23 +98,25 @@ class InputRows:
         return items, problems
 
     def _read_prompt(self, row: dict[str, Any]) -> Any:
-        """Return a chat without the answer that is predicted, or a text. Answers at the end of a chat are left out."""
-        (option, name), template = next(iter(self.columns.items())), self.found.chat_template
+        """Return a chat without the answer that is predicted (its last answers are left out), with it for rewards, or a text."""
+        (option, name), template, is_whole = next(iter(self.columns.items())), self.found.chat_template, self.kind == "rewards"
         if option == "text_column":
             return read_row("texts", (name,), row)
         if option == "prompt_column":
-            columns = (name, *(one for one in INPUT_COLUMNS.get(name, ()) if one in row), ANSWER)
-            found = read_row("instructions", columns, {**row, ANSWER: "-"}, template)
+            more, answer = [one for one in INPUT_COLUMNS.get(name, ()) if one in row], self.columns.get("answer_column", ANSWER)
+            found = read_row("instructions", (name, *more, answer), {ANSWER: "-", **row}, template)
         else:
             messages = read_json(row[name], f"the column {name}")
             is_answer = lambda one: isinstance(one, dict) and (one.get("role") or one.get("from")) in ("assistant", "gpt")
-            while isinstance(messages, list) and messages and is_answer(messages[-1]):
+            while isinstance(messages, list) and messages and is_answer(messages[-1]) and not is_whole:
                 messages = messages[:-1]
-            answer = [{"role": "assistant", "content": "-"}]
-            found = read_row("chats", (name,), {**row, name: messages + answer if messages else messages}, template)
+            answer = [{"role": "assistant", "content": "-"}] if messages and not is_whole else []
+            found = read_row(
+                "chats", (name,), {**row, name: messages + answer if isinstance(messages, list) else messages}, template
+            )
         if hasattr(found, "messages"):
-            return found._replace(messages=found.messages[:-1])
-        return found.prompt + self.found.option("separator", "").replace(r"\n", "\n").replace(r"\t", "\t")
+            return found if is_whole else found._replace(messages=found.messages[:-1])
+        return f"{found.prompt}{self.separator}{found.answer if is_whole else ''}"
 
     def describe(self, broken: dict[int, str]) -> str:
         """Return the reasons why rows cannot be used, with the first rows of each."""

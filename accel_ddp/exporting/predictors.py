@@ -50,7 +50,7 @@ class Predictor:
         else:
             self.tokenizer = trained_model.load_tokenizer(found)
             self.tokenizer.padding_side = "left" if self.kind == "answers" else "right"
-        if self.kind == "answers":
+        if self.kind in ("answers", "rewards"):
             self.prompts = Prompts(self.tokenizer, found, options["chat_template"])
         elif self.kind == "tags":
             from accel_ddp.tasks.tagging import prepare_for_words
@@ -63,8 +63,8 @@ class Predictor:
         self.max_length = options["max_length"] or min(self.limit, trained if isinstance(trained, int) else self.limit)
         if self.kind in ("answers", "texts"):
             self.generation = generation_config(self.model, self.tokenizer, options)
-        elif self.kind == "labels" and self.model.config.pad_token_id is None:
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        elif self.kind in ("labels", "rewards") and self.model.config.get_text_config().pad_token_id is None:
+            self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def encode(self, item: Any) -> Encoded:
         """Return the inputs of one row. Raise UnusableRow if the model cannot read it."""
@@ -76,11 +76,11 @@ class Predictor:
             except Exception as error:  # many types, which depend on the format
                 raise UnusableRow(f"its image cannot be read\t{error}") from error
             return Encoded(dict(self.processor(picture, return_tensors="pt")))
-        if self.kind == "answers":
-            ids = self.prompts.ids(item)
-            if len(ids) >= self.limit:
-                raise UnusableRow(f"its prompt has {len(ids):,} tokens, and the model accepts {self.limit:,} with the answer")
-            room = min(self.generation.max_new_tokens, self.limit - len(ids))
+        if self.kind in ("answers", "rewards"):
+            ids, is_whole = self.prompts.ids(item, self.kind == "rewards"), self.kind == "rewards"
+            if len(ids) - is_whole >= self.limit:
+                raise UnusableRow(f"it has {len(ids):,} tokens, and the model accepts {self.limit:,}")
+            room = 0 if is_whole else min(self.generation.max_new_tokens, self.limit - len(ids))
             return Encoded({"input_ids": ids, "attention_mask": [1] * len(ids)}, len(ids), room=room)
         texts, more = ([item], {"is_split_into_words": True}) if self.kind == "tags" else (item, {})
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length, **more)
@@ -142,7 +142,7 @@ class Predictor:
             return [{"prediction": [name for name, _ in row], "score": [score for _, score in row]} for row in found]
         return [dict(zip(("prediction", "score"), self._best(row, self._label))) for row in scores.softmax(-1)]
 
-    _images = _labels
+    _images = _rewards = _labels
 
     def _tags(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
         scores, tags = (values.tolist() for values in self.model(**inputs).logits.float().softmax(-1).max(-1))
@@ -190,15 +190,15 @@ class Prompts:
         whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
         self.first_ids = whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
 
-    def ids(self, item: Chat | str) -> list[int]:
-        """Return the tokens before an answer."""
+    def ids(self, item: Chat | str, is_whole: bool = False) -> list[int]:
+        """Return the tokens before an answer, or of a whole chat."""
         if isinstance(item, str):
-            ids = encode_marked(self.tokenizer, item)
+            ids = encode_marked(self.tokenizer, item + (self.tokenizer.eos_token or "") * is_whole)
             return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
         if self.template is None:
             raise UnusableRow(f"it is a chat, and the model has no template (--chat_template {', '.join(TEMPLATES)} or a file)")
         chat = self.template._mark(self.template._convert(item))  # control tokens in texts stay texts, as in training
-        return encode_marked(self.tokenizer, self.template.render(chat, prompt=True)[0])
+        return encode_marked(self.tokenizer, self.template.render(chat, prompt=not is_whole)[0])
 
 
 def context_length(model: Any, tokenizer: Any) -> int:

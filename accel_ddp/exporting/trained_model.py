@@ -20,7 +20,7 @@ KINDS = {
 CLASSES = {
     "labels": "AutoModelForSequenceClassification", "tags": "AutoModelForTokenClassification", "masks": "AutoModelForMaskedLM",
     "images": "AutoModelForImageClassification", "answers": "AutoModelForCausalLM", "texts": "AutoModelForSeq2SeqLM",
-    "vectors": "AutoModel",
+    "rewards": "AutoModelForSequenceClassification", "vectors": "AutoModel",
 }  # fmt: skip
 
 
@@ -65,7 +65,9 @@ def find(name: str, scratch: Path) -> TrainedModel:
         raise UserError(f"{name}: the folder has no weights (model.safetensors). Export it again, or copy them there.")
     template = read(place, "chat_template.jinja") or (read(place, "tokenizer_config.json") or {}).get("chat_template") or ""
     template = template if isinstance(template, str) else json.dumps(template)
-    return TrainedModel(name, place, _kind(name, config, place), config, base, checkpoint_format.read_facts(place), template)
+    facts, kind = checkpoint_format.read_facts(place), _kind(name, config, place)
+    kind = "rewards" if kind == "labels" and facts.get("recipe") == "reward.py" else kind  # which read chats
+    return TrainedModel(name, place, kind, config, base, facts, template)
 
 
 def _of_run(folder: Path, scratch: Path) -> Path:
