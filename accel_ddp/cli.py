@@ -311,6 +311,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "print where the time of a step goes, from a run that was recorded with --profile",
     ),
     "evaluate": ("exporting.evaluate_command:main", "evaluate a run, a checkpoint or an exported model as in training"),
+    "predict": ("exporting.predict_command:main", "apply a model to the rows of files: labels, tags, vectors, answers"),
+    "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),
 }
 
