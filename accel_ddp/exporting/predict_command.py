@@ -237,7 +237,7 @@ class Workers:
         total = len(self.rows.table)
         left = min(total, (len(self.missing) - self.num_done) * self.rows.shard_rows)
         rate = self.num_done * self.rows.shard_rows / (now - self.began)
-        more = f"  {rate:,.1f} rows/s  {format_clock(left / rate)} left" if rate else "  (loading the model)"
+        more = f"  {rate:,.1f} rows/s" + f"  {format_clock(left / rate)} left" * (left > 0) if rate else "  (loading the model)"
         text = f"{total - left:,} of {total:,} rows{more}"
         print(f"\r\x1b[K{text}" if is_terminal else text, end="" if is_terminal and left else "\n", flush=True)
         return now, self.num_done
