@@ -63,7 +63,7 @@ class Config(ScoredConfig):
         super().validate()
         if self.pixel_std != "auto" and self.pixel_std <= 0:
             raise UserError(f"--pixel_std {self.pixel_std}: must be above 0.")
-        if self.norm == "group" and self.model != "mini-resnet":
+        if self.norm == "group" and self.model != "mini-resnet" and not self.evaluate_only:
             raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
         if self.model == "mini-resnet" and (self.gradient_checkpointing is True or self.dtype not in ("auto", "float32")):
             raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")

@@ -120,7 +120,7 @@ def build_data(cfg: Config, tokenizer):
     accel_ddp.data.require_texts({"text_column": cfg.text_column}, *tables)
     tables = accel_ddp.text_blocks.drop_other_values(tables, cfg)
     blocks = [accel_ddp.text_blocks.cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in tables]
-    return (*blocks, [accel_ddp.tokenization.fingerprint(part) for part in blocks])
+    return (*blocks, [accel_ddp.tokenization.fingerprint(part, cfg.cache_dir) for part in blocks])
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -92,6 +92,8 @@ class TrainConfig(
 
     def split(self, num_ranks: int) -> tuple[int, int]:
         """Return (items per micro-batch, micro-batches per update) of each rank."""
+        if self.evaluate_only:  # on any number of ranks
+            return 1, 1
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
@@ -237,7 +239,7 @@ class RecipeConfig(ModelConfig):
             if given != getattr(type(self), name) and not is_used:
                 instead = "--eval_file FILE or --eval_fraction 0.1" if name == "eval_split" else "the file of that split"
                 raise UserError(f"--{name} {given}: --train_file {' '.join(self.train_file)} has no splits. Give {instead}.")
-        if self.quantize != "no" and not self.lora_r:
+        if self.quantize != "no" and not self.lora_r and not self.evaluate_only:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +59,7 @@ def check_inputs(cfg: TrainConfig) -> None:
 def _check_inputs(cfg: Any) -> None:
     if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
         builtin.require_model(cfg.model)
-    options = {"--train_file": cfg.train_file, "--eval_file": cfg.eval_file}
+    options = {"--train_file": () if is_only_evaluated(cfg) else cfg.train_file, "--eval_file": cfg.eval_file}
     mixture_weights(cfg)
     files = {option: expand(option, given, cfg.file_endings, quiet=True) for option, given in options.items() if given}
     if train := {Path(path).resolve() for _, path in files.get("--train_file", [])}:
@@ -75,6 +75,11 @@ def _check_inputs(cfg: Any) -> None:
     cfg.check_columns(*map(read, files))
 
 
+def is_only_evaluated(cfg: RecipeConfig) -> bool:
+    """Return whether `accel-ddp evaluate` gives one file for both tables: the training rows may be missing on this machine."""
+    return cfg.evaluate_only and cfg.train_file == cfg.eval_file
+
+
 def load_rows(
     cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"] | None = None, endings: Sequence[str] = ()
 ) -> tuple["datasets.Dataset", "datasets.Dataset"]:
@@ -87,7 +92,8 @@ def load_rows(
     prepare_hub()
     mixture_weights(cfg)
     options = {"reader": reader or load_file, "endings": endings or cfg.file_endings, "cache_dir": cfg.cache_dir}
-    read = lambda *paths, option="--train_file": read_all(option, paths, **options)
+    given = "--eval_file" if is_only_evaluated(cfg) else "--train_file"
+    read = lambda *paths, option=given: read_all(option, paths, **options)
     train_split, eval_split, name = cfg.train_split, cfg.eval_split, " ".join(cfg.train_file) or cfg.dataset
     if has_splits(cfg):
         folder = cfg.train_file[0]
@@ -356,6 +362,11 @@ def number_problem(column: str, value: Any) -> str:
     if is_missing(value):
         return f"it has no {column}"
     return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"
+
+
+def iter_values(rows: "datasets.Dataset", column: str) -> Iterator[Any]:
+    """Yield the values of a column. A list of them would need more memory than the rows of a large file."""
+    return (value for some in rows.select_columns([column]).iter(10_000) for value in some[column])
 
 
 def read_texts(rows: dict[str, list], column: str) -> list[str]:

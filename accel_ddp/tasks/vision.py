@@ -255,7 +255,7 @@ class Images(Dataset):
     def __init__(self, images: CheckedImages, processor: Any, model: nn.Module, augment: str = "none"):
         self.rows, self.column = images.rows.select_columns([images.column]), images.column
         self.indices, self.labels = (np.array(images.properties[name][:]) for name in ("index", "labels"))
-        self.processor, self.mode, self.augment = processor, _image_mode(model), augment
+        self.processor, self.mode, self.augment = processor, image_mode(model), augment
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -279,7 +279,7 @@ def describe(images: CheckedImages, items: list[int]) -> dict[str, list]:
     return {"file": names, IMAGE: [thumbnail(content) for content in contents]}
 
 
-def _image_mode(model: nn.Module) -> str:
+def image_mode(model: nn.Module) -> str:
     """Return Pillow's mode for the channels of the model: grayscale or RGB."""
     channels = getattr(model.config, "num_channels", 3)
     if channels not in (1, 3):
@@ -309,7 +309,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
     """
     place = "" if cfg.model == "mini-resnet" else models.locate(cfg.model, cfg.cache_dir)
     files = ("preprocessor_config.json", "processor_config.json")
-    channels = 1 if _image_mode(model) == "L" else 3
+    channels = 1 if image_mode(model) == "L" else 3
     if place and (not Path(place).is_dir() or any((Path(place) / name).is_file() for name in files)):
         processor = models.from_pretrained(AutoImageProcessor, cfg.model, place)
     else:
@@ -342,7 +342,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
 
 @torch.no_grad()
 def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> None:
-    pictures = [Image.new(_image_mode(model), size) for size in ((32, 40), (40, 32))]
+    pictures = [Image.new(image_mode(model), size) for size in ((32, 40), (40, 32))]
     try:
         pixels = torch.cat([processor(picture, return_tensors="pt")["pixel_values"] for picture in pictures])
         pixels, was_training = pixels.to(model.device, model.dtype), model.training
