@@ -454,3 +454,50 @@ def test_what_is_wrong_with_one_of_several_files_is_found_before_and_in_a_run(fo
         data.check_inputs(cfg)
     with pytest.raises(UserError, match=words):
         cfg.check_columns(*data.load_rows(cfg))
+
+
+ROWS = {
+    "classify": {"text": "good", "label": "a"},
+    "embed": {"anchor": "a", "positive": "b"},
+    "seq2seq": {"source": "a", "target": "b"},
+    "sft": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "id": 1},
+    "dpo": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "reward": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "rerank": {"query": "a", "candidate": "b", "label": 1},
+    "tag": {"tokens": ["a"], "tags": ["O"]},
+    "pretrain_mlm": {"text": "words"},
+    "images": {"image": {"bytes": None, "path": "x.png"}, "label": "a"},
+}
+
+
+@pytest.mark.parametrize("recipe", ROWS)
+def test_every_recipe_reads_files_folders_compressed_and_saved_tables(recipe, tmp_path, monkeypatch):
+    import gzip
+
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    row, more = json.dumps(ROWS[recipe]) + "\n", json.dumps({**ROWS[recipe], "id": "x"}) + "\n"  # a type that differs
+    Path("a.jsonl").write_text(row * 5)
+    Path("many").mkdir()
+    Path("many/b.jsonl.gz").write_bytes(gzip.compress(more.encode() * 4))
+    datasets.Dataset.from_list([ROWS[recipe]] * 3).save_to_disk("saved")
+    cfg = load_recipe(ROOT / "recipes" / f"{recipe}.py").Config(
+        train_file=["a.jsonl:1", "many/*.gz:2", "saved:1"], eval_file=["a.jsonl", "saved"], cache_dir=str(tmp_path / "cache")
+    )
+    cfg.validate()
+    data.check_inputs(cfg)
+    train, test = text_blocks.load_texts(cfg) if recipe == "pretrain_mlm" else data.load_rows(cfg)
+    cfg.check_columns(train, test)
+    assert np.bincount(train.mixture.numbers).tolist() == [5, 4, 3]
+    assert train.mixture.weights == (1.0, 2.0, 1.0)
+    assert test.mixture.names == ("a", "saved")
+    column = next(iter(ROWS[recipe]))
+    assert train[11][column] == ROWS[recipe][column] == train[5][column]
+    assert "id" not in train.column_names or recipe != "sft", "a column that no recipe reads"
+    broken = [rows.add_column("problem", ["it is broken" if i == 7 else "" for i in range(len(rows))]) for rows in (train, test)]
+    broken = [data.with_row_numbers(rows, data.row_numbers(of)) for rows, of in zip(broken, (train, test))]
+    with pytest.raises(
+        UserError, match=r"1 of 12 rows of .*\n  it is broken: many/b.jsonl.gz, row 3\n1 of 8 .*\n.*: saved, row 3\n"
+    ):
+        data.drop_broken(broken, cfg)

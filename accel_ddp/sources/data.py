@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,7 @@ def load_rows(
     read = lambda *paths, option=given: read_all(option, paths, **options)
     train_split, eval_split, name = cfg.train_split, cfg.eval_split, " ".join(cfg.train_file) or cfg.dataset
     if has_splits(cfg):
-        folder = cfg.train_file[0]
+        folder, _ = split_weight(cfg.train_file[0])
         splits = {split: read(f"{folder}/{split}") for split in saved_splits(Path(folder))}
     elif cfg.train_file:
         train_split = "train"
@@ -234,11 +234,11 @@ class RowNumbers(np.ndarray):
         self.files = getattr(other, "files", None)
 
 
-def place_of(rows: "datasets.Dataset", number: int) -> str:
-    """Return where the row with this number is, for a message: "train-2.jsonl, row 17 (line 18)". See `row_numbers`."""
+def place_of(rows: "datasets.Dataset", number: int, short: bool = False) -> str:
+    """Return where the row with this number is: "train-2.jsonl, row 17 (line 18)". See `row_numbers`. `short`: of one file only 17."""
     files: Files | None = getattr(rows, "files", None)
-    if files is None:
-        return f"row {number + 1:,}"
+    if files is None or (short and not files.paths[1:]):
+        return f"{number + 1}" if short else f"row {number + 1:,}"
     path, row, line = files.places([number])[number]
     return f"{path}, row {row + 1:,}{f' (line {line:,})' if line not in (0, row + 1) else ''}"
 
@@ -298,12 +298,24 @@ def for_each_dataset(rows: "datasets.Dataset", make: Callable[["datasets.Dataset
     return with_row_numbers(datasets.concatenate_datasets(parts), made)
 
 
+def _lacking(rows: "datasets.Dataset") -> dict[str, str]:
+    """Return why some of several files lack a column, see `Files`."""
+    return getattr(getattr(rows, "files", None), "lacking", {})
+
+
+def require_types(rows: "datasets.Dataset", names: Iterable[str]) -> None:
+    """Raise UserError if a column with one of these names was left out, because its types differ between files."""
+    for name in names:
+        if name in _lacking(rows) and name not in rows.column_names:
+            raise UserError(f"The column {name!r} cannot be read. {_lacking(rows)[name]}")
+
+
 def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
     """Raise UserError if a table lacks a column. `columns` maps options to their values; an empty value is not required."""
     for rows in tables:
         for option, column in columns.items():
-            if column and column in (lacking := getattr(getattr(rows, "files", None), "lacking", {})):
-                raise UserError(f"--{option} {column}: {lacking[column]}")
+            if column and column in _lacking(rows):
+                raise UserError(f"--{option} {column}: {_lacking(rows)[column]}")
             if column and column not in rows.column_names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, columns)}")
 
@@ -325,6 +337,8 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     text = f"The data have: {', '.join(name if name == name.strip() else repr(name) for name in names)}."
     similar = lambda name: " ".join(name.split()).casefold()
     missing = next((column for column in needed.values() if column and column not in names), "")
+    if missing in _lacking(rows):
+        return f"{text} {_lacking(rows)[missing]}"
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."

@@ -273,11 +273,12 @@ def _hash(array: Any, name: str) -> np.ndarray:
     if pa.types.is_struct(kind):
         fields = dict(zip([field.name for field in kind], array.flatten()))
         if {*fields} == {"bytes", "path"}:  # an image: its content, wherever it is stored
-            paths = zip(fields["bytes"].is_null().to_pylist(), fields.pop("path").to_pylist())
-            contents = [Path(path).read_bytes() if missing and path else None for missing, path in paths]
-            fields["bytes"] = pc.coalesce(fields["bytes"], pa.array(contents, fields["bytes"].type))
+            paths = pc.if_else(fields["bytes"].is_null(), fields["path"], None).to_pylist()
+            fields["path"] = pa.array(
+                [path and hashlib.blake2b(Path(path).read_bytes()).hexdigest() for path in paths], pa.string()
+            )
         values = sum((_hash(inner, key) for key, inner in fields.items()), np.uint64(0))
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy().astype(np.int64)
         places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         values = _mix(lengths.astype(np.uint64))

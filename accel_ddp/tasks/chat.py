@@ -15,7 +15,7 @@ from accel_ddp.config.choices import choose, reasons
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object
 from accel_ddp.sources import models
-from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
+from accel_ddp.sources.data import drop_broken, place_of, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, map_once
 from accel_ddp.tasks.chat_rows import (
@@ -248,11 +248,11 @@ class Format:
                 f"In {counted(number[NO_END], 'row')} no token that ends the answer is trained, so the model may not learn to stop."
             )
         if number[CONTROL]:
-            found = [np.unique(row_numbers(rows)[_column(rows, "notes") & CONTROL > 0]) + 1 for rows in tables]
+            found = [np.unique(row_numbers(rows)[_column(rows, "notes") & CONTROL > 0]).tolist() for rows in tables]
             parts = [
-                f"{counted(len(rows), f'{name} row')} ({listed(map(str, rows), 5)})"
-                for rows, name in zip(found, TABLES)
-                if len(rows)
+                f"{counted(len(some), f'{name} row')} ({listed([place_of(rows, i, short=True) for i in some[:6]], 5)})"
+                for rows, some, name in zip(tables, found, TABLES)
+                if some
             ]
             as_text = "are trained as ordinary text: the text is the same, and its tokens are not those that separate turns"
             what = as_text if self.template else "stay control tokens, because a text may be a formatted chat"

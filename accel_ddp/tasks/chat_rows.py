@@ -2,10 +2,11 @@
 
 import json
 import re
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources.data import describe_columns
+from accel_ddp.sources.data import describe_columns, require_types
 from accel_ddp.text import nearest
 
 if TYPE_CHECKING:
@@ -26,10 +27,14 @@ INPUT_COLUMNS = {"instruction": ("input", "context"), "question": ("context",)} 
 LABEL_COLUMNS = ("label", "kto_tag")  # of KTO
 PROMPT, ANSWER = "prompt", "completion"  # names of the parts of whole chats
 MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
+READ_COLUMNS = {
+    "chosen", "rejected", *LABEL_COLUMNS, *MEDIA_COLUMNS, *OPTIONAL_COLUMNS, *chain(*USUAL_COLUMNS.values(), *INPUT_COLUMNS.values())
+}  # fmt: skip
 
 
 def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: int = 2) -> tuple[str, tuple[str, ...]]:
     """Return the kind of the rows and their columns: those that are `given`, otherwise the usual ones. Raise UserError without any."""
+    require_types(rows, READ_COLUMNS)
     for option, column in given.items():
         if column and column not in rows.column_names:
             raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
@@ -77,6 +82,7 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
 
 def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Return the columns of prompts, of answers, and of labels, which is "" for pairs. Raise UserError if the loss needs others."""
+    require_types(rows, READ_COLUMNS)
     names = rows.column_names
     given = ("messages_column", "prompt_column", "answer_column", "chosen_column", "rejected_column", "label_column")
     for option in given:

@@ -16,7 +16,7 @@ from torch import Tensor
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns
+from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns, require_types
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, PadCollate
 from accel_ddp.tasks import chat, tables
@@ -56,6 +56,7 @@ class QueryFormat:
     def __init__(self, rows: Any, cfg: Any):
         """Choose the columns that the options name, otherwise the usual ones. `rows` needs `column_names` only."""
         names = rows.column_names
+        require_types(rows, [name for some in USUAL_COLUMNS.values() for name in some])
         usual = {option: [name for name in some if name in names] for option, some in USUAL_COLUMNS.items()}
         numbered = [name for name in names if name.removeprefix("negative_").isdigit()]
         pick = lambda option: getattr(cfg, option) or next(iter(usual[option]), "")
