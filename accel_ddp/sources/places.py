@@ -40,6 +40,7 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
     return path
 
 
+HEAD_START = 0.3  # seconds for the main rank of a node, whose progress is shown
 REPORT_AFTER = 10  # seconds after which a waiting process logs what it waits for; then after twice as many, and so on
 
 
@@ -58,6 +59,8 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
     lock, began, seconds = FileLock(f"{final}.lock"), time.monotonic(), REPORT_AFTER
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        if not this_rank.is_local_main and not final.exists():
+            time.sleep(HEAD_START)
         while not final.exists():
             try:
                 with lock.acquire(timeout=seconds):
