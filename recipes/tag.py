@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import accel_ddp
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import ScoredConfig
+from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
 from accel_ddp.entry import run
 
 
@@ -20,7 +20,10 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:code_roles"
-    train_file: tuple[str, ...] = option((), ".json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt")
+    file_endings = (f"{TABLE_FILES} .conll .iob .bio", ".txt")
+    train_file: tuple[str, ...] = option(
+        (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
+    )
     tokens_column: str = option("tokens", "column with lists of words", group="data")
     tags_column: str = option(
         "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources import data
 from accel_ddp.sources.places import warn
@@ -87,6 +88,8 @@ class Labels:
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
             raise UserError(f"--label_column {column}: contains {_describe_kinds(found[0] | found[1])}")
+        if links.label_names:
+            return cls(column, links.label_names, classes_of_model(value_of, names), is_multi_label)
         if not found[0]:
             raise UserError(f"--label_column {column}: no training row has a label.")
         used = found[0] | (found[1] if use_both else set())
@@ -142,6 +145,17 @@ class Labels:
 
         counts = torch.bincount(torch.tensor(encoded), minlength=len(self.names))
         return (len(encoded) / ((counts > 0).sum() * counts.clamp(min=1))).to(device)
+
+
+def classes_of_model(value_of: dict[Any, Any], declared: list[str] | None) -> dict[Any, int]:
+    """Return the class number of each label in the rows with which a model is evaluated: by its name, or else the label itself.
+
+    `declared` are the names that the dataset has for its class numbers.
+    """
+    known = {name: number for number, name in enumerate(links.label_names)}
+    name_of = lambda value: declared[value] if declared and value in range(len(declared)) else str(value)
+    by_name = {cell: known[name_of(value)] for cell, value in value_of.items() if name_of(value) in known}
+    return by_name or {cell: value for cell, value in value_of.items() if value in range(len(known))}
 
 
 def may_lack_classes(cfg: Any, train: "datasets.Dataset") -> bool:
@@ -226,6 +240,8 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
     `train` and `test` have the number of rows or words (`unit`) of each class.
     """
     noun = unit.removesuffix("s")
+    if links.label_names:  # nothing is learned
+        return
     if missing := [i for i in range(len(names)) if not train[i]]:
         shown = [f"{names[i]!r} ({counted(test[i], f'evaluation {noun}')})" if test[i] else repr(names[i]) for i in missing]
         has = "has" if len(missing) == 1 else "have"
