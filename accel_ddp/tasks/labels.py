@@ -40,8 +40,8 @@ class Labels:
         if cfg.num_labels == 1:
             if all(data.parse_number(value) is None for value in data.iter_values(train, cfg.label_column)):
                 raise UserError(
-                    f"--label_column {cfg.label_column}: no training row contains a number, for example {train[0][cfg.label_column]!r:.40}. "
-                    "For classes, leave --num_labels out."
+                    f"--label_column {cfg.label_column}: no training row contains a number, for example "
+                    f"{train[0][cfg.label_column]!r:.40}. For classes, leave --num_labels out."
                 )
             labels = cls(cfg.label_column, [cfg.label_column], {}, is_regression=True)
         else:
