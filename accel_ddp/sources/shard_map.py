@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,10 +143,12 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
     and end with this process, however it ends. Threads would not help, because most of the time is spent in Python.
     """
     context = multiprocessing.get_context("fork")
-    taken, done = context.Value("q", 0), context.RawArray("q", count)
-    ignore, (reader, writer) = IgnoreInWorker("fork"), context.Pipe(duplex=False)
+    todo, errors, done = context.SimpleQueue(), context.SimpleQueue(), context.RawArray("q", count)
+    for number in [*numbers, *[None] * count]:  # they fit into the buffer of a pipe
+        todo.put(number)
+    ignore = IgnoreInWorker("fork")
 
-    def work(place: int, errors: Connection) -> None:
+    def work(place: int) -> None:
         import datasets
 
         ignore()
@@ -157,36 +159,30 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
             done[place] += rows
 
         try:
-            while True:
-                with taken:
-                    turn, taken.value = taken.value, taken.value + 1
-                if turn >= len(numbers):
-                    return
-                write(numbers[turn], report)
+            for number in iter(todo.get, None):
+                write(number, report)
         except BaseException as error:
             is_known = isinstance(error, UserError | OSError)  # others may not be picklable
-            errors.send((error if is_known else RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()))
+            errors.put((error if is_known else RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()))
+            sys.exit(1)
 
     ending.run(Moment.FORK)
-    processes = [context.Process(target=work, args=(place, writer), daemon=True) for place in range(count)]
+    processes = [context.Process(target=work, args=(place,), daemon=True) for place in range(count)]
     try:
         with blocked_for_children():
             for process in processes:
                 process.start()
-        running = {process.sentinel: process for process in processes}
-        while running:
-            ready = wait([reader, *running], timeout=1.0)
+        while running := [process.sentinel for process in processes if process.exitcode is None]:
+            wait(running, timeout=1.0)
             progress.show(sum(done))
-            if reader in ready:
-                error, trace = reader.recv()
-                raise error from RuntimeError(trace)
-            for process in map(running.pop, ready):
-                process.join()
-                if process.exitcode:
-                    raise RuntimeError(
-                        f"{progress.doing}: a worker process was ended ({process.exitcode}), often because the memory is used up. "
-                        "A run that is started again continues with the rows that are left."
-                    )
+            if failed := next((process for process in processes if process.exitcode), None):
+                if not errors.empty():
+                    error, trace = errors.get()
+                    raise error from RuntimeError(trace)
+                raise RuntimeError(
+                    f"{progress.doing}: a worker process was ended ({failed.exitcode}), often because the memory is used up. "
+                    "A run that is started again continues with the rows that are left."
+                )
     finally:
         for process in processes:
             if process.pid:
