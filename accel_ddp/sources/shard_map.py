@@ -172,9 +172,8 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
         with blocked_for_children():
             for process in processes:
                 process.start()
-        while running := [process.sentinel for process in processes if process.exitcode is None]:
-            wait(running, timeout=1.0)
-            progress.show(sum(done))
+        while True:
+            running = [process.sentinel for process in processes if process.exitcode is None]
             if failed := next((process for process in processes if process.exitcode), None):
                 if not errors.empty():
                     error, trace = errors.get()
@@ -183,6 +182,10 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
                     f"{progress.doing}: a worker process was ended ({failed.exitcode}), often because the memory is used up. "
                     "A run that is started again continues with the rows that are left."
                 )
+            if not running:
+                return
+            wait(running, timeout=1.0)
+            progress.show(sum(done))
     finally:
         for process in processes:
             if process.pid:
