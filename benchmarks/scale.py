@@ -252,10 +252,9 @@ def print_tables(made: list[dict]) -> None:
     last = made[-1]
     if last["rows"] < 10_000_000:
         factor = 10_000_000 / last["rows"]
-        hours = factor * (last["read_s"] + last["hash_s"] + last["tokenize_s"]) / 3600
-        print(
-            f"extrapolated, not measured: 10,000,000 rows ({factor * last['MB'] / 1000:.1f} GB) need {hours:.1f} h on these cores"
-        )
+        hours = factor * sum(last[f"{name}_cpu_s"] for name in ("read", "hash", "tokenize")) / last["cores"] / 3600
+        size = f"{factor * last['MB'] / 1000:.1f} GB"
+        print(f"extrapolated, not measured: 10,000,000 rows ({size}) need {hours:.1f} h on {last['cores']} free cores")
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             rows, self.prompt = build_data(cfg, self.processor, today)
-            fingerprints = [accel_ddp.tokenization.fingerprint(table) for table in rows]
+            fingerprints = [accel_ddp.tokenization.fingerprint(table, cfg.cache_dir) for table in rows]
             facts["the data"] = "".join(fingerprints)
         has_reference = cfg.loss not in REFERENCE_FREE
         if has_reference:

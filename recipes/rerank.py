@@ -79,8 +79,8 @@ class Task:
             self.processor.model_max_length = cfg.max_length  # sentence-transformers truncates to it
             train_rows, eval_rows, self.eval_texts, self.form, self.loss = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor, self.loss)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.ranking.ListCollate)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)

@@ -68,8 +68,8 @@ class Task:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, self.model_class)
             rows, self.chosen = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
         with accel_ddp.together("load the model"):
             self.model = build_model(cfg, accelerator, self.processor)

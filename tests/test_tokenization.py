@@ -15,7 +15,7 @@ import pytest
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
-from accel_ddp.sources import shard_map, tokenization
+from accel_ddp.sources import places, shard_map, tokenization
 from accel_ddp.sources.table_files import load_file
 from accel_ddp.sources.tokenization import SOURCE, fingerprint, map_once
 from tests.conftest import ROOT
@@ -152,15 +152,16 @@ def test_errors_of_workers_reach_the_run(tmp_path, monkeypatch):
         return encode(rows)
 
     cfg = TrainConfig(cache_dir=str(tmp_path))
-    for errors in ([UserError], [KeyError], [Odd]):
-        with pytest.raises(RuntimeError if errors[0] is Odd else errors[0], match="a"):
+    for errors in ([UserError], [OSError], [Odd]):
+        # The cache reports an OSError.
+        with pytest.raises(RuntimeError if errors[0] is Odd else UserError, match="a"):
             map_once(numbers(12_000), fails, depends_on=errors[0].__name__, cfg=cfg)
     with pytest.raises(RuntimeError, match=r"a worker process was ended \(-9\)"):
         map_once(numbers(12_000), is_killed, depends_on=None, cfg=cfg)
 
 
 def test_progress_is_reported_in_a_log(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(shard_map, "PROGRESS_EVERY", 0.0)
+    monkeypatch.setattr(places, "PROGRESS_EVERY", 0.0)
     map_once(numbers(9_000), encode, depends_on=None, cfg=TrainConfig(cache_dir=str(tmp_path)), doing="counting")
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("counting")]
     assert re.fullmatch(r"counting: [\d,]+ of 9,000 rows \(\d+%\), [\d,]+ rows/s(, .* left)?", lines[0])

@@ -1,13 +1,15 @@
 """Where data and models are stored: the cache of a node, installed packages, and the Hugging Face Hub."""
 
+import contextlib
 import functools
 import logging
 import os
 import shutil
 import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from urllib.parse import urlsplit
 
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
+from accel_ddp.text import rough_seconds
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
     return path
 
 
+PROGRESS_EVERY = 30.0  # seconds between two lines about a long wait, if the output is not a terminal
+HEAD_START = 0.3  # seconds for the main rank of a node, whose progress is shown
 REPORT_AFTER = 10  # seconds after which a waiting process logs what it waits for; then after twice as many, and so on
 
 
@@ -58,6 +63,8 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
     lock, began, seconds = FileLock(f"{final}.lock"), time.monotonic(), REPORT_AFTER
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
+        if not this_rank.is_local_main and not final.exists():
+            time.sleep(HEAD_START)
         while not final.exists():
             try:
                 with lock.acquire(timeout=seconds):
@@ -81,6 +88,63 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
 def shows_progress() -> bool:
     """Return whether libraries may show progress bars. Those of every rank would fill the terminal or the log."""
     return this_rank.is_main and sys.stderr.isatty()
+
+
+class Progress:
+    """Shows how far a long loop over rows is: in a terminal one line that changes, elsewhere a line now and then."""
+
+    def __init__(self, doing: str, total: int, before: int = 0):
+        """`before` rows were done by an earlier process."""
+        self.doing, self.total, self.before, self.done = doing, total, before, 0
+        self.began = self.shown = time.monotonic()
+        self.end = ""
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.stderr.write(self.end)
+
+    def add(self, rows: int) -> None:
+        self.show(self.done + rows)
+
+    def show(self, done: int) -> None:
+        """Report that `done` rows are complete: "tokenizing: 340,000 of 1,000,000 rows (34%), 5,200 rows/s, 2 min left"."""
+        self.done, now = done, time.monotonic()
+        if now - self.shown < (1.0 if shows_progress() else PROGRESS_EVERY):
+            return
+        self.shown, at, rate = now, self.before + done, done / (now - self.began)
+        left = f", {rough_seconds((self.total - at) / rate)} left" if done else ""
+        text = f"{self.doing}: {at:,} of {self.total:,} rows ({at / self.total:.0%}), {rate:,.0f} rows/s{left}"
+        if shows_progress():
+            self.end = "\n"
+            sys.stderr.write(f"\r{text}\x1b[K")
+            sys.stderr.flush()
+        else:
+            report(text)
+
+
+def report(text: str) -> None:
+    """Print a line about a long wait, which only this rank knows about."""
+    prefix = f"[{this_rank.host} rank {this_rank.rank}] " if this_rank.num_ranks > 1 else ""
+    print(f"{prefix}{text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reporting(text: str) -> Iterator[None]:
+    """Report now and then that something goes on whose end is not known, on the main rank of each node."""
+    began, has_ended = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        while not has_ended.wait(PROGRESS_EVERY):
+            report(f"{text}: {rough_seconds(time.monotonic() - began)}")
+
+    if this_rank.is_local_main and not shows_progress():
+        threading.Thread(target=repeat, daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources.places import shows_progress, warn
-from accel_ddp.text import nearest
+from accel_ddp.sources.places import reporting, shows_progress, warn
+from accel_ddp.text import format_bytes, nearest
 
 if TYPE_CHECKING:
     import datasets
@@ -35,6 +35,7 @@ COMPRESSED = {
 TABLES = FILE_FORMATS.keys() - {".txt"}  # most recipes need more columns than the one of a .txt
 EVAL_SPLITS = ("validation", "dev", "test", "eval")
 SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
+LARGE = 100 << 20  # bytes; reading a smaller file takes a second
 SEPARATORS = ";\t|"  # between the cells of a .csv, by mistake
 
 
@@ -53,7 +54,7 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     if not kind:
         usable = ", ".join(ending for ending in FILE_FORMATS if ending in TABLES)
         raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {usable}.")
-    if kind not in ("parquet", "arrow"):
+    if kind not in ("parquet", "arrow") and not (kind == "json" and file.stat().st_size > LARGE and _was_read(kind, file)):
         require_utf8(option, file)
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
@@ -62,7 +63,8 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
         datasets.disable_progress_bars()
     rows: Any = ()
     try:
-        rows = _load(kind, file, options)
+        with reporting(f"reading {path} ({format_bytes(file.stat().st_size)})"):
+            rows = _load(kind, file, options)
     except Exception as error:  # many types of datasets, pyarrow and pandas
         if "corresponds to no data" not in str(error):
             raise UserError(f"{option} {path}: cannot be read as {kind}: {_find_reason(kind, file, error)}") from error
@@ -71,6 +73,13 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     if len(rows) == 0:
         raise UserError(f"{option} {path}: the file has no rows.")
     return rows
+
+
+def _was_read(kind: str, file: Path) -> bool:
+    """Return whether `datasets` has the rows of the file in its cache. It looks at path and time, and reads nothing."""
+    import datasets
+
+    return Path(datasets.load_dataset_builder(kind, data_files=str(file.resolve())).cache_dir).is_dir()
 
 
 def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":

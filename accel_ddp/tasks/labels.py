@@ -38,11 +38,10 @@ class Labels:
     def for_task(cls, train: "datasets.Dataset", test: "datasets.Dataset", cfg: Any) -> "Labels":
         """Return the labels that `--label_column`, `--num_labels` and `--class_weights` define."""
         if cfg.num_labels == 1:
-            values = train[cfg.label_column][:]
-            if all(data.parse_number(value) is None for value in values):
+            if all(data.parse_number(value) is None for value in data.iter_values(train, cfg.label_column)):
                 raise UserError(
-                    f"--label_column {cfg.label_column}: no training row contains a number, for example {values[0]!r:.40}. "
-                    "For classes, leave --num_labels out."
+                    f"--label_column {cfg.label_column}: no training row contains a number, for example "
+                    f"{train[0][cfg.label_column]!r:.40}. For classes, leave --num_labels out."
                 )
             labels = cls(cfg.label_column, [cfg.label_column], {}, is_regression=True)
         else:

@@ -207,7 +207,7 @@ def check_images(tables: tuple["datasets.Dataset", ...], labels: Labels, cfg: Re
     properties = []
     for rows in tables:
         depends_on = [column, labels.identity, _digest_of_stats(rows, column), PIL.__version__]
-        done = tokenization.map_once(rows, check, depends_on=depends_on, cfg=cfg)
+        done = tokenization.map_once(rows, check, depends_on=depends_on, cfg=cfg, doing="checking images")
         properties.append(data.with_row_numbers(done.add_column("index", np.arange(len(done))), data.row_numbers(done)))
     return [CheckedImages(rows, column, usable) for rows, usable in zip(tables, data.drop_broken(properties, cfg))]
 
