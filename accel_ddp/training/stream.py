@@ -71,6 +71,7 @@ class Sizes(NamedTuple):
     squares: int  # the sum of the squared lengths, which is proportional to the cost of attention
     width: int  # tokens of the longest text, with padding
     targets: int  # labels other than -100, if each token has a label; otherwise 0
+    shared: int = 0  # tokens at the beginning of a text that the text before it has too, see `padding_free.shared_tokens`
 
 
 class Batch(dict):
@@ -288,7 +289,8 @@ class CountingCollate:
         texts, squares = lengths.numel(), int((lengths**2).sum())
         if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
             texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets)}
+        shared = int(batch["shared"].sum()) if "shared" in batch else 0
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared)}
 
 
 def with_sizes(batch: Any) -> Any:
