@@ -65,32 +65,28 @@ class Preferences(chat.Format):
 
     def _sides(self) -> list["Preferences"]:
         """Return the formats of the chosen and of the rejected answer, or of the labeled one."""
-        made = []
-        for answer in self.answers:
-            side = copy.copy(self)
+        made = [copy.copy(self) for _ in self.answers]
+        for side, answer in zip(made, self.answers):
             side.columns = (*(self.prompts or (PROMPT,)), answer)
-            made.append(side)
         return made
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids` and `labels` with a list for each text of an item, `good` (0: not desirable), and what `finish` reads."""
         sides = [_by_row(chat.Format.encode(side, rows)) for side in self._sides()]
-        names = (*self.kept, "length", "first", "last", "notes", "problem", SOURCE)
+        names = (*Preferences.kept, "length", "first", "last", "notes", "problem", SOURCE)
         done: dict[str, list] = {name: [] for name in names}
         for i, texts in enumerate(zip(*sides)):
-            problems = {text["problem"]: 0 for text in texts if text["problem"]}
-            good = [1, 0] if len(texts) > 1 else [0]
+            problems, good = [text["problem"] for text in texts], [1, 0]
             if self.label:
                 found, problem = read_label(rows[self.label][i], self.label)
-                good, problems = [found], problems | ({problem: 0} if problem else {})
-            elif not problems and texts[0]["input_ids"] == texts[1]["input_ids"]:
-                problems = {f"its {self.answers[0]} and {self.answers[1]} are the same": 0}
-            items = [[text] for text in texts] if self.is_kto else [texts]
-            for one, item in zip(good, items):
-                most = [max(text[name] for text in texts) for name in ("length", "first", "last")]
-                notes = texts[0]["notes"] | texts[-1]["notes"]
-                parts = ([text[name] for text in item] for name in ("input_ids", "labels"))
-                for name, value in zip(names, (*parts, one, *most, notes, "\n".join(problems), i)):
+                good, problems = [found], [*problems, problem]
+            elif not any(problems) and texts[0]["input_ids"] == texts[1]["input_ids"]:
+                problems = [f"its {self.answers[0]} and {self.answers[1]} are the same"]
+            problem = "\n".join(dict.fromkeys(filter(None, problems)))
+            for one, item in zip(good, [[text] for text in texts] if self.is_kto else [texts]):
+                parts = [[text[name] for text in item] for name in ("input_ids", "labels")]
+                most = [max(text[name] for text in item) for name in ("length", "first", "last")]
+                for name, value in zip(names, (*parts, one, *most, item[0]["notes"] | item[-1]["notes"], problem, i)):
                     done[name].append(value)
         return done
 
@@ -258,11 +254,10 @@ def pair_losses(cfg: Any, policy: Tensor, reference: Tensor | None, tokens: Tens
     else:
         rewards = cfg.beta * (policy - reference)
         margin = rewards[:, 0] - rewards[:, 1]
-        smooth = getattr(cfg, "label_smoothing", 0.0)
         if cfg.loss == "ipo":
             losses = (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
         else:
-            losses = -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+            losses = -(1 - cfg.label_smoothing) * F.logsigmoid(margin) - cfg.label_smoothing * F.logsigmoid(-margin)
     return losses - cfg.sft_weight * means[:, 0] if cfg.sft_weight else losses, rewards.detach()
 
 
