@@ -83,13 +83,13 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_paper(given):
 def test_the_numbers_of_a_step_are_those_counted_by_hand():
     rewards = torch.tensor([[1.0, 0.5], [0.2, 0.2], [-1.0, 2.0]])  # right, a tie, wrong
     found = preferences.pair_numbers(torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]), rewards)
-    assert {name: round(value.item(), 5) for name, value in found.items()} == {
+    assert {name: round(values.sum().item(), 5) for name, values in found.items()} == {
         "rewards/accuracies": 1, "rewards/margins": -2.5, "rewards/chosen": 0.2, "rewards/rejected": 2.7,
         "logps/chosen": -9, "logps/rejected": -12,
     }  # fmt: skip
     good = torch.tensor([1, 0, 0, 1])
     found = preferences.kto_numbers(torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([0.6, 0.4, 0.5, 0.1]), good, 0.5)
-    assert found["rewards/accuracies"] == 2, "the third reward is at the threshold"
+    assert found["rewards/accuracies"] == (2, 4), "the third reward is at the threshold"
     assert [tuple(map(float, found[name])) for name in ("rewards/chosen", "logps/rejected")] == [
         (pytest.approx(0.7), 2), (-5, 2)
     ]  # fmt: skip
