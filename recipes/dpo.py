@@ -93,7 +93,7 @@ class Config(ChatConfig):
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name} {getattr(self, name)}: must be above 0.")
-        if self.reference != "auto" and self.loss in REFERENCE_FREE:
+        if self.reference != "auto" and self.loss in REFERENCE_FREE and not self.evaluate_only:
             raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
         if self.evaluate_only == self.model and self.loss not in REFERENCE_FREE:
             raise UserError(
