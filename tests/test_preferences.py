@@ -15,7 +15,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.tasks import preferences
-from accel_ddp.training.losses import checked
+from accel_ddp.training.losses import checked, numbers_of
+from accel_ddp.training.update import _Numbers
 from tests.conftest import PROGRAMS, ROOT, run_ranks
 
 INSTALL = "pip install 'trl>=1.16'"
@@ -99,6 +100,21 @@ def test_the_probability_of_a_certain_answer_has_a_finite_gradient():
     policy = torch.zeros(1, 2, requires_grad=True)
     losses, _ = preferences.pair_losses(options(loss="orpo"), policy, None, torch.ones(1, 2))
     assert torch.autograd.grad(checked(losses.sum()), policy)[0].isfinite().all()
+
+
+def test_numbers_of_a_loss_function_need_names_that_the_log_can_store():
+    loss = torch.ones((), requires_grad=True)
+    assert checked((loss, {"a": 1})) is loss
+    assert numbers_of((loss, {"a": 1, "b": (2, 3)})) == {"a": (1, None), "b": (2, 3)}
+    assert numbers_of(loss) == {}
+    with pytest.raises(UserError, match="a number named 'lr', which the log cannot store"):
+        numbers_of((loss, {"lr": 1}))
+    found = _Numbers(torch.float64, torch.device("cpu"))
+    for value in (1, torch.tensor(2.0)):
+        found.add({"a": (value, None), "b": (value, 3)}, 4)
+    assert found.sums.tolist() == [3, 3, 8, 6]
+    with pytest.raises(UserError, match=r"the numbers a for a micro-batch and a, b for another one"):
+        found.add({"a": (1, None)}, 4)
 
 
 # ---- rows
