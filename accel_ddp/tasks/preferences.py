@@ -101,17 +101,12 @@ class Preferences(chat.Format):
         """Raise UserError if all training rows have the same label, and print the advice of KTO's authors for unequal numbers."""
         number, others = int(good.sum()), int((1 - good).sum())
         if not number or not others:
-            what = "desirable" if number else "undesirable"
-            raise UserError(
-                f"--loss kto: all {len(good):,} training rows are {what}. KTO compares both kinds: add rows of the other."
-            )
-        weights = cfg.desirable_weight * number / (cfg.undesirable_weight * others)
-        if not 1 <= weights <= 4 / 3:
-            lowest, highest = (f"{ratio * cfg.undesirable_weight * others / number:.3g}" for ratio in (1, 4 / 3))
-            log.info(
-                f"{number:,} rows are desirable and {others:,} are not. KTO's authors advise --desirable_weight {lowest} to {highest}, "
-                f"so that both kinds weigh about the same (now {cfg.desirable_weight:g})"
-            )
+            what = f"all {len(good):,} training rows are {'desirable' if number else 'undesirable'}"
+            raise UserError(f"--loss kto: {what}. KTO compares both kinds: add rows of the other.")
+        least = cfg.undesirable_weight * others / number
+        if not least <= cfg.desirable_weight <= 4 / 3 * least:
+            advice = f"--desirable_weight {least:.3g} to {4 / 3 * least:.3g}, so that both kinds weigh about the same"
+            log.info(f"{number:,} rows are desirable and {others:,} are not. KTO's authors advise {advice}")
 
     def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
         cut = {name: [[text[:width] for text in item] for item in rows[name]] for name in ("input_ids", "labels")}
@@ -136,10 +131,10 @@ class Preferences(chat.Format):
     def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
         """Return a row with a prompt and answers, also if these are parts of whole chats. Raise UnusableRow if the prompts differ."""
         row = super()._row(rows, i)
-        if self.label and len(self.prompts) == 1 and self.answers == (ANSWER,) and ANSWER not in row:
+        if self.label and self.answers == (ANSWER,) and ANSWER not in row:
             messages = _whole_chat(row[self.prompts[0]])
-            at = next((i for i in range(len(messages) - 1, -1, -1) if role_of(messages[i]) == "assistant"), len(messages) - 1)
-            return {**row, self.prompts[0]: messages[:at], ANSWER: messages[at:]}
+            last = max((i for i, message in enumerate(messages) if role_of(message) == "assistant"), default=0)
+            return {**row, self.prompts[0]: messages[:last], ANSWER: messages[last:]}
         chats = [_whole_chat(row[answer]) for answer in self.answers]
         if not any(role_of(message) == "user" for messages in chats for message in messages):
             if not self.prompts:
@@ -208,10 +203,6 @@ class ItemCollate(PadCollate):
         return batch
 
 
-def inputs_of(batch: Any) -> dict[str, Any]:
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-
-
 class TextLogps:
     """Computes the summed log-probabilities of the answers of a micro-batch: (items, 2). `head` is an `OutputHead`."""
 
@@ -224,7 +215,8 @@ class TextLogps:
         return torch.stack([self.of_texts(model, batch), self.of_others(model, batch)], 1)
 
     def of_texts(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.head.row_logps(model, inputs_of(batch), next_tokens(batch["labels"]), batch)
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        return self.head.row_logps(model, inputs, next_tokens(batch["labels"]), batch)
 
     def of_others(self, model: nn.Module, batch: Any) -> Tensor:
         other = with_sizes(batch["other"])
@@ -244,20 +236,18 @@ def pair_losses(cfg: Any, policy: Tensor, reference: Tensor | None, tokens: Tens
     papers: IPO uses sums, ORPO's likelihood is over the chosen answer without its prompt, and label smoothing is cDPO.
     """
     means = policy / tokens
-    if reference is None:
-        rewards = cfg.beta * means
+    rewards = cfg.beta * (means if reference is None else policy - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    if cfg.loss == "orpo":
         a = means.clamp(max=-1e-7)  # an answer of probability 1 has infinite odds
         odds = a - torch.log(-torch.expm1(a))
-        margin = odds[:, 0] - odds[:, 1] if cfg.loss == "orpo" else rewards[:, 0] - rewards[:, 1] - cfg.gamma
-        losses = -F.logsigmoid(margin)
-        losses = cfg.beta * losses - means[:, 0] if cfg.loss == "orpo" else losses
+        losses = -means[:, 0] - cfg.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    elif cfg.loss == "simpo":
+        losses = -F.logsigmoid(margins - cfg.gamma)
+    elif cfg.loss == "ipo":
+        losses = (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
     else:
-        rewards = cfg.beta * (policy - reference)
-        margin = rewards[:, 0] - rewards[:, 1]
-        if cfg.loss == "ipo":
-            losses = (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
-        else:
-            losses = -(1 - cfg.label_smoothing) * F.logsigmoid(margin) - cfg.label_smoothing * F.logsigmoid(-margin)
+        losses = -(1 - cfg.label_smoothing) * F.logsigmoid(margins) - cfg.label_smoothing * F.logsigmoid(-margins)
     return losses - cfg.sft_weight * means[:, 0] if cfg.sft_weight else losses, rewards.detach()
 
 
