@@ -33,7 +33,7 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
-from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
+from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
 from accel_ddp.training.hook import Breakdown, Hook
@@ -129,8 +129,9 @@ class TrainingRun:
         self.num_items = len(train)
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
-        with weights_kept(model, "a forward pass before training"):
-            require_independence(accelerator, cfg, model, train, loss_sum)
+        with weights_kept(model, "a forward pass before training") as self.loaded:
+            if not cfg.evaluate_only:
+                require_independence(accelerator, cfg, model, train, loss_sum)
             self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
@@ -140,14 +141,15 @@ class TrainingRun:
         self.saved.stream_state = lambda: train.state
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
         train.state = self.saved.resumed.get("stream", "")
-        if self.speed:
-            self.speed.choose_micro_batch_size(self.model, self.optimizer)
-        text, warnings = train.describe(self.total_steps, cfg)
-        print_on_main(text)
-        for warning in warnings:
-            warn_on_main(f"--train_file: {warning}", "WARNING")
-        if self.step < self.total_steps:
-            _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+        if not cfg.evaluate_only:
+            if self.speed:
+                self.speed.choose_micro_batch_size(self.model, self.optimizer)
+            text, warnings = train.describe(self.total_steps, cfg)
+            print_on_main(text)
+            for warning in warnings:
+                warn_on_main(f"--train_file: {warning}", "WARNING")
+            if self.step < self.total_steps:
+                _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
@@ -166,7 +168,8 @@ class TrainingRun:
             update_options(self.cfg)
         facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
         self.notify("on_describe", facts)
-        self.is_done = self._any_rank(self.notify("on_start", self.step, self.total_steps, self.saved.evaluations))
+        ends = self.notify("on_start", self.step, self.total_steps, self.saved.evaluations)
+        self.is_done = self._any_rank(ends) or bool(self.cfg.evaluate_only)
         if tables:
             self.hooks.append(TableReport(tables, self.notify))
         facts_of_model = facts.get("model", {}) | (self.speed.describe() if self.speed else {})
@@ -345,7 +348,7 @@ class TrainingRun:
             self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self._run_evaluation()
-        if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
+        if self.is_stopping and self.step and not self.cfg.evaluate_only:  # also if this process has done no step
             self.saved.save(self.step, is_last=True)
         unsaved = self.saved.close()
         if self.saved.metric and not self.is_stopping:  # only the main rank's disk is sure to have the checkpoint
@@ -366,6 +369,8 @@ class TrainingRun:
             self._print_best()
         ending.unsaved = unsaved
         self.ema.apply()
+        if not self.cfg.evaluate_only:
+            report_untrained(self.accelerator.unwrap_model(self.model), self.loaded, self.step)
         metrics = self.metrics if self.best is None else self.saved.evaluations[self.best]
         return RunOutcome(metrics, self.step, unsaved, self.best)
 
@@ -399,6 +404,8 @@ class TrainingRun:
             print_on_main(f"--keep_best: the best {metric.name} was {value} at step {first}, {where}")
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
+        if self.cfg.evaluate_only:
+            return Failure("stopped", f"requested by {reason}. The evaluation has no result.")
         if not self.step:
             kind = "died" if reason.startswith(LAUNCHER_DIED) else "stopped"
             return Failure(kind, f"requested by {reason} before the first step. There is nothing to save.")

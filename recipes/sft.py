@@ -14,33 +14,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.option_values import check_streaming, check_template
+from accel_ddp.config.chat_options import ChatConfig
+from accel_ddp.config.option_values import check_streaming
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
-    model: str = option("builtin:tiny-llama", "Hub name, folder, or built-in (pretrained: builtin:SmolLM2-135M-Instruct)")
+class Config(ChatConfig):
     dataset: str = "builtin:questions"
-    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
-    messages_column: str = option("", "column of chats; default: messages or conversations", group="data")
-    prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
-    answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
+    train_file: tuple[str, ...] = option(
+        (), f"files, folders or patterns: {TABLE_FILES}, or .txt with a text per line; a mixture: PATH:WEIGHT"
+    )
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
-    separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int | Literal["auto"] = option(
         "auto", "tokens per row; longer rows are truncated, longer plain texts become several rows; auto: as the data need, up to the "
-        "model's limit", group="data", at_least=1, legacy=128
+        "model's limit", legacy=128
     )  # fmt: skip
-    chat_template: str = option(
-        "", "for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file", group="data"
-    )
-    template_date: str = option(
-        "auto", "YYYY-MM-DD, for chat templates that write the date; auto: today", group="data", legacy="auto"
-    )
     train_on: int | Literal["all", "last"] = option(
         "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
@@ -70,20 +62,9 @@ class Config(RecipeConfig):
     lr: float | Literal["auto"] = option(
         "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
     )
-    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
-    micro_batch_size: int | Literal["auto"] = "auto"
-    eval_batch_size: int | Literal["auto"] = option(
-        "auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
-    )
-    gradient_checkpointing: bool | Literal["auto"] = option(
-        "auto",
-        "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
-        legacy=False,
-    )
 
     def validate(self):
         super().validate()
-        check_template(self.chat_template)
         if self.streaming:
             check_streaming(self)
 
@@ -109,8 +90,8 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
         share_rows = form.kind == "texts" and cfg.row_format > 1 and not cfg.streaming
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:

@@ -73,8 +73,7 @@ def test_the_check_before_a_run_finds_what_reading_the_data_finds(recipe, option
         return ""
 
     def read() -> None:
-        reader = text_blocks.load_text_file if recipe == "pretrain_mlm" else None
-        train, test = data.load_rows(cfg, reader)
+        train, test = text_blocks.load_texts(cfg) if recipe == "pretrain_mlm" else data.load_rows(cfg)
         cfg.check_columns(train, test)
 
     assert error(lambda: data.check_inputs(cfg)) == error(read)

@@ -34,6 +34,10 @@ def test_weights_do_not_depend_on_ranks_or_micro_batches(results, dtype, limit):
             assert distance(one, other) < limit, (ranks, micro)
             assert other["losses"] == pytest.approx(one["losses"], rel=limit * 10)
             assert other["norms"] == pytest.approx(one["norms"], rel=limit * 100)
+            for step, means in zip(one["means"], other["means"], strict=True):
+                assert means == pytest.approx(step, rel=limit * 100)
+                assert 0 < means["right"] < 1
+                assert "logit" in means
     untrained = results[1]["torch.float64/48"]["losses"][0]
     assert results[1]["torch.float64/48"]["losses"][-1] < 0.7 * untrained  # the model has learned
 

@@ -269,6 +269,7 @@ class Scale(NamedTuple):
 def row_of_update(numbers: Numbers, pace: Pace, before: Sequence[RankSample], scale: Scale) -> dict[str, float]:
     """Return the row of a logged step. `before` are the samples of the logged step before, or ()."""
     row = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr}
+    row |= {f"train/{name}": value for name, value in numbers.means.items()}
     if scale.items:
         row["train/epoch"] = numbers.step * scale.global_batch_size / scale.items
     row["speed/samples_per_second"] = pace.samples

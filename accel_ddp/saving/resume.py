@@ -177,6 +177,8 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
     Without `data` the options that name the data are not compared.
     """
+    if cfg.evaluate_only:  # on other data, or with other options
+        return
     total, total_before = last_steps(cfg, run, data)
     step = run.get("step", 0)
     if 0 < total < step:
@@ -243,13 +245,13 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 def load(
     accelerator: "Accelerator",
     model: "nn.Module",
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     averages: dict[str, Tensor],
     path: Path,
     run: dict[str, Any],
     source: int,
 ) -> None:
-    """Load a checkpoint from rank `source` into the model, the optimizer and the averages of weights. This is a collective.
+    """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the averages of weights. This is a collective.
 
     A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
     completely, rank `source` reads each tensor and sends it.
@@ -281,6 +283,8 @@ def load(
             full = f"{name}/{state_tensors.EMA}"
             is_there = full in there[OPTIMIZER]
             local(average).copy_(receive(OPTIMIZER, full, *region(average)) if is_there else local(weights[name]))
+    if optimizer is None:
+        return
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return

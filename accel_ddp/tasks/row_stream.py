@@ -155,7 +155,9 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
             f"--streaming --max_eval_items {skipped}: the data have {len(first):,} rows, and none is left to be trained."
         )
     if cfg.eval_file:
-        test = data.draw_sample(data._read_files("--eval_file", cfg.eval_file, data.load_file), "max_eval_items", cfg)
+        test = data.draw_sample(
+            data.read_all("--eval_file", cfg.eval_file, data.load_file, cfg.file_endings, cfg.cache_dir), "max_eval_items", cfg
+        )
     elif cfg.eval_split:
         test = Dataset.from_list(list(islice(_open((), cfg.dataset, cfg.eval_split), cfg.max_eval_items or None)))
     else:

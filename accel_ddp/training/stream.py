@@ -2,7 +2,7 @@
 
 import functools
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -195,6 +195,7 @@ class Sizes(NamedTuple):
     squares: int  # the sum of the squared lengths, which is proportional to the cost of attention
     width: int  # tokens of the longest text, with padding
     targets: int  # labels other than -100, if each token has a label; otherwise 0
+    shared: int = 0  # tokens at the beginning of a text that the text before it has too, see `padding_free.shared_tokens`
 
 
 class Batch(dict):
@@ -322,7 +323,7 @@ class TrainBatches:
         """
         places = range(number)
         if longest and self.lengths is not None:
-            order = np.argsort(-self.lengths, kind="stable").tolist()
+            order = np.argsort(-self.lengths, kind="stable")[:number].tolist()
             widest = self.part_lengths.argmax(0).tolist()
             places = list(dict.fromkeys([*widest, *order] if number > len(widest) else order))[:number]
         return self.batch_of([places[i % len(places)] % len(self.dataset) for i in range(number)], accelerator, cfg)
@@ -341,21 +342,30 @@ def count_tokens(dataset: Any, columns: tuple[str, ...] = ("input_ids",)) -> np.
     """
     if not _has_plain_rows(dataset) or not set(columns) <= set(dataset.column_names):
         return None
-    tables = list(dataset.select_columns(list(columns)).with_format("arrow").iter(10_000))
-    found = [_list_lengths([table[name].combine_chunks() for table in tables]) for name in columns]
+    sizes = [
+        [_list_lengths(table[name].combine_chunks()) for name in columns]
+        for table in dataset.select_columns(list(columns)).with_format("arrow").iter(10_000)
+    ]
+    found = [_join_lengths(of_one) for of_one in zip(*sizes)]
     return found[0] if len(found) == 1 else np.stack([of_one.reshape(len(of_one), -1).sum(1) for of_one in found], axis=1)
 
 
-def _list_lengths(chunks: list[Any]) -> np.ndarray:
-    """Return the length of each list of a column, or the lengths of the lists inside of it."""
+def _list_lengths(column: Any) -> list[np.ndarray]:
+    """Return the length of each list of a column, and if there are lists inside of them, their lengths."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    each = np.concatenate([np.asarray(pc.list_value_length(chunk)) for chunk in chunks])
-    if not pa.types.is_nested(chunks[0].type.value_type):
+    lists = [column, pc.list_flatten(column)] if pa.types.is_nested(column.type.value_type) else [column]
+    return [np.asarray(pc.list_value_length(some)) for some in lists]
+
+
+def _join_lengths(parts: Sequence[list[np.ndarray]]) -> np.ndarray:
+    """Return the lengths of all parts of a column: one for each row, or one for each list inside of it."""
+    each, *more = (np.concatenate(arrays) for arrays in zip(*parts))
+    if not more:
         return each
-    inner = np.concatenate([np.asarray(pc.list_value_length(pc.list_flatten(chunk))) for chunk in chunks])
-    if len(set(each.tolist())) == 1:
+    inner = more[0]
+    if len(each) and (each == each[0]).all():
         return inner.reshape(len(each), -1)
     sums, ends = np.concatenate([[0], np.cumsum(inner)]), np.cumsum(each)
     return sums[ends] - sums[ends - each]  # rows have different numbers of texts
@@ -445,7 +455,8 @@ class CountingCollate:
         texts, squares = lengths.numel(), int((lengths**2).sum())
         if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
             texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets)}
+        shared = int(batch["shared"].sum()) if "shared" in batch else 0
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared)}
 
 
 def with_sizes(batch: Any) -> Any:

@@ -53,7 +53,10 @@ def collate(items: list) -> dict[str, torch.Tensor]:
 
 
 def loss_sum(model, batch):
-    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+    """Return the loss, the number of right labels, and the mean logit of the class 0 over the tokens with this label."""
+    logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+    numbers = {"right": (logits.argmax(-1) == labels).sum(), "logit": (logits[labels == 0, 0].sum(), (labels == 0).sum())}
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), numbers
 
 
 def count(batch):
@@ -70,12 +73,13 @@ def new_model(dtype: torch.dtype, dropout: float = 0.0, scale: float = 1.0) -> n
 
 
 class History(Hook):
-    """The loss and the gradient norm of each step."""
+    """The loss, the gradient norm and the numbers of `loss_sum` of each step."""
 
     def __init__(self):
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.means = [], [], []
 
     def on_update(self, numbers, rate):
+        self.means.append(numbers.means)
         self.losses.append(numbers.loss)
         self.rows = numbers.rows
         self.norms.append(numbers.grad_norm)
@@ -106,8 +110,8 @@ def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=li
         accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=TrainBatches(kind(rows()), collate),
         loss_sum=loss_sum, count=count, hooks=[history],
     )  # fmt: skip
-    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "losses": history.losses, "norms": history.norms,
-            "rows": history.rows}  # fmt: skip
+    numbers = {"losses": history.losses, "norms": history.norms, "means": history.means, "rows": history.rows}
+    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, **numbers}
 
 
 def stream(accelerator, cfg, dataset, num_steps, first=0, **changes) -> torch.Tensor:
