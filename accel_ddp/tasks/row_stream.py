@@ -86,7 +86,10 @@ class _Reader:
 
     def __init__(self, source: Callable[[], Any], skipped: int, block: int, encode: Callable[[int, Any], Encoded], state: str):
         self.source, self.skipped, self.block, self.encode = source, skipped, block, encode
-        self.state = json.loads(state) if state else {"block": 0, "row": skipped, "source": None}  # before the next block
+        known = json.loads(
+            state or "{}"
+        )  # before the next block; of blocks of another size (--allow_config_change) it is of no use
+        self.state = known if known.get("size") == block else {"size": block, "block": 0, "row": skipped, "source": None}
         self.blocks: dict[int, tuple[str, list[tuple[int, Any]]]] = {}  # the state before each, and its rows with their numbers
         self.rows: Iterator[Any] | None = None
 
