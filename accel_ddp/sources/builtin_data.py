@@ -46,6 +46,20 @@ def named_docstrings() -> list[Row]:
     return rows
 
 
+def docstrings_with_candidates(most: int = 6) -> list[Row]:
+    """Return rows with `query` (first line of a docstring), `positives` (its name) and `negatives` (other names of the same file)."""
+    draw, names = random.Random(mixed(0, "rerank/names")), {}
+    for file, row in (rows := named_docstrings()):
+        names.setdefault(file, []).append(row["positive"])
+    made = []
+    for file, row in rows:
+        others = [name for name in names[file] if name != row["positive"]]
+        negatives = draw.sample(others, min(len(others), most - 1))
+        if len(negatives) > 1:
+            made.append((file, {"query": row["anchor"], "positives": [row["positive"]], "negatives": negatives}))
+    return made
+
+
 def whole_docstrings() -> list[Row]:
     """Return rows with `text`: docstrings of 8 or more words, without indentation."""
     texts = {}
@@ -279,6 +293,7 @@ DATASETS: dict[str, Callable[[], "Splits"]] = {
     "builtin:digits": digits,
     "builtin:docstrings": lambda: split("docstrings", named_docstrings(), 2000, 500),
     "builtin:docstrings_large": lambda: split("docstrings", named_docstrings(), sys.maxsize, 500),
+    "builtin:rerank": lambda: split("rerank", docstrings_with_candidates(), 700, 120),
     "builtin:docstring_text": lambda: split("docstring_text", whole_docstrings(), 4000, 200),
     "builtin:code_roles": lambda: split("code_roles", tagged_statements(), 1500, 300),
     "builtin:number_words": number_words,
