@@ -44,14 +44,17 @@ PART = 20_000  # rows after which values are kept, in case the process is killed
 
 def choose_reference(cfg: Any, num_rows: int) -> None:
     """Set `--reference auto`. Call it before `fit_memory`, because a copy needs memory."""
-    if cfg.reference != "auto":
-        return
+    if cfg.evaluate_only and not cfg.resume:
+        raise UserError(
+            f"{cfg.model}: an exported model does not contain the model before training, with which its loss compares it. Evaluate its "
+            "run or one of its checkpoints: accel-ddp evaluate RUN."
+        )
     share = cfg.total_steps(num_rows) * cfg.global_batch_size / max(1, num_rows)
-    if share >= 1:
+    if cfg.reference == "auto" and share >= 1:
         choose(cfg, "reference", "stored", f"training reads each row {share:.1f} times, and one pass before it is enough")
-        return
-    is_new = cfg.lora_r and not find_adapters(cfg.model, cfg.cache_dir)
-    choose(cfg, "reference", "adapters" if is_new else "copy", f"training reads only {share:.0%} of the rows")
+    elif cfg.reference == "auto":
+        is_new = cfg.lora_r and not find_adapters(cfg.model, cfg.cache_dir)
+        choose(cfg, "reference", "adapters" if is_new else "copy", f"training reads only {share:.0%} of the rows")
 
 
 class Reference:
@@ -76,7 +79,7 @@ class Reference:
         if not getattr(model, "is_quantized", False) and not is_sharded(model):
             model.to(accelerator.device)
         if cfg.reference == "adapters":
-            self._layers = _layers_with_adapters(model, cfg)
+            self._layers = _layers_with_adapters(model, cfg.model)
         elif cfg.reference == "copy":
             self._kept = [(p, local(p).detach().clone()) for p in model.parameters() if p.requires_grad]
         else:
@@ -108,18 +111,13 @@ class Reference:
                 layer._disable_adapters = False
 
     def _swap(self, model: nn.Module) -> None:
-        """Exchange trained parameters and their copies. Those of a sharded model stay at their addresses, which FSDP knows."""
-        sharded = bool(self._kept) and is_sharded(model)
-        for i, (p, kept) in enumerate(self._kept):
-            if sharded:
-                now = local(p.detach()).clone()
-                local(p.detach()).copy_(kept)
-                kept.copy_(now)
-            else:
-                self._kept[i] = p, p.data
-                p.data = kept
-        if sharded:  # what a pass has left gathered
-            reshard(model)
+        """Exchange trained parameters and their copies. They stay at their addresses, which FSDP and CUDA graphs know."""
+        for p, kept in self._kept:
+            now = local(p.detach()).clone()
+            local(p.detach()).copy_(kept)
+            kept.copy_(now)
+        if self._kept:
+            reshard(model)  # what a pass has left gathered
 
     def _store(self, model: nn.Module, fingerprints: Sequence[str]) -> list["datasets.Dataset"]:
         """Return the rows with a column of values. All ranks compute those that the main rank has not in its cache."""
@@ -186,13 +184,15 @@ class _Collate:
         return batch
 
 
-def _layers_with_adapters(model: nn.Module, cfg: Any) -> list[Any]:
+def _layers_with_adapters(model: nn.Module, name: str) -> list[Any]:
     """Return the layers whose adapters can be switched off. Raise UserError if the model without them is not the reference."""
-    why = "" if has_adapters(model) else "needs adapters, which --lora_r adds"
-    if getattr(model, "_adapters", None):
-        why = f"--model {cfg.model} contains adapters, which are trained further. Without them it is another model"
-    if why:
-        raise UserError(f"--reference adapters: {why}. Use --reference stored or copy.")
+    if not has_adapters(model) or getattr(model, "_adapters", None):
+        why = (
+            f"those in --model {name} were trained before, and belong to the reference"
+            if has_adapters(model)
+            else "there are none"
+        )
+        raise UserError(f"--reference adapters: needs new adapters, and {why}. Use --reference stored or copy.")
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
