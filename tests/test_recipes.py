@@ -171,6 +171,14 @@ CASES = {
         ["--samples", "1", "--max_new_tokens", "2", "--lora_r", "2", "--gradient_checkpointing", "--lr", "1"],
         pipeline("text-generation", "hello"), "adapter/adapter_model.safetensors", shown=ANSWER,
     ),
+    "dpo": Case(
+        "dpo",
+        lambda i: {"prompt": sentence(i, 3), "chosen": sentence(i, 1 if i % 3 else 31), "rejected": sentence(i + 1, 1 + i % 7)},
+        ["--loss", "simpo", "--sft_weight", "0.5"],
+        pipeline("text-generation", "hello"),
+        metrics=("loss", "reward_accuracy", "reward_margin", "logp_chosen"),
+        shown=f"{ANSWER}\n{ANSWER}",
+    ),
     "classify with adapters": Case(
         "classify",
         lambda i: {"text": sentence(i), "label": i % 3},
@@ -336,7 +344,15 @@ def test_evaluate_repeats_the_last_evaluation(name, options, tmp_path):
 
 
 # Further cases of recipes that have another one, and recipes whose parts others share.
-SLOW = {"classify a number", "sft with adapters", "classify with adapters", "embed with mined negatives", "rerank", "reward"}
+SLOW = {
+    "classify a number",
+    "sft with adapters",
+    "classify with adapters",
+    "embed with mined negatives",
+    "rerank",
+    "reward",
+    "dpo",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])

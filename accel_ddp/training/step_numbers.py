@@ -115,7 +115,7 @@ class LateReader:
                 self.free.append(values)
             items = int(items) if float(items).is_integer() else items  # a `count` may add up weights
             more = (items, int(votes), int(tokens), flops, local_loss, split_samples(samples))
-            yield Numbers(step, lr, loss, grad_norm, *more, {name: mean for name, mean in means.items() if mean == mean})
+            yield Numbers(step, lr, loss, grad_norm, *more, means={name: mean for name, mean in means.items() if mean == mean})
 
 
 class Pace(NamedTuple):
