@@ -44,11 +44,6 @@ PART = 20_000  # rows after which values are kept, in case the process is killed
 
 def choose_reference(cfg: Any, num_rows: int) -> None:
     """Set `--reference auto`. Call it before `fit_memory`, because a copy needs memory."""
-    if cfg.evaluate_only and not cfg.resume:
-        raise UserError(
-            f"{cfg.model}: an exported model does not contain the model before training, with which its loss compares it. Evaluate its "
-            "run or one of its checkpoints: accel-ddp evaluate RUN."
-        )
     share = cfg.total_steps(num_rows) * cfg.global_batch_size / max(1, num_rows)
     if cfg.reference == "auto" and share >= 1:
         choose(cfg, "reference", "stored", f"training reads each row {share:.1f} times, and one pass before it is enough")
