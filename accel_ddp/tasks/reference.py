@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,26 +87,21 @@ class Reference:
         module = model.module if hasattr(model, "module") else model  # without DDP, which expects a backward pass
         was_training = module.training
         module.eval()
-        with torch.no_grad(), self._as_before(module):
-            found = self._logps(module, batch)
-        module.train(was_training)
-        return found
-
-    @contextlib.contextmanager
-    def _as_before(self, model: nn.Module) -> Iterator[None]:
-        """Let the model compute as before training inside of the block: without adapters, or with the weights as they were."""
-        for layer in self._layers:  # not by peft's context manager, which changes `requires_grad` too
-            layer._disable_adapters = True
-        self._swap(model)
+        self._switch(module, off=True)
         try:
-            yield
+            with torch.no_grad():
+                return self._logps(module, batch)
         finally:
-            self._swap(model)
-            for layer in self._layers:
-                layer._disable_adapters = False
+            self._switch(module, off=False)
+            module.train(was_training)
 
-    def _swap(self, model: nn.Module) -> None:
-        """Exchange trained parameters and their copies. They stay at their addresses, which FSDP and CUDA graphs know."""
+    def _switch(self, model: nn.Module, off: bool) -> None:
+        """Switch what was trained off or on: adapters, or all trained parameters, which are exchanged with their copies.
+
+        Parameters stay at their addresses, which FSDP and CUDA graphs know. peft's own switch changes `requires_grad` too.
+        """
+        for layer in self._layers:
+            layer._disable_adapters = off
         for p, kept in self._kept:
             now = local(p.detach()).clone()
             local(p.detach()).copy_(kept)
