@@ -17,7 +17,7 @@ from torch import nn
 
 from accel_ddp import phases
 from accel_ddp.config.option_values import check_end
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.observe.recorder import start_recorder
 from accel_ddp.phases import CHECK, COMPILE, DATA, DEVICE, END, HOOKS, LOAD, METRICS, OTHER, UNLIMITED, phase
@@ -32,6 +32,7 @@ from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.seeds import mixed
+from accel_ddp.sources.data import mixture_weights
 from accel_ddp.speed.attach import Speed, attach
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
@@ -127,6 +128,8 @@ class TrainingRun:
             raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
         self.accelerator, self.cfg, self.train, self.evaluate_model = accelerator, cfg, train, evaluate
         self.num_items = len(train)
+        if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
+            raise UserError(f"--train_file {' '.join(cfg.train_file)}: this recipe does not mix datasets. Leave the weights out.")
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training") as self.loaded:
@@ -259,7 +262,7 @@ class TrainingRun:
         for numbers in self.reader.pop(wait_for_all):
             # The sum of votes is the same on every rank, so all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
-            numbers = numbers._replace(rows=self.train.counts(numbers.step, self.cfg))
+            numbers = numbers._replace(means=numbers.means | self.train.counts(numbers.step, self.cfg))
             self.notify("on_update", numbers, self.pace.after(numbers))
 
     def notify(

@@ -12,7 +12,8 @@ batches, learning rates, beta, precision (bf16 over bf16 weights) and tokens. Ne
 `trl defaults`. Each variant runs in its own process.
 
 `pairs_per_second` is the rate of steps after the first ones. `with_reference` also counts the pass before training in which the
-reference is computed, if there is one. TRL 1.16 ignores `padding_free` in its DPOTrainer. Results are written to OUT as JSON.
+reference is computed, if there is one. `ours unshared` computes the prompt of each answer. TRL 1.16 ignores `padding_free` in its
+DPOTrainer. Results are written to OUT as JSON.
 """
 
 import argparse
@@ -62,7 +63,12 @@ JOBS = {"135m": Job(16, 120, 40, 1e-4, 120, 120), "1b4": Job(16, 50, 16, 1e-4, 1
 TINY_JOB = Job(4, 6, 2, 1e-3, 12, 12)
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 WORKERS = {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
-OURS = {"ours": {}, "ours adapters": {"reference": "adapters"}}
+OURS: dict[str, dict[str, Any]] = {"ours": {}, "ours adapters": {"reference": "adapters"}, "ours unshared": {}}
+# Runs a recipe that computes the prompt of each answer.
+UNSHARED = (
+    "import runpy, sys; from accel_ddp.speed import padding_free; padding_free.LEAST_SHARED = 2; sys.argv = sys.argv[1:]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 TRL: dict[str, dict[str, Any]] = {
     "trl": {},
     "trl precomputed": PRECOMPUTED,
@@ -172,14 +178,14 @@ def train_with_trl(folder: Path) -> None:
     (folder / "measured.json").write_text(json.dumps({**measured, "liger": has_liger, "flash": has_flash}))
 
 
-def train_with_ours(more: dict[str, Any], spec: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def train_with_ours(variant: str, spec: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     words = {
         "model": spec["model"], "train_file": spec["train_file"], "eval_file": spec["eval_file"], "max_length": spec["max_length"],
         "loss": "dpo", "beta": BETA, "lora_r": 16, "lora_alpha": 16, "lora_targets": "all-linear",
         "global_batch_size": spec["batch"], "micro_batch_size": spec["batch"], "gradient_checkpointing": "false",
         "eval_batch_size": 1, "max_eval_items": 2, "steps": spec["steps"], "lr": spec["lr"], "lr_schedule": "linear",
         "warmup_steps": spec["warmup_steps"], "weight_decay": 0.01, "log_every": 1, "eval_every": NEVER, "save_every": NEVER,
-        "merge_adapters": "off", "output_dir": folder / "run", **more, **dict(zip(options.more[::2], options.more[1::2])),
+        "merge_adapters": "off", "output_dir": folder / "run", **OURS[variant], **dict(zip(options.more[::2], options.more[1::2])),
     }  # fmt: skip
     command = [
         "recipes/dpo.py",
@@ -187,6 +193,7 @@ def train_with_ours(more: dict[str, Any], spec: dict[str, Any], folder: Path, op
         *(part for name, value in words.items() for part in (f"--{name}", str(value))),
     ]
     shutil.rmtree(Path(environment(options.work)["ACCEL_DDP_CACHE"]) / "reference", ignore_errors=True)
+    command = ["-c", UNSHARED, *command] if variant == "ours unshared" else command
     result = run_process(command, folder, options.work, options.timeout)
     if result["failed"]:
         return result
@@ -200,7 +207,7 @@ def run_variant(variant: str, spec: dict[str, Any], folder: Path, options: argpa
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if variant in OURS:
-        result = train_with_ours(OURS[variant], spec, folder, options)
+        result = train_with_ours(variant, spec, folder, options)
     else:
         (folder / "spec.json").write_text(json.dumps({**spec, "flags": TRL[variant]}))
         result = run_process([__file__, "--trl_in", str(folder)], folder, options.work, options.timeout)

@@ -93,8 +93,13 @@ class Config(ChatConfig):
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name} {getattr(self, name)}: must be above 0.")
-        if self.reference != "auto" and self.loss in REFERENCE_FREE:
+        if self.reference != "auto" and self.loss in REFERENCE_FREE and not self.evaluate_only:
             raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
+        if self.evaluate_only == self.model and self.loss not in REFERENCE_FREE:
+            raise UserError(
+                f"--loss {self.loss}: compares a model with its state before training, which {self.model} does not contain. Evaluate "
+                "the run or a checkpoint of it, or add --loss simpo, which needs no reference."
+            )
         if self.reference == "adapters" and not self.lora_r:
             raise UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
 
@@ -154,7 +159,8 @@ class Task:
         reference = self.reference.logps(model, batch) if self.reference else None
         policy, tokens = self.logps(model, batch), accel_ddp.preferences.answer_tokens(batch)
         losses, rewards = accel_ddp.preferences.pair_losses(self.cfg, policy, reference, tokens)
-        return losses.sum(), accel_ddp.preferences.pair_numbers(policy, rewards)
+        numbers = accel_ddp.preferences.pair_numbers(policy, rewards)
+        return losses.sum(), {name: values.sum() for name, values in numbers.items()}
 
     def count(self, batch):
         return len(batch["good"]) if "good" in batch else len(batch["input_ids"]) // 2
@@ -164,19 +170,25 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per item. `evaluate` puts the rows of all ranks in order."""
-        reference = {"reference": self.reference.logps(model, batch)} if self.reference else {}
-        found = {"policy": self.logps(model, batch), "tokens": accel_ddp.preferences.answer_tokens(batch), **reference}
-        return {**found, "good": batch["good"]} if "good" in batch else found
+        reference = self.reference.logps(model, batch) if self.reference else None
+        policy, tokens = self.logps(model, batch), accel_ddp.preferences.answer_tokens(batch)
+        if "good" in batch:
+            return {"policy": policy, "reference": reference, "tokens": tokens, "good": batch["good"]}
+        losses, rewards = accel_ddp.preferences.pair_losses(self.cfg, policy, reference, tokens)
+        numbers = accel_ddp.preferences.pair_numbers(policy, rewards)
+        return {"loss": losses, **{accel_ddp.preferences.METRICS[name]: values for name, values in numbers.items()}}
 
     def summarize(self, rows):
-        """Return the metrics of all items. This runs on the main rank."""
-        metrics, rewards = accel_ddp.preferences.summarize(self.cfg, rows)
-        self.measured = rows, rewards  # for `tables`
+        """Return the means over all pairs, or the metrics of labeled answers. This runs on the main rank."""
+        self.measured = rows  # for `tables`
+        if "good" not in rows:
+            return {name: float(values.mean(dtype="float64")) for name, values in rows.items()}
+        metrics, self.measured["reward"] = accel_ddp.preferences.summarize_kto(self.cfg, rows)
         return metrics
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
-        return accel_ddp.preferences.make_tables(*self.measured, self.cfg.log_predictions, self.decode)
+        return accel_ddp.preferences.make_tables(self.measured, self.cfg.log_predictions, self.decode)
 
     def decode(self, items, text):
         """Return one of the texts of some evaluation items, with their prompts."""

@@ -15,7 +15,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.tasks import preferences
-from accel_ddp.training.losses import checked
+from accel_ddp.training.losses import checked, numbers_of
+from accel_ddp.training.update import _Numbers
 from tests.conftest import PROGRAMS, ROOT, run_ranks
 
 INSTALL = "pip install 'trl>=1.16'"
@@ -83,13 +84,13 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_paper(given):
 def test_the_numbers_of_a_step_are_those_counted_by_hand():
     rewards = torch.tensor([[1.0, 0.5], [0.2, 0.2], [-1.0, 2.0]])  # right, a tie, wrong
     found = preferences.pair_numbers(torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]), rewards)
-    assert {name: round(value.item(), 5) for name, value in found.items()} == {
+    assert {name: round(values.sum().item(), 5) for name, values in found.items()} == {
         "rewards/accuracies": 1, "rewards/margins": -2.5, "rewards/chosen": 0.2, "rewards/rejected": 2.7,
         "logps/chosen": -9, "logps/rejected": -12,
     }  # fmt: skip
     good = torch.tensor([1, 0, 0, 1])
     found = preferences.kto_numbers(torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([0.6, 0.4, 0.5, 0.1]), good, 0.5)
-    assert found["rewards/accuracies"] == 2, "the third reward is at the threshold"
+    assert found["rewards/accuracies"] == (2, 4), "the third reward is at the threshold"
     assert [tuple(map(float, found[name])) for name in ("rewards/chosen", "logps/rejected")] == [
         (pytest.approx(0.7), 2), (-5, 2)
     ]  # fmt: skip
@@ -99,6 +100,21 @@ def test_the_probability_of_a_certain_answer_has_a_finite_gradient():
     policy = torch.zeros(1, 2, requires_grad=True)
     losses, _ = preferences.pair_losses(options(loss="orpo"), policy, None, torch.ones(1, 2))
     assert torch.autograd.grad(checked(losses.sum()), policy)[0].isfinite().all()
+
+
+def test_numbers_of_a_loss_function_need_names_that_the_log_can_store():
+    loss = torch.ones((), requires_grad=True)
+    assert checked((loss, {"a": 1})) is loss
+    assert numbers_of((loss, {"a": 1, "b": (2, 3)})) == {"a": (1, None), "b": (2, 3)}
+    assert numbers_of(loss) == {}
+    with pytest.raises(UserError, match="a number named 'lr', which the log cannot store"):
+        numbers_of((loss, {"lr": 1}))
+    found = _Numbers(torch.float64, torch.device("cpu"))
+    for value in (1, torch.tensor(2.0)):
+        found.add({"a": (value, None), "b": (value, 3)}, 4)
+    assert found.sums.tolist() == [3, 3, 8, 6]
+    with pytest.raises(UserError, match=r"the numbers a for a micro-batch and a, b for another one"):
+        found.add({"a": (1, None)}, 4)
 
 
 # ---- rows
@@ -300,3 +316,124 @@ def test_every_loss_learns_the_same_on_two_ranks_under_fsdp_and_after_a_restart(
     assert start["loss"] == pytest.approx(math.log(2), abs=1e-6), "the model and its reference are equal before step 1"
     assert start["rewards/accuracies"] == 0, "ties count as wrong"
     assert max(row["kl"] for row in one["kto"]["numbers"]) > 0
+
+
+# ---- TRL
+
+
+@pytest.fixture(scope="module")
+def models_and_tokenizer(cache):
+    """Return a small model, its reference with other weights, and their tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from accel_ddp.sources.builtin import locate
+
+    place = locate("builtin:tiny-llama", str(cache))
+    torch.manual_seed(0)
+    model, reference = (AutoModelForCausalLM.from_pretrained(place) for _ in range(2))
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    return model, reference, AutoTokenizer.from_pretrained(place)
+
+
+def compare_with_trl(trainer, inputs, ours) -> None:
+    """Compare the loss and all gradients. `ours` returns the mean loss of the same tokens."""
+    model = trainer.model
+    found = []
+    for compute in (lambda: trainer.compute_loss(model, inputs), lambda: ours(model)):
+        model.zero_grad()
+        loss = compute()
+        loss.backward()
+        found.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (theirs, gradients), (own, same) = found
+    assert own == pytest.approx(theirs, rel=1e-5)
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    assert largest > 1e-3
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same[name], gradient, rtol=0, atol=1e-5 * largest.item(), msg=name)
+
+
+def trl_options(config, folder, **more):
+    usual = {
+        "per_device_train_batch_size": 6,
+        "report_to": "none",
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+    }
+    return config(output_dir=str(folder), beta=0.3, **usual, **more)
+
+
+def texts(ids, mask, answers):
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(answers == 0, -100)}
+
+
+@needs_trl
+@pytest.mark.slow
+def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file):
+    from accelerate import Accelerator
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+
+    from accel_ddp.speed.linear_cross_entropy import OutputHead
+
+    model, reference, tokenizer = models_and_tokenizer
+    logps = preferences.TextLogps(OutputHead(model))
+    before = preferences.TextLogps(OutputHead(reference))
+    rows = [json.loads(line) for line in pairs_file.read_text().splitlines()][:6]
+    args = {"processing_class": tokenizer, "model": model, "ref_model": reference}
+    trainer = DPOTrainer(train_dataset=datasets.Dataset.from_list(rows), args=trl_options(DPOConfig, tmp_path), **args)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    order = torch.arange(12).view(2, 6).T.flatten()  # theirs has all chosen answers first
+    batch = {
+        name: value[order]
+        for name, value in texts(*(inputs[n] for n in ("input_ids", "attention_mask", "completion_mask"))).items()
+    }
+
+    def dpo(model):
+        with torch.no_grad():
+            other = before(reference, batch)
+        return preferences.pair_losses(options(loss="dpo"), logps(model, batch), other, preferences.answer_tokens(batch))[
+            0
+        ].mean()
+
+    compare_with_trl(trainer, inputs, dpo)
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": i % 3 > 0} for i, row in enumerate(rows)]
+    table = datasets.Dataset.from_list(rows)
+    trainer = KTOTrainer(train_dataset=table, args=trl_options(KTOConfig, tmp_path, undesirable_weight=1.5), **args)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    batch = texts(inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"])
+    batch["other"] = texts(*(inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask", "completion_mask")))
+    batch["good"] = torch.as_tensor(inputs["label"]).long()
+
+    def old(model, batch):
+        with torch.no_grad():
+            return before(reference, batch)
+
+    def kto(model):
+        loss = preferences.KtoLoss(options(loss="kto"), logps, old).for_step(Accelerator(cpu=True), model, [batch], 0)
+        found, numbers = loss(model, batch)
+        assert numbers["kl"] > 0
+        return found / 6
+
+    compare_with_trl(trainer, inputs, kto)
+
+
+@needs_trl
+@pytest.mark.slow
+def test_orpo_and_simpo_are_those_of_trl():
+    """Their trainers compute losses from mean log-probabilities. TRL's likelihood of ORPO includes the prompt and is left out."""
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 9, (5, 2))
+    policy = (-torch.rand(5, 2) * tokens).requires_grad_()
+    cfg = options(loss="simpo", accelerator=SimpleNamespace(device="cpu"), alpha=0.0, loss_type="simpo", simpo_gamma=0.4)
+    means, orpo = (policy / tokens).unbind(1), options(loss="orpo")
+    for theirs, ours in (
+        (CPOTrainer.cpo_loss(cfg, *means)[0], preferences.pair_losses(cfg, policy, None, tokens)[0]),
+        (-ORPOTrainer.odds_ratio_loss(cfg, *means)[0], preferences.pair_losses(orpo, policy, None, tokens)[0] + means[0]),
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(*(torch.autograd.grad(some.sum(), policy, retain_graph=True)[0] for some in (ours, theirs)))

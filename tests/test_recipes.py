@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,8 @@ def uneven_chat(i: int) -> dict:
 
 
 ANSWER = r"<\|im_start\|>user\n[a-z ]+<\|im_end\|>\n<\|im_start\|>assistant\n⟦[a-z ]+<\|im_end\|>"
+MIXED = {"sft": (3, 1), "pretrain_mlm": (1, 2)}  # weights of the two halves of the rows
+BOTH = ("loss/eval1", "loss/eval2")  # of the two halves
 CASES = {
     "classify": Case(
         "classify",
@@ -165,11 +168,22 @@ CASES = {
         shown=r"\[CLS\] ⟦[a-z]+ → B-X⟧",
     ),
     "sft": Case("sft", uneven_chat, ["--samples", "1", "--max_new_tokens", "2"], pipeline("text-generation", "hello"),
-                metrics=("loss", "perplexity"), shown=ANSWER),
+                metrics=("loss", "perplexity", *BOTH), shown=ANSWER),
+    "sft, streaming": Case("sft", uneven_chat,
+                ["--samples", "1", "--max_new_tokens", "2", "--streaming", "--shuffle_block", "20", "--max_length", "96"],
+                pipeline("text-generation", "hello"), metrics=("loss", "perplexity"), shown=ANSWER),
     "sft with adapters": Case(
         "sft", uneven_chat,
         ["--samples", "1", "--max_new_tokens", "2", "--lora_r", "2", "--gradient_checkpointing", "--lr", "1"],
         pipeline("text-generation", "hello"), "adapter/adapter_model.safetensors", shown=ANSWER,
+    ),
+    "dpo": Case(
+        "dpo",
+        lambda i: {"prompt": sentence(i, 3), "chosen": sentence(i, 1 if i % 3 else 31), "rejected": sentence(i + 1, 1 + i % 7)},
+        ["--loss", "simpo", "--sft_weight", "0.5"],
+        pipeline("text-generation", "hello"),
+        metrics=("loss", "reward_accuracy", "reward_margin", "logp_chosen"),
+        shown=f"{ANSWER}⟧\n\n{ANSWER}",
     ),
     "classify with adapters": Case(
         "classify",
@@ -229,7 +243,7 @@ CASES = {
     ),
     "pretrain_mlm": Case(
         "pretrain_mlm", lambda i: {"text": sentence(i, 40)}, ["--max_length", "32"],
-        pipeline("fill-mask", "a fine [MASK]"), metrics=("loss", "perplexity"), shown=r"⟦\[MASK\] → [#a-z]+⟧",
+        pipeline("fill-mask", "a fine [MASK]"), metrics=("loss", "perplexity", *BOTH), shown=r"⟦\[MASK\] → [#a-z]+⟧",
     ),
 }  # fmt: skip
 
@@ -250,8 +264,12 @@ def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
         given += ["--optimizer", "sgd", "--lr", "0.05", "--log_predictions", "2", "--show_example", "1"]
         if case.rows:
             for part, first, number in (("train", 0, 48), ("eval", 48, 13)):
-                write_jsonl(folder / f"{name}.{part}.jsonl", [case.rows(i) for i in range(first, first + number)])
-                given += [f"--{part}_file", str(folder / f"{name}.{part}.jsonl")]
+                (folder / name).mkdir(exist_ok=True)
+                rows, path = [case.rows(i) for i in range(first, first + number)], folder / name / f"{part}.jsonl"
+                halves = [(path.with_name(f"{part}1.jsonl"), rows[::2]), (path.with_name(f"{part}2.jsonl"), rows[1::2])]
+                files = [write_jsonl(*half) for half in (halves if name in MIXED else [(path, rows)])]
+                weights = [f":{weight}" for weight in MIXED.get(name, ())] if part == "train" else []
+                given += [f"--{part}_file", *(f"{file}{weight}" for file, weight in zip_longest(files, weights, fillvalue=""))]
         if case.recipe in ("classify", "tag", "embed", "rerank") and "--model" not in case.options:
             given += ["--model", tiny_model]
         return [*given, *case.options]
@@ -336,7 +354,16 @@ def test_evaluate_repeats_the_last_evaluation(name, options, tmp_path):
 
 
 # Further cases of recipes that have another one, and recipes whose parts others share.
-SLOW = {"classify a number", "sft with adapters", "classify with adapters", "embed with mined negatives", "rerank", "reward"}
+SLOW = {
+    "classify a number",
+    "sft, streaming",
+    "sft with adapters",
+    "classify with adapters",
+    "embed with mined negatives",
+    "rerank",
+    "reward",
+    "dpo",
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])

@@ -145,5 +145,5 @@ def test_auto_stores_values_if_training_reads_all_rows(tmp_path, capsys):
 
 
 def test_adapters_are_required_where_they_are_named(tmp_path):
-    with pytest.raises(UserError, match="--reference adapters: needs adapters"):
+    with pytest.raises(UserError, match=r"needs new adapters, and there are none\. Use --reference stored or copy"):
         Setup(tmp_path, reference="adapters", lora_r=0).make()

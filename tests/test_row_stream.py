@@ -37,7 +37,7 @@ class Plain:
 
 @pytest.mark.parametrize("kind", ["datasets", "plain"])
 def test_a_stream_continues_from_any_block_with_the_same_rows(kind, files):
-    source = partial(row_stream._open, files, "", "train")
+    source = partial(row_stream._open, list(files), "", "train")
     if kind == "plain":
         source = partial(Plain, list(source()))
     reader = partial(row_stream._Reader, source, SKIPPED, BLOCK, lambda number, row: ([(number, row["text"])], ""))
@@ -61,7 +61,7 @@ def test_a_stream_continues_from_any_block_with_the_same_rows(kind, files):
 def test_rows_that_cannot_be_read_or_used_are_reported_with_their_numbers(files, tmp_path):
     broken = tmp_path / "d.jsonl"
     broken.write_text('{"text": "a"}\n{"text": \n')
-    reader = row_stream._Reader(partial(row_stream._open, (str(broken),), "", "train"), 0, 4, lambda *row: row, "")
+    reader = row_stream._Reader(partial(row_stream._open, [str(broken)], "", "train"), 0, 4, lambda *row: row, "")
     assert reader[0][0][1].startswith("--streaming: cannot read the row behind row")
 
     class Form:
@@ -90,12 +90,20 @@ def test_rows_that_cannot_be_read_or_used_are_reported_with_their_numbers(files,
         ({"max_length": "auto"}, "needs --max_length N"),
         ({"max_eval_items": 0}, "needs --eval_file, --eval_split, or --max_eval_items N"),
         ({"packing": "on"}, "--packing on: needs all rows"),
+        ({"eval_fraction": 0.1}, "--eval_fraction 0.1: needs all rows"),
         ({"max_train_items": 5}, "--max_train_items 5: needs all rows"),
         ({"train_file": ("a.jsonl:2", "b.jsonl:1")}, "a.jsonl:2: needs all rows"),
     ],
 )
 def test_options_that_streaming_lacks_are_reported(changes, reason):
-    given = {"train_file": ("a.jsonl",), "eval_file": (), "eval_split": "", "max_eval_items": 4, "max_train_items": 0}
+    given = {
+        "train_file": ("a.jsonl",),
+        "eval_file": (),
+        "eval_split": "",
+        "max_eval_items": 4,
+        "max_train_items": 0,
+        "eval_fraction": 0.0,
+    }
     given |= {"steps": 3, "max_length": 32, "packing": "auto"}
     check_streaming(type("Config", (), given))
     with pytest.raises(UserError, match=reason):
@@ -104,11 +112,10 @@ def test_options_that_streaming_lacks_are_reported(changes, reason):
 
 def test_data_that_cannot_be_streamed_are_reported(tmp_path):
     for files, name, reason in [
-        (("a.csv",), "", "reads files of one kind"),
-        (("a.jsonl", "b.parquet"), "", "reads files of one kind"),
-        ((), "builtin:questions", "is a small built-in dataset"),
-        ((), str(tmp_path), "cannot be read"),
-        ((str(tmp_path / "none.jsonl"),), "", "none.jsonl"),
+        (["a.csv"], "", "reads files of one kind"),
+        (["a.jsonl", "b.parquet"], "", "reads files of one kind"),
+        ([], "builtin:questions", "is a small built-in dataset"),
+        ([], str(tmp_path), "cannot be read"),
     ]:
         with pytest.raises(UserError, match=reason):
             next(iter(row_stream._open(files, name, "train")))

@@ -194,16 +194,19 @@ def split_weight(given: str) -> tuple[str, float | None]:
 
 def check_streaming(cfg: Any) -> None:
     """Raise UserError for options that `--streaming` lacks or cannot have."""
-    has_rows = cfg.eval_file or cfg.eval_split or cfg.max_eval_items
-    needed = {"--steps, because the number of rows is not known": cfg.steps, "--max_length N": cfg.max_length != "auto"}
-    needed["--eval_file, --eval_split, or --max_eval_items N to evaluate the first N rows and train the others"] = has_rows
-    if missing := next((option for option, is_there in needed.items() if not is_there), ""):
-        raise UserError(f"--streaming: needs {missing}.")
-    option = "--packing on" if cfg.packing == "on" else f"--max_train_items {cfg.max_train_items}" if cfg.max_train_items else ""
-    if weighted := next((path for path in cfg.train_file if split_weight(path)[1] is not None), ""):
-        option = f"--train_file {weighted}"
-    if option:
-        raise UserError(f"--streaming {option}: needs all rows at the start. Leave one of them out.")
+    for option, is_there in (
+        ("--steps, because the number of rows is not known", cfg.steps),
+        ("--max_length N", cfg.max_length != "auto"),
+        ("--eval_file, --eval_split, or --max_eval_items N to evaluate the first N rows and train the others",
+         cfg.eval_file or cfg.eval_split or cfg.max_eval_items),
+    ):  # fmt: skip
+        if not is_there:
+            raise UserError(f"--streaming: needs {option}.")
+    refused = [f"--{name} {getattr(cfg, name)}" for name in ("max_train_items", "eval_fraction") if getattr(cfg, name)]
+    refused += ["--packing on"] if cfg.packing == "on" else []
+    refused += [f"--train_file {path}" for path in cfg.train_file if split_weight(path)[1] is not None]
+    if refused:
+        raise UserError(f"--streaming {refused[0]}: needs all rows at the start. Leave one of them out.")
 
 
 CHAT_TEMPLATES = ("plain", "chatml", "llama3", "gemma", "mistral")  # the names in tasks/chat_template.py

@@ -78,6 +78,9 @@ INSTEAD = {
     "leave it out; the assistant's messages are trained (--train_on)": "roles_to_train",
     "leave it out; the end-of-turn token is trained": "train_on_eos train_on_eot",
     "leave it out; the tokenizer in --model has them": "special_tokens tokens eos_token pad_token bos_token eot_tokens",
+    "use --reference stored": "precompute_ref_log_probs precompute_ref_logps", "use --reference copy": "ref_model ref_model_path",
+    "leave it out; --max_length counts prompt and answer, and --chosen_column names the better one": "max_prompt_length",
+    "leave it out; dropout is off unless --dropout is given, and so is the --reference": "disable_dropout",
     "use --train_file FOLDER or FOLDER/FILE": "dataset_dir",
     "leave it out; a row may have a column chat_template_kwargs": "enable_thinking",
     "leave it out; --train_file is tokenized once and cached": "overwrite_cache preprocessing_num_workers dataset_processes "

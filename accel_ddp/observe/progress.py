@@ -58,7 +58,7 @@ class Progress(Hook):
         self._begin_steps()
 
     def on_update(self, numbers, pace):
-        self.rows = numbers.rows
+        self.rows = {name[5:]: int(number) for name, number in numbers.means.items() if name.startswith("rows/")}
         if state := self.state:
             state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
             if numbers.ranks:
@@ -67,7 +67,7 @@ class Progress(Hook):
             seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {_first_mean(numbers)}{pace}  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {''.join(map('%s %s  '.__mod__, _first_mean(numbers)))}{pace}  "
                 f"{format_clock(seconds)} left"
             )
 
@@ -76,8 +76,7 @@ class Progress(Hook):
         when = f"step {step}" if step else "before training"
         print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if self.rows:
-            counts = [f"{number:,} of {name.removeprefix('rows/')}" for name, number in self.rows.items()]
-            print(f"{when}  rows trained: {', '.join(counts)}")
+            print(f"{when}  rows trained: {', '.join(f'{number:,} of {name}' for name, number in self.rows.items())}")
         if step == self.first:
             self._begin_steps()
 
@@ -111,8 +110,8 @@ class Progress(Hook):
             state.began = self.began
 
 
-def _first_mean(numbers: Numbers) -> str:
-    return "".join(f"{name} {mean:.4g}  " for name, mean in list(numbers.means.items())[:1])
+def _first_mean(numbers: Numbers) -> list[tuple[str, str]]:
+    return [(name, f"{mean:.4g}") for name, mean in numbers.means.items() if not name.startswith("rows/")][:1]
 
 
 def find_worse(cfg: TrainConfig, evaluations: dict[int, Metrics], after: Metrics) -> Iterator[str]:
@@ -270,7 +269,7 @@ def _groups(state: State) -> Iterator[list[Text]]:
         rates = [_plain(rate) for rate in str(state.pace).split("  ")]
         yield [
             _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"),
-            *(_item(name, f"{mean:.4g}") for name, mean in list(numbers.means.items())[:1]), *rates,
+            *(_item(*mean) for mean in _first_mean(numbers)), *rates,
         ]  # fmt: skip
     if state.evaluations:
         yield list(_evaluation_items(state))

@@ -217,7 +217,7 @@ def preferences() -> "Splits":
 
     def add_rejected(row: dict[str, str]) -> dict[str, str]:
         words = row["answer"].split()
-        random.Random(mixed(0, "preferences", row["prompt"], row["answer"])).shuffle(words)
+        random.Random(mixed(0, f"preferences/{row['prompt']}/{row['answer']}")).shuffle(words)
         return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": " ".join(words)}
 
     usable = lambda row: row["rejected"] != row["chosen"] and 4 <= len(row["chosen"].split()) <= 30

@@ -467,10 +467,8 @@ def _describe_kinds(broken: dict[int, str], files: Files | None) -> list[str]:
 
     def describe(number: int, detail: str) -> str:
         path, row, line = places[number]
-        if (
-            detail and Path(path).is_dir() and not is_saved(Path(path))
-        ):  # a folder has no rows, and the detail is the name of the file
-            return detail
+        if detail and path and Path(path).is_dir() and not is_saved(Path(path)):
+            return detail  # a folder has no rows, and the detail is the name of the file
         more = ", ".join(filter(None, (f"line {line:,}" if line not in (0, row + 1) else "", detail)))
         return f"{f'{path}, ' if files and files.paths[1:] else ''}row {row + 1:,}{f' ({more})' if more else ''}"
 

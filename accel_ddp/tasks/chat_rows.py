@@ -84,8 +84,7 @@ def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple
     """Return the columns of prompts, of answers, and of labels, which is "" for pairs. Raise UserError if the loss needs others."""
     require_types(rows, READ_COLUMNS)
     names = rows.column_names
-    given = ("messages_column", "prompt_column", "answer_column", "chosen_column", "rejected_column", "label_column")
-    for option in given:
+    for option in (f"{name}_column" for name in ("messages", "prompt", "answer", "chosen", "rejected", "label")):
         if (column := getattr(cfg, option)) and column not in names and column != getattr(type(cfg), option):
             raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
     first = lambda option, *usual: getattr(cfg, option, "") or next((name for name in usual if name in names), "")
@@ -98,17 +97,15 @@ def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple
     prompts = (prompt, *more) if prompt else ()
     if is_pair and not (cfg.loss == "kto" and cfg.label_column):
         return prompts, pair, ""
-    if cfg.loss == "kto" and label and (answer or messages):
-        return prompts or (messages,) if messages else prompts, (answer or ANSWER,), label
     has_labels = label and (answer or messages)
-    needed = {"chosen_column": pair[0], "rejected_column": pair[1]} if cfg.loss != "kto" else {"label_column": "label"}
+    if cfg.loss == "kto" and has_labels:
+        return (prompts, (answer,), label) if answer else ((messages,), (ANSWER,), label)
     what = "labeled answers (--answer_column, --label_column) or pairs" if cfg.loss == "kto" else "pairs of answers"
     instead = (
-        " Labeled answers are learned with --loss kto." if has_labels else " To learn chats as they are, use `accel-ddp run sft`."
+        "Labeled answers are learned with --loss kto" if has_labels else "To learn chats as they are, use `accel-ddp run sft`"
     )
-    raise UserError(
-        f"--loss {cfg.loss}: needs {what} (--chosen_column, --rejected_column). {describe_columns(rows, needed)}{instead}"
-    )
+    described = describe_columns(rows, {"chosen_column": pair[0], "rejected_column": pair[1]})
+    raise UserError(f"--loss {cfg.loss}: needs {what} (--chosen_column, --rejected_column). {described} {instead}.")
 
 
 class Chat(NamedTuple):

@@ -83,7 +83,7 @@ def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], s
         else:
             found = [i for i, value in enumerate(label) if value] if isinstance(label, list) else [label]
             yield "label: " + mark(", ".join(str(names.get(one, one)) for one in found))
-    known = ("input_ids", "labels", "attention_mask", "token_type_ids", "position_ids", "masked_positions", "keys")
+    known = ("input_ids", "labels", "attention_mask", "token_type_ids", "position_ids", "masked_positions", "keys", "shared")
     for name, value in batch.items():
         if name not in known and hasattr(value, "shape") and value.numel():
             yield f"{name}: {value.dtype} {[*value.shape]}, {value.min():.4g} to {value.max():.4g}"

@@ -65,32 +65,28 @@ class Preferences(chat.Format):
 
     def _sides(self) -> list["Preferences"]:
         """Return the formats of the chosen and of the rejected answer, or of the labeled one."""
-        made = []
-        for answer in self.answers:
-            side = copy.copy(self)
+        made = [copy.copy(self) for _ in self.answers]
+        for side, answer in zip(made, self.answers):
             side.columns = (*(self.prompts or (PROMPT,)), answer)
-            made.append(side)
         return made
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
         """Return `input_ids` and `labels` with a list for each text of an item, `good` (0: not desirable), and what `finish` reads."""
         sides = [_by_row(chat.Format.encode(side, rows)) for side in self._sides()]
-        names = (*self.kept, "length", "first", "last", "notes", "problem", SOURCE)
+        names = (*Preferences.kept, "length", "first", "last", "notes", "problem", SOURCE)
         done: dict[str, list] = {name: [] for name in names}
         for i, texts in enumerate(zip(*sides)):
-            problems = {text["problem"]: 0 for text in texts if text["problem"]}
-            good = [1, 0] if len(texts) > 1 else [0]
+            problems, good = [text["problem"] for text in texts], [1, 0]
             if self.label:
                 found, problem = read_label(rows[self.label][i], self.label)
-                good, problems = [found], problems | ({problem: 0} if problem else {})
-            elif not problems and texts[0]["input_ids"] == texts[1]["input_ids"]:
-                problems = {f"its {self.answers[0]} and {self.answers[1]} are the same": 0}
-            items = [[text] for text in texts] if self.is_kto else [texts]
-            for one, item in zip(good, items):
-                most = [max(text[name] for text in texts) for name in ("length", "first", "last")]
-                notes = texts[0]["notes"] | texts[-1]["notes"]
-                parts = ([text[name] for text in item] for name in ("input_ids", "labels"))
-                for name, value in zip(names, (*parts, one, *most, notes, "\n".join(problems), i)):
+                good, problems = [found], [*problems, problem]
+            elif not any(problems) and texts[0]["input_ids"] == texts[1]["input_ids"]:
+                problems = [f"its {self.answers[0]} and {self.answers[1]} are the same"]
+            problem = "\n".join(dict.fromkeys(filter(None, problems)))
+            for one, item in zip(good, [[text] for text in texts] if self.is_kto else [texts]):
+                parts = [[text[name] for text in item] for name in ("input_ids", "labels")]
+                most = [max(text[name] for text in item) for name in ("length", "first", "last")]
+                for name, value in zip(names, (*parts, one, *most, item[0]["notes"] | item[-1]["notes"], problem, i)):
                     done[name].append(value)
         return done
 
@@ -105,17 +101,12 @@ class Preferences(chat.Format):
         """Raise UserError if all training rows have the same label, and print the advice of KTO's authors for unequal numbers."""
         number, others = int(good.sum()), int((1 - good).sum())
         if not number or not others:
-            what = "desirable" if number else "undesirable"
-            raise UserError(
-                f"--loss kto: all {len(good):,} training rows are {what}. KTO compares both kinds: add rows of the other."
-            )
-        weights = cfg.desirable_weight * number / (cfg.undesirable_weight * others)
-        if not 1 <= weights <= 4 / 3:
-            lowest, highest = (f"{ratio * cfg.undesirable_weight * others / number:.3g}" for ratio in (1, 4 / 3))
-            log.info(
-                f"{number:,} rows are desirable and {others:,} are not. KTO's authors advise --desirable_weight {lowest} to {highest}, "
-                f"so that both kinds weigh about the same (now {cfg.desirable_weight:g})"
-            )
+            what = f"all {len(good):,} training rows are {'desirable' if number else 'undesirable'}"
+            raise UserError(f"--loss kto: {what}. KTO compares both kinds: add rows of the other.")
+        least = cfg.undesirable_weight * others / number
+        if not least <= cfg.desirable_weight <= 4 / 3 * least:
+            advice = f"--desirable_weight {least:.3g} to {4 / 3 * least:.3g}, so that both kinds weigh about the same"
+            log.info(f"{number:,} rows are desirable and {others:,} are not. KTO's authors advise {advice}")
 
     def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
         cut = {name: [[text[:width] for text in item] for item in rows[name]] for name in ("input_ids", "labels")}
@@ -140,10 +131,10 @@ class Preferences(chat.Format):
     def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
         """Return a row with a prompt and answers, also if these are parts of whole chats. Raise UnusableRow if the prompts differ."""
         row = super()._row(rows, i)
-        if self.label and len(self.prompts) == 1 and self.answers == (ANSWER,) and ANSWER not in row:
+        if self.label and self.answers == (ANSWER,) and ANSWER not in row:
             messages = _whole_chat(row[self.prompts[0]])
-            at = next((i for i in range(len(messages) - 1, -1, -1) if role_of(messages[i]) == "assistant"), len(messages) - 1)
-            return {**row, self.prompts[0]: messages[:at], ANSWER: messages[at:]}
+            last = max((i for i, message in enumerate(messages) if role_of(message) == "assistant"), default=0)
+            return {**row, self.prompts[0]: messages[:last], ANSWER: messages[last:]}
         chats = [_whole_chat(row[answer]) for answer in self.answers]
         if not any(role_of(message) == "user" for messages in chats for message in messages):
             if not self.prompts:
@@ -212,10 +203,6 @@ class ItemCollate(PadCollate):
         return batch
 
 
-def inputs_of(batch: Any) -> dict[str, Any]:
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-
-
 class TextLogps:
     """Computes the summed log-probabilities of the answers of a micro-batch: (items, 2). `head` is an `OutputHead`."""
 
@@ -228,7 +215,8 @@ class TextLogps:
         return torch.stack([self.of_texts(model, batch), self.of_others(model, batch)], 1)
 
     def of_texts(self, model: nn.Module, batch: Any) -> Tensor:
-        return self.head.row_logps(model, inputs_of(batch), next_tokens(batch["labels"]), batch)
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+        return self.head.row_logps(model, inputs, next_tokens(batch["labels"]), batch)
 
     def of_others(self, model: nn.Module, batch: Any) -> Tensor:
         other = with_sizes(batch["other"])
@@ -248,21 +236,18 @@ def pair_losses(cfg: Any, policy: Tensor, reference: Tensor | None, tokens: Tens
     papers: IPO uses sums, ORPO's likelihood is over the chosen answer without its prompt, and label smoothing is cDPO.
     """
     means = policy / tokens
-    if reference is None:
-        rewards = cfg.beta * means
+    rewards = cfg.beta * (means if reference is None else policy - reference)
+    margins = rewards[:, 0] - rewards[:, 1]
+    if cfg.loss == "orpo":
         a = means.clamp(max=-1e-7)  # an answer of probability 1 has infinite odds
         odds = a - torch.log(-torch.expm1(a))
-        margin = odds[:, 0] - odds[:, 1] if cfg.loss == "orpo" else rewards[:, 0] - rewards[:, 1] - cfg.gamma
-        losses = -F.logsigmoid(margin)
-        losses = cfg.beta * losses - means[:, 0] if cfg.loss == "orpo" else losses
+        losses = -means[:, 0] - cfg.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    elif cfg.loss == "simpo":
+        losses = -F.logsigmoid(margins - cfg.gamma)
+    elif cfg.loss == "ipo":
+        losses = (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
     else:
-        rewards = cfg.beta * (policy - reference)
-        margin = rewards[:, 0] - rewards[:, 1]
-        smooth = getattr(cfg, "label_smoothing", 0.0)
-        if cfg.loss == "ipo":
-            losses = (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
-        else:
-            losses = -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+        losses = -(1 - cfg.label_smoothing) * F.logsigmoid(margins) - cfg.label_smoothing * F.logsigmoid(-margins)
     return losses - cfg.sft_weight * means[:, 0] if cfg.sft_weight else losses, rewards.detach()
 
 
@@ -276,21 +261,20 @@ def kto_losses(
     return losses - cfg.sft_weight * good * policy / tokens if cfg.sft_weight else losses, rewards.detach()
 
 
-def pair_numbers(policy: Tensor, rewards: Tensor) -> dict[str, Any]:
-    """Return what training logs about pairs, as sums. A tie counts as wrong."""
-    better, worse = rewards.unbind(1)
-    sums = {"rewards/accuracies": (better > worse).sum(), "rewards/margins": (better - worse).sum()}
-    sums |= {"rewards/chosen": better.sum(), "rewards/rejected": worse.sum()}
-    return sums | {"logps/chosen": policy[:, 0].detach().sum(), "logps/rejected": policy[:, 1].detach().sum()}
+def pair_numbers(policy: Tensor, rewards: Tensor) -> dict[str, Tensor]:
+    """Return what is logged about each pair. A tie counts as wrong."""
+    (better, worse), (chosen, rejected) = rewards.unbind(1), policy.detach().unbind(1)
+    found = {"rewards/accuracies": (better > worse).to(rewards), "rewards/margins": better - worse, "rewards/chosen": better}
+    return {**found, "rewards/rejected": worse, "logps/chosen": chosen, "logps/rejected": rejected}
 
 
-def kto_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tensor | float) -> dict[str, Any]:
-    """Return what training logs about labeled answers, as sums and numbers. A reward at the threshold counts as wrong."""
-    sums: dict[str, Any] = {"rewards/accuracies": ((2 * good - 1) * (rewards - threshold) > 0).sum()}
+def kto_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tensor | float) -> dict[str, tuple[Tensor, Any]]:
+    """Return what is logged about labeled answers, as sums and numbers. A reward at the threshold counts as wrong."""
+    found: dict[str, Any] = {"rewards/accuracies": (((2 * good - 1) * (rewards - threshold) > 0).sum(), len(good))}
     for name, part in (("chosen", good), ("rejected", 1 - good)):
-        sums[f"rewards/{name}"] = (rewards * part).sum(), part.sum()
-        sums[f"logps/{name}"] = (policy.detach() * part).sum(), part.sum()
-    return sums
+        found[f"rewards/{name}"] = (rewards * part).sum(), part.sum()
+        found[f"logps/{name}"] = (policy.detach() * part).sum(), part.sum()
+    return found
 
 
 class KtoLoss:
@@ -328,41 +312,31 @@ class KtoLoss:
         return lambda model, batch: self(model, batch, z, references[id(batch)])
 
 
-def summarize(cfg: Any, rows: dict[str, np.ndarray]) -> tuple[dict[str, float], np.ndarray]:
-    """Return the metrics of all evaluation items, and their rewards. For KTO, `z` is estimated from all items."""
-    known = {name: torch.from_numpy(values).double() for name, values in rows.items()}
-    policy, reference, tokens = known["policy"], known.get("reference"), known["tokens"]
-    if "good" not in rows:
-        losses, rewards = pair_losses(cfg, policy, reference, tokens)
-        numbers = pair_numbers(policy, rewards)
-    else:
-        good = known["good"]
-        z = (policy - reference)[:, 1].mean().clamp(min=0)
-        losses, rewards = kto_losses(cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)
-        numbers = kto_numbers(policy[:, 0], rewards, good, cfg.beta * z)
-    ratio = lambda value: float(value[0] / value[1]) if isinstance(value, tuple) else float(value / len(losses))
-    found = {METRICS[name]: ratio(value) for name, value in numbers.items()}
+def summarize_kto(cfg: Any, rows: dict[str, np.ndarray]) -> tuple[dict[str, float], np.ndarray]:
+    """Return the metrics of all evaluation rows, and their rewards. `z` is estimated from all of them."""
+    policy, reference, tokens, good = (torch.from_numpy(rows[n]).double() for n in ("policy", "reference", "tokens", "good"))
+    z = (policy - reference)[:, 1].mean().clamp(min=0)
+    losses, rewards = kto_losses(cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)
+    numbers = kto_numbers(policy[:, 0], rewards, good, cfg.beta * z)
+    found = {METRICS[name]: float(value / number) for name, (value, number) in numbers.items()}
     found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
-    # Without an evaluation row of a kind, KTO has no mean of its rewards.
+    # Without a row of a kind there is no mean of its rewards.
     return {"loss": float(losses.mean()), **{name: value for name, value in found.items() if value == value}}, rewards.numpy()
 
 
-def make_tables(
-    rows: dict[str, np.ndarray], rewards: np.ndarray, number: int, decode: Callable[[list[int], int], list[str]]
-) -> dict[str, Table]:
-    """Return `number` pairs of each group: ordered correctly, wrongly, and those with the lowest margin. `decode` returns texts.
+def make_tables(rows: dict[str, np.ndarray], number: int, decode: Callable[[list[int], int], list[str]]) -> dict[str, Table]:
+    """Return `number` items of each group: right, wrong, and those with the lowest margin. `decode` returns texts.
 
-    For KTO, an answer is ordered correctly if its reward is on the right side of the mean of all.
+    An answer of KTO is right if its reward is on the right side of the mean of all.
     """
     if not number:
         return {}
     if "good" in rows:
-        margins = (rewards - rewards.mean()) * (2 * rows["good"] - 1)
+        margins = (rows["reward"] - rows["reward"].mean()) * (2 * rows["good"] - 1)
         describe = lambda items: {"answer": decode(items, 0), "desirable": rows["good"][items].tolist()}
-        columns = {"reward": rewards}
     else:
-        margins = rewards[:, 0] - rewards[:, 1]
+        margins = rows["reward_margin"]
         describe = lambda items: {"chosen": decode(items, 0), "rejected": decode(items, 1)}
-        columns = {"reward_chosen": rewards[:, 0], "reward_rejected": rewards[:, 1]}
+    columns = {name: rows[name] for name in ("reward", "reward_chosen", "reward_rejected") if name in rows}
     groups = {"is_correct": margins > 0, "certainty": -margins, "worst": "lowest margin"}
     return tables.of_predictions(number, describe, **groups, columns={**columns, "margin": margins})

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +44,12 @@ PART = 20_000  # rows after which values are kept, in case the process is killed
 
 def choose_reference(cfg: Any, num_rows: int) -> None:
     """Set `--reference auto`. Call it before `fit_memory`, because a copy needs memory."""
-    if cfg.reference != "auto":
-        return
     share = cfg.total_steps(num_rows) * cfg.global_batch_size / max(1, num_rows)
-    if share >= 1:
+    if cfg.reference == "auto" and share >= 1:
         choose(cfg, "reference", "stored", f"training reads each row {share:.1f} times, and one pass before it is enough")
-        return
-    is_new = cfg.lora_r and not find_adapters(cfg.model, cfg.cache_dir)
-    choose(cfg, "reference", "adapters" if is_new else "copy", f"training reads only {share:.0%} of the rows")
+    elif cfg.reference == "auto":
+        is_new = cfg.lora_r and not find_adapters(cfg.model, cfg.cache_dir)
+        choose(cfg, "reference", "adapters" if is_new else "copy", f"training reads only {share:.0%} of the rows")
 
 
 class Reference:
@@ -76,7 +74,7 @@ class Reference:
         if not getattr(model, "is_quantized", False) and not is_sharded(model):
             model.to(accelerator.device)
         if cfg.reference == "adapters":
-            self._layers = _layers_with_adapters(model, cfg)
+            self._layers = _layers_with_adapters(model, cfg.model)
         elif cfg.reference == "copy":
             self._kept = [(p, local(p).detach().clone()) for p in model.parameters() if p.requires_grad]
         else:
@@ -89,37 +87,27 @@ class Reference:
         module = model.module if hasattr(model, "module") else model  # without DDP, which expects a backward pass
         was_training = module.training
         module.eval()
-        with torch.no_grad(), self._as_before(module):
-            found = self._logps(module, batch)
-        module.train(was_training)
-        return found
-
-    @contextlib.contextmanager
-    def _as_before(self, model: nn.Module) -> Iterator[None]:
-        """Let the model compute as before training inside of the block: without adapters, or with the weights as they were."""
-        for layer in self._layers:  # not by peft's context manager, which changes `requires_grad` too
-            layer._disable_adapters = True
-        self._swap(model)
+        self._switch(module, off=True)
         try:
-            yield
+            with torch.no_grad():
+                return self._logps(module, batch)
         finally:
-            self._swap(model)
-            for layer in self._layers:
-                layer._disable_adapters = False
+            self._switch(module, off=False)
+            module.train(was_training)
 
-    def _swap(self, model: nn.Module) -> None:
-        """Exchange trained parameters and their copies. Those of a sharded model stay at their addresses, which FSDP knows."""
-        sharded = bool(self._kept) and is_sharded(model)
-        for i, (p, kept) in enumerate(self._kept):
-            if sharded:
-                now = local(p.detach()).clone()
-                local(p.detach()).copy_(kept)
-                kept.copy_(now)
-            else:
-                self._kept[i] = p, p.data
-                p.data = kept
-        if sharded:  # what a pass has left gathered
-            reshard(model)
+    def _switch(self, model: nn.Module, off: bool) -> None:
+        """Switch what was trained off or on: adapters, or all trained parameters, which are exchanged with their copies.
+
+        Parameters stay at their addresses, which FSDP and CUDA graphs know. peft's own switch changes `requires_grad` too.
+        """
+        for layer in self._layers:
+            layer._disable_adapters = off
+        for p, kept in self._kept:
+            now = local(p.detach()).clone()
+            local(p.detach()).copy_(kept)
+            kept.copy_(now)
+        if self._kept:
+            reshard(model)  # what a pass has left gathered
 
     def _store(self, model: nn.Module, fingerprints: Sequence[str]) -> list["datasets.Dataset"]:
         """Return the rows with a column of values. All ranks compute those that the main rank has not in its cache."""
@@ -186,13 +174,15 @@ class _Collate:
         return batch
 
 
-def _layers_with_adapters(model: nn.Module, cfg: Any) -> list[Any]:
+def _layers_with_adapters(model: nn.Module, name: str) -> list[Any]:
     """Return the layers whose adapters can be switched off. Raise UserError if the model without them is not the reference."""
-    why = "" if has_adapters(model) else "needs adapters, which --lora_r adds"
-    if getattr(model, "_adapters", None):
-        why = f"--model {cfg.model} contains adapters, which are trained further. Without them it is another model"
-    if why:
-        raise UserError(f"--reference adapters: {why}. Use --reference stored or copy.")
+    if not has_adapters(model) or getattr(model, "_adapters", None):
+        why = (
+            f"those in --model {name} were trained before, and belong to the reference"
+            if has_adapters(model)
+            else "there are none"
+        )
+        raise UserError(f"--reference adapters: needs new adapters, and {why}. Use --reference stored or copy.")
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

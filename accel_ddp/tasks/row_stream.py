@@ -14,8 +14,10 @@ from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.sources import builtin, data, places, tokenization
+from accel_ddp.sources import builtin, data, many_files, places, tokenization
+from accel_ddp.sources.table_files import ending_of
 from accel_ddp.tasks.chat import TOKENS, Format
+from accel_ddp.text import listed
 from accel_ddp.training.stream import Shuffle, TrainBatches
 
 if TYPE_CHECKING:
@@ -84,7 +86,10 @@ class _Reader:
 
     def __init__(self, source: Callable[[], Any], skipped: int, block: int, encode: Callable[[int, Any], Encoded], state: str):
         self.source, self.skipped, self.block, self.encode = source, skipped, block, encode
-        self.state = json.loads(state) if state else {"block": 0, "row": skipped, "source": None}  # before the next block
+        known = json.loads(
+            state or "{}"
+        )  # before the next block; of blocks of another size (--allow_config_change) it is of no use
+        self.state = known if known.get("size") == block else {"size": block, "block": 0, "row": skipped, "source": None}
         self.blocks: dict[int, tuple[str, list[tuple[int, Any]]]] = {}  # the state before each, and its rows with their numbers
         self.rows: Iterator[Any] | None = None
 
@@ -147,7 +152,8 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
     """Return the first training and all evaluation rows, a function that opens the rows, and how many of the first are evaluated."""
     from datasets import Dataset
 
-    source = partial(_open, cfg.train_file, cfg.dataset, cfg.train_split)
+    files = [file for _, file in many_files.expand("--train_file", cfg.train_file, (" ".join(KINDS),))]
+    source = partial(_open, files, cfg.dataset, cfg.train_split)
     skipped = 0 if cfg.eval_file or cfg.eval_split else cfg.max_eval_items
     first = list(islice(source(), skipped + HEAD))
     if len(first) <= skipped:
@@ -155,33 +161,30 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
             f"--streaming --max_eval_items {skipped}: the data have {len(first):,} rows, and none is left to be trained."
         )
     if cfg.eval_file:
-        test = data.draw_sample(
-            data.read_all("--eval_file", cfg.eval_file, data.load_file, cfg.file_endings, cfg.cache_dir), "max_eval_items", cfg
-        )
+        test = many_files.read_all("--eval_file", cfg.eval_file, data.load_file, cfg.file_endings, cfg.cache_dir)
+        test = data.draw_sample(data.attach(test), "max_eval_items", cfg)
     elif cfg.eval_split:
-        test = Dataset.from_list(list(islice(_open((), cfg.dataset, cfg.eval_split), cfg.max_eval_items or None)))
+        test = Dataset.from_list(list(islice(_open([], cfg.dataset, cfg.eval_split), cfg.max_eval_items or None)))
     else:
         test = Dataset.from_list(first[:skipped])
     head = data.with_row_numbers(Dataset.from_list(first[skipped:]), np.arange(skipped, len(first)))
     return [head, data.record_evaluated(test)], source, skipped
 
 
-def _open(files: tuple[str, ...], name: str, split: str) -> "datasets.IterableDataset":
+def _open(files: list[str], name: str, split: str) -> "datasets.IterableDataset":
     from datasets import load_dataset
 
     places.prepare_hub()
-    kinds = {KINDS.get(Path(file.removesuffix(".gz").removesuffix(".zst")).suffix, "") for file in files}
+    kinds = {KINDS.get(ending_of(Path(file)), "") for file in files}
     if "" in kinds or len(kinds) > 1:
         raise UserError(
-            f"--streaming --train_file {' '.join(files)}: reads files of one kind: {', '.join(KINDS)}, also .gz or .zst."
+            f"--streaming --train_file {listed(files, 3)}: reads files of one kind: {', '.join(KINDS)}, also .gz or .zst."
         )
     if not files and name.startswith(builtin.PREFIX):
         raise UserError(f"--streaming --dataset {name}: is a small built-in dataset. Leave --streaming out.")
     try:
-        if files:
-            paths = [str(Path(file).resolve()) for file in files]
-            return load_dataset(kinds.pop(), data_files=paths, split="train", streaming=True)
-        return load_dataset(*name.split(":", 1), split=split, streaming=True)
+        paths = [str(Path(file).resolve()) for file in files] or None
+        return load_dataset(*(kinds or name.split(":", 1)), data_files=paths, split="train" if files else split, streaming=True)
     except Exception as error:  # many types of datasets and fsspec
-        given = f"--train_file {' '.join(files)}" if files else f"--dataset {name} with the split {split}"
+        given = f"--train_file {listed(files, 3)}" if files else f"--dataset {name} with the split {split}"
         raise UserError(f"--streaming: {given} cannot be read: {str(error).strip().splitlines()[0]}") from error

@@ -256,6 +256,7 @@ class Images(Dataset):
         self.rows, self.column = images.rows.select_columns([images.column]), images.column
         self.indices, self.labels = (np.array(images.properties[name][:]) for name in ("index", "labels"))
         self.processor, self.mode, self.augment = processor, image_mode(model), augment
+        self.mixture = getattr(images.properties, "mixture", None)
 
     def __len__(self) -> int:
         return len(self.indices)

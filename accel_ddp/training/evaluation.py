@@ -112,32 +112,34 @@ def evaluate(
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
         raise EvaluationStopped
-    rows = _in_order(shares, batches.num_items) if shares else {}
-    metrics = summarize(dict(rows)) if shares else None
-    if isinstance(metrics, Mapping) and batches.mixture:
-        metrics = {**metrics, **_by_dataset(rows, metrics, batches.mixture)}
-    return broadcast_metrics(metrics)
+    return broadcast_metrics(_summarize(_in_order(shares, batches.num_items), summarize, batches.mixture) if shares else None)
 
 
-def _by_dataset(rows: Rows, metrics: Mapping[str, Any], mixture: Mixture) -> dict[str, float]:
-    """Return each metric that is a mean of rows, such as the loss, for each dataset.
+def _summarize(rows: Rows, summarize: Callable[[Rows], dict[str, float]], mixture: Mixture | None) -> Any:
+    """Return the metrics of all items, and of each dataset those that are means of rows, such as `loss/NAME`.
 
-    It is a mean over the items, or over what they have of something, such as tokens: then another column has their numbers.
-    `summarize` itself cannot be called for a part of the items, because recipes compare them with those of the whole table.
+    A mean is over the items, or over what they have of something, such as tokens: then another column has these numbers. If items have
+    no loss, the first metric and the loss of each dataset are those of its rows. Recipes whose items have one may not allow that.
     """
-    found: dict[str, float] = {}
-    columns = {name: values for name, values in rows.items() if values.shape == mixture.numbers.shape}
-    weights = [np.ones(len(mixture.numbers)), *(some for some in columns.values() if some.dtype.kind in "iu" and some.any())]
+    apart: dict[str, Any] = {}
+    datasets = {name: mixture.numbers == at for at, name in enumerate(mixture.names)} if mixture else {}
+    for dataset, these in datasets.items() if "loss" not in rows else ():
+        with contextlib.suppress(Exception):  # a dataset alone may lack what a metric needs
+            found = summarize({name: values[these] for name, values in rows.items()})
+            apart |= {f"{name}/{dataset}": found[name] for name in dict.fromkeys([*found][:1] + ["loss"]) if name in found}
+    metrics = summarize(dict(rows))  # last, because recipes store its rows
+    if not datasets or not isinstance(metrics, Mapping):
+        return metrics
+    columns = {name: values for name, values in rows.items() if values.ndim == 1}
+    weights = [np.ones(len(mixture.numbers)), *(some for some in columns.values() if some.dtype.kind in "iu")]
     for name in [name for name, value in metrics.items() if name in columns and isinstance(value, numbers.Real)]:
-        values = columns[name].astype(np.float64)
-        mean = lambda weights, these=slice(None), values=values: float(values[these].sum() / (weights[these].sum() or math.nan))
-        if (used := next((some for some in weights if math.isclose(mean(some), metrics[name], rel_tol=1e-5)), None)) is None:
-            continue
-        for at, dataset in enumerate(mixture.names):
-            these = mixture.numbers == at
-            if used[these].sum() > 0:
-                found[f"{name}/{dataset}"] = mean(used, these)
-    return found
+        mean = lambda weight, these, values=columns[name]: float(
+            values[these].sum(dtype=float) / (weight[these].sum() or math.nan)
+        )
+        is_used = lambda weight, name=name, mean=mean: math.isclose(mean(weight, slice(None)), metrics[name], rel_tol=1e-5)
+        for weight in [*filter(is_used, weights)][:1]:
+            apart |= {f"{name}/{dataset}": mean(weight, these) for dataset, these in datasets.items() if weight[these].any()}
+    return {**metrics, **apart}
 
 
 @torch.no_grad()

@@ -68,8 +68,9 @@ class Numbers(NamedTuple):
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
     local_loss: float
     ranks: Sequence[RankSample] = ()  # of every rank, in steps that are logged
-    rows: dict[str, int] = {}  # of a mixture: `rows/NAME`, those of each dataset since the first step
-    means: dict[str, float] = {}  # of the numbers that the loss function returned, over all items of the step
+    means: dict[
+        str, float
+    ] = {}  # of the numbers that the loss function returned, over all items; the rows of each dataset so far
 
 
 class LateReader:
@@ -115,7 +116,7 @@ class LateReader:
                 self.free.append(values)
             items = int(items) if float(items).is_integer() else items  # a `count` may add up weights
             more = (items, int(votes), int(tokens), flops, local_loss, split_samples(samples))
-            yield Numbers(step, lr, loss, grad_norm, *more, {name: mean for name, mean in means.items() if mean == mean})
+            yield Numbers(step, lr, loss, grad_norm, *more, means={name: mean for name, mean in means.items() if mean == mean})
 
 
 class Pace(NamedTuple):

@@ -93,7 +93,7 @@ def update(
     buffers = _copy_buffers(model) if cfg.on_nonfinite == "skip" else {}
     counts = [count(batch) for batch in batches]
     sums = _Sums(sum(counts), carry, num_ranks, device)
-    numbers = _Numbers(sums.dtype)
+    numbers = _Numbers(sums.dtype, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
     if lockstep:
         lockstep.begin_step()
@@ -107,7 +107,7 @@ def update(
             with CurrentBatch(batch):
                 found = loss_sum(model, batch)
             loss = checked(found)
-            numbers.add(numbers_of(found), counts[i], loss)
+            numbers.add(numbers_of(found), counts[i])
             if i == 0:
                 _check_no_gradients(optimizer)
             # DDP averages gradients over ranks. We want their sum, hence num_ranks.
@@ -137,12 +137,13 @@ def update(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
     grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm or float("inf"))).to(device)
-    sum_of_losses, means = _sum_of_ranks(total, numbers.sums, lockstep or used, num_ranks)
-    mean_loss = sum_of_losses * (weight / num_ranks)
+    total_loss, totals = _sum_of_ranks(total, numbers.sums, lockstep or used, num_ranks)
+    mean_loss = total_loss * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
-    more = (sums.samples, numbers.names or (), means)
+    above, below = totals.view(2, len(totals) // 2)
+    more = (sums.samples, numbers.names or (), above / below)
     return UpdateStats(mean_loss, grad_norm, sums.items, sums.votes, sums.tokens, sums.flops, total, *more)
 
 
@@ -187,13 +188,12 @@ class _Sums:
 class _Numbers:
     """The numbers that a loss function returns with its losses, summed over micro-batches. Every rank has the same names."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device):
         self.names: tuple[str, ...] | None = None  # of the first micro-batch
-        self.sums: Tensor | None = None  # the sums, and then how many items each one is over
+        self.sums = torch.zeros(0, dtype=dtype, device=device)  # and then how many items each one is over
 
-    def add(self, numbers: dict[str, tuple[Any, Any]], items: Tensor | float, loss: Tensor) -> None:
-        """Add the numbers of a micro-batch of `items`. They stay on the device of the loss."""
+    def add(self, numbers: dict[str, tuple[Any, Any]], items: Tensor | float) -> None:
+        """Add the numbers of a micro-batch of `items`, without waiting for the device."""
         self.names = (*numbers,) if self.names is None else self.names
         if (*numbers,) != self.names:
             raise UserError(
@@ -202,32 +202,26 @@ class _Numbers:
             )
         if numbers:
             values = [value for value, _ in numbers.values()] + [items if n is None else n for _, n in numbers.values()]
-            place = {"dtype": self.dtype, "device": loss.device}
-            # `torch.tensor` would copy from the host.
-            row = [v.detach().to(**place).reshape(()) if isinstance(v, Tensor) else torch.full((), v, **place) for v in values]
-            self.sums = torch.stack(row) if self.sums is None else self.sums + torch.stack(row)
+            new = lambda value: torch.full(
+                (), value, dtype=self.sums.dtype, device=self.sums.device
+            )  # copies nothing from the host
+            row = torch.stack([v.detach().to(self.sums).reshape(()) if isinstance(v, Tensor) else new(v) for v in values])
+            self.sums = self.sums + row if len(self.sums) else row
 
 
 def _sum_of_ranks(
-    loss: Tensor, numbers: Tensor | None, used: "Lockstep | _DdpParameters | None", num_ranks: int
-) -> tuple[Tensor, Tensor | Sequence[float]]:
-    """Return the sum of the losses of all ranks, and the means of `numbers`: sums, and what they are divided by.
-
-    A parameter that no rank has used in this step gets no gradient.
-    """
-    first = 1 + (0 if numbers is None else len(numbers))
-    if num_ranks > 1:
-        parts = [loss.reshape(1), *([] if numbers is None else [numbers])]
-        summed = torch.cat([*parts, used.counts(loss.device, loss.dtype)] if used else parts).clone()
-        with phases.phase(SYNC):
-            dist.all_reduce(summed)
-        for parameter in used.find_unused(summed[first:]) if used else ():
-            parameter.grad = None  # as on one rank: the optimizer leaves it as it is
-        loss, numbers = summed[0], None if numbers is None else summed[1:first]
-    if numbers is None:
-        return loss, ()
-    above, below = numbers.chunk(2)
-    return loss, above / below
+    loss: Tensor, numbers: Tensor, used: "Lockstep | _DdpParameters | None", num_ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of the losses and of the numbers of all ranks. A parameter that no rank has used gets no gradient."""
+    if num_ranks == 1:
+        return loss, numbers
+    summed = torch.cat([loss.reshape(1), numbers, *([used.counts(loss.device, loss.dtype)] if used else [])])
+    with phases.phase(SYNC):
+        dist.all_reduce(summed)
+    last = 1 + len(numbers)
+    for parameter in used.find_unused(summed[last:]) if used else ():
+        parameter.grad = None  # as on one rank: the optimizer leaves it as it is
+    return summed[0], summed[1:last]
 
 
 def _step_if_finite(

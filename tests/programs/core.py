@@ -81,7 +81,7 @@ class History(Hook):
     def on_update(self, numbers, rate):
         self.means.append(numbers.means)
         self.losses.append(numbers.loss)
-        self.rows = numbers.rows
+        self.rows = {name: number for name, number in numbers.means.items() if name.startswith("rows/")}
         self.norms.append(numbers.grad_norm)
 
 
