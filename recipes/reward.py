@@ -66,7 +66,7 @@ class Task:
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
-            self.processor = accel_ddp.models.load_tokenizer(cfg, width, self.model_class)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "rewards")
             rows, self.chosen = build_data(cfg, self.processor, today)
             fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
@@ -113,7 +113,7 @@ class Task:
         """Python code that prints the score of the first chosen answer with the exported model in {folder}."""
         chat, inputs = accel_ddp.examples.literal(self.chosen), 'return_tensors="pt"'
         inputs = (
-            f"t({chat}, {inputs})"
+            f"t({chat}, add_special_tokens=False, {inputs})"
             if isinstance(self.chosen, str)
             else f"t.apply_chat_template({chat}, return_dict=True, {inputs})"
         )
@@ -136,7 +136,7 @@ def build_data(cfg: Config, tokenizer, today):
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
-    return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]))
+    return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]), usable[1])
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -259,10 +259,10 @@ class RewardPairs(Preferences):
             [chat._add_problem(rows, chat._column(rows, "length") > cfg.max_length, reason) for rows in given], cfg
         )
 
-    def first_chosen(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
+    def first_chosen(self, rows: "datasets.Dataset", encoded: "datasets.Dataset") -> str | list[dict[str, Any]]:
         """Return the chosen answer of the first row with its prompt, as a chat or as a text."""
         found = self._sides()[0]._read(rows[:1], 0)
-        return found.messages if isinstance(found, Chat) else f"{found.prompt}{self.separator}{found.answer}"
+        return found.messages if isinstance(found, Chat) else self.tokenizer.decode(encoded[0]["input_ids"][0])
 
 
 def margin_column(rows: Any, cfg: Any) -> str:
