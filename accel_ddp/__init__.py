@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         preferences,
         ranking,
         reference,
+        row_stream,
         tables,
         tagging,
         text_blocks,

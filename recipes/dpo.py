@@ -59,7 +59,8 @@ class Config(ChatConfig):
     messages_column: str = option("", "kto: column of chats, whose last answer has the label; default: messages or conversations")
     reference: Literal["auto", "stored", "adapters", "copy"] = option(
         "auto",
-        "HELP",
+        "log-probabilities of the untrained model: stored (computed once before training, and cached), adapters (the model without "
+        "its new adapters, in every step), copy (with a copy of the trained weights); auto: stored, if training reads all rows",
         group="training",
         legacy="auto",
         affects_result=False,
@@ -73,6 +74,7 @@ class Config(ChatConfig):
     warmup_ratio: float = 0.1
     # What `sft` has as options.
     train_on_prompts, train_on, row_format, packing = False, "all", 2, "off"
+    texts_per_item = 2  # for the estimate of memory
 
     def validate(self):
         super().validate()
@@ -93,6 +95,8 @@ class Config(ChatConfig):
                 raise UserError(f"--{name} {getattr(self, name)}: must be above 0.")
         if self.reference != "auto" and self.loss in REFERENCE_FREE:
             raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
+        if self.reference == "adapters" and not self.lora_r:
+            raise UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
 
     def lr_part(self):
         """Return the part of the learning rate of `sft` that this loss needs, and the reason."""

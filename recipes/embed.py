@@ -135,8 +135,8 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
             train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
             self.dimension = self.model.config.hidden_size
             if any(size > self.dimension for size in cfg.matryoshka):
                 raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")

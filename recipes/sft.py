@@ -15,14 +15,18 @@ from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.chat_options import ChatConfig
+from accel_ddp.config.option_values import check_streaming
 from accel_ddp.config.options import option
+from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
 class Config(ChatConfig):
     dataset: str = "builtin:questions"
-    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
+    train_file: tuple[str, ...] = option(
+        (), f"files, folders or patterns: {TABLE_FILES}, or .txt with a text per line; a mixture: PATH:WEIGHT"
+    )
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int | Literal["auto"] = option(
@@ -36,6 +40,11 @@ class Config(ChatConfig):
         "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
         group="data", legacy="off",
     )  # fmt: skip
+    streaming: bool = option(
+        False, "read rows in order and tokenize them during training, instead of storing all tokens first; needs --steps and "
+        "--max_length", group="data",
+    )  # fmt: skip
+    shuffle_block: int = option(10_000, "with --streaming: so many consecutive rows are shuffled", group="data", at_least=1)
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
@@ -53,6 +62,11 @@ class Config(ChatConfig):
     lr: float | Literal["auto"] = option(
         "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
     )
+
+    def validate(self):
+        super().validate()
+        if self.streaming:
+            check_streaming(self)
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
@@ -75,11 +89,11 @@ class Task:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            rows, self.samples, self.prompt, kind = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
-        share_rows = kind == "texts" and cfg.row_format > 1
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows else rows)
+            rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
+        share_rows = form.kind == "texts" and cfg.row_format > 1 and not cfg.streaming
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:
             self.model = build_model(cfg, accelerator, self.processor)
             accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
@@ -88,7 +102,10 @@ class Task:
                 facts["--packing"] = cfg.packing
         train_rows, eval_rows = rows
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
+        if cfg.streaming:
+            self.train = accel_ddp.row_stream.RowStream(*source, train_rows, form, collate, cfg)
+        else:
+            self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
 
@@ -129,8 +146,11 @@ class Task:
 
 
 def build_data(cfg: Config, tokenizer, today):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt."""
-    tables = accel_ddp.data.load_rows(cfg)
+    """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt.
+
+    Return also the format of the rows, and with --streaming where they come from.
+    """
+    tables, *source = accel_ddp.row_stream.open_rows(cfg) if cfg.streaming else (accel_ddp.data.load_rows(cfg),)
     form = accel_ddp.chat.Format(tables[0], tokenizer, cfg, today)
     form.require_columns(tables[1])
 
@@ -141,7 +161,7 @@ def build_data(cfg: Config, tokenizer, today):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
-    return usable, samples, form.first_prompt(tables[1]), form.kind
+    return usable, samples, form.first_prompt(tables[1]), form, source
 
 
 def inputs_of(batch):

@@ -226,7 +226,7 @@ def test_rows_that_are_shorter_than_max_length_are_estimated_as_they_are(model, 
         cfg = sft(model, "--max_length", str(long))
         batch = fake_model.make_batch(fake, cfg, 8)
         assert (batch["input_ids"].shape, batch.sizes.tokens, batch.sizes.targets) == ((8, width), tokens, tokens)
-        assert fake_model.make_batch(fake, cfg, 3, True).sizes == (3, 210, 3 * 70**2, 70, 210), (
+        assert fake_model.make_batch(fake, cfg, 3, True).sizes[:5] == (3, 210, 3 * 70**2, 70, 210), (
             "rows come again in the next epoch"
         )
 

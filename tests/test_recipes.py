@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from accel_ddp.exporting import export
 from accel_ddp.records.eval_tables import Table, file_of, list_steps, read_tables
 from accel_ddp.records.files import read_objects
-from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_ranks
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, rank_environments, run_all, run_ranks
 from tests.log_schema import require_documented
 
 WORDS = ["a", "fine", "film", "with", "warm", "funny", "people", "and", "great", "acting", "in", "dull", "cold", "houses"]
@@ -309,6 +309,30 @@ def assert_same_result(case: Case, one: Path, two: Path) -> None:
         a, b = (evaluations(folder)[-1][metric] for folder in (one, two))
         assert math.isfinite(a)
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5), metric
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_evaluate_repeats_the_last_evaluation(name, options, tmp_path):
+    """Compare the log with `accel-ddp evaluate` on one rank, on three, and of the export, for which the training rows are missing."""
+    case, given, run = CASES[name], options(name), tmp_path / "run"
+    run_ranks(1, ROOT / "recipes" / f"{case.recipe}.py", *given, "--output_dir", run).well()
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    rows = ["--eval_file", given[given.index("--eval_file") + 1]] if case.rows else []
+    rows += ["--metrics", *case.options[3:6]] if name == "classify" else []  # one is a folder, whose place is not published
+    words = {"one": [run], "three": [run, "--num_processes", "3"], "export": [run / "model", *rows]}
+    commands = [
+        [sys.executable, BIN / "accel-ddp", "evaluate", *more, "--output", tmp_path / f"{kind}.json"]
+        for kind, more in words.items()
+    ]
+    ended = run_all(commands, [clean_environment()] * 3).well()
+    assert "equal to the evaluation in training" in ended.texts[0]
+    last = {name: value for name, value in evaluations(run)[-1].items() if name not in ("event", "step", "time")}
+    found = {kind: json.loads((tmp_path / f"{kind}.json").read_text())["metrics"] for kind in words}
+    assert found["one"] == last
+    for kind in ("three", "export"):
+        assert found[kind] == pytest.approx(last, rel=1e-6, abs=1e-6), kind
+    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "the run was changed"
 
 
 # Further cases of recipes that have another one, and recipes whose parts others share.

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import shutil
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from accel_ddp.ranks.process import ending, this_rank
 from accel_ddp.ranks.shards import class_name, is_sharded
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, resume
+from accel_ddp.saving.checkpoint_format import read_facts as read_facts  # of exported folders too
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.pieces import AveragedPieces, Pieces, has_averages
 from accel_ddp.saving.state_tensors import digest_of_frozen, has_adapters, to_save, versions
@@ -164,6 +166,9 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: 
             where = f"base_model_name_or_path in {place / ADAPTER_CONFIG}"
             is_there = Path(written["base_model_name_or_path"]).is_dir()
             lines[-1] += f" If the model moves, change {where}." if is_there else f" First write the model's folder into {where}."
+    config = files.get(f"{BASE}/config.json") or files["config.json"]
+    use = "chat {}" if b"ForCausalLM" in config or b"LMHeadModel" in config else "predict {} --input FILE --output FILE"
+    lines.append(f"use:  accel-ddp {use.format(shlex.quote(str(folder)))}")
     return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
 
 
@@ -230,12 +235,11 @@ def from_checkpoint(
             f"--weights ema: {path} has no average of weights, because its run had no --ema_decay. Leave --weights out."
         )
     run = checkpoint_format.read_run(path)
-    known = {**(checkpoint_format.read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
-    facts = {name: run[name] for name in ("recipe", "step", "config", "versions", "num_ranks")}
-    facts["config"] = {**facts["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
+    facts = {name: value for name, value in read_facts(path).items() if name not in ("options", "checkpoint")}
+    facts["config"] = {**run["config"], **({"push_to_hub": push_to_hub} if push_to_hub else {})}
     weights_there = _weights_of(path, averages)
-    _write(folder, weights_there, files, {**facts, "metrics": known.get(str(run["step"]), {})}, merge, dtype)
+    _write(folder, weights_there, files, facts, merge, dtype)
     if push_to_hub:
         push(folder, push_to_hub)
     print(describe(folder, files, trained=run["config"].get("dtype", "float32")))
@@ -360,17 +364,19 @@ def _write(
             is_published = _is_on_hub(base) or config.get("push_to_hub") or config.get("log_model")
             place = public_name(base) if is_published else locate(base, config.get("cache_dir") or "~/.cache/accel_ddp")
             files = {**files, ADAPTER_CONFIG: with_base(files[ADAPTER_CONFIG], place)}
+        published = {**facts, "config": public_options(config)}
+        stored = json.dumps({("options" if name == "config" else name): value for name, value in published.items()}, indent=1)
         if merges:
             _save(partial / ADAPTER, model, files, dtype)
+            (partial / ADAPTER / checkpoint_format.FACTS).write_text(stored)
             files = {name.removeprefix(f"{BASE}/"): content for name, content in files.items() if name != ADAPTER_CONFIG}
             model = _merge(model, _exported_dtype(files, dtype))
         _save(partial, model, files, dtype)
-        facts = {**facts, "config": public_options(facts["config"])}
-        name = facts["config"].get("push_to_hub") or "FOLDER"
+        name = published["config"].get("push_to_hub") or "FOLDER"
         code, _, pipeline = _code(partial, original, public_name(base))
         use = code.replace("{model}", pipeline).replace("{folder}", examples.literal(name)).replace("; ", "\n")
-        (partial / "README.md").write_text(card(facts, use, base and public_name(base)))
-        (partial / "accel_ddp.json").write_text(json.dumps(facts, indent=1))
+        (partial / "README.md").write_text(card(published, use, base and public_name(base)))
+        (partial / checkpoint_format.FACTS).write_text(stored)
         if folder.exists():  # hidden first, so that a kill meanwhile leaves no partial folder
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)

@@ -55,7 +55,7 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     nothing is estimated.
     """
     found = Verdict()
-    if on_gpu := bool(model_class) and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
+    if on_gpu := bool(model_class) and not cfg.evaluate_only and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
         rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
         if rooms and all(size for size, _ in rooms):
             found = _judge(accelerator.mixed_precision, cfg, model_class, rows, *map(min, zip(*rooms)))

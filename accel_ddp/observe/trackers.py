@@ -276,6 +276,7 @@ def row_of_update(numbers: Numbers, pace: Pace, before: Sequence[RankSample], sc
     if pace.samples > 0:
         row["speed/step_seconds"] = scale.global_batch_size / pace.samples
     row |= {f"speed/{name}": value for name, value in rates_of(numbers, pace).items()}
+    row |= {f"train/{name}": number for name, number in numbers.rows.items()}
     return row | _row_of_times(before, numbers.ranks) | _row_of_system(numbers.ranks, scale.nodes)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FORMAT = 2  # the newest one that this version reads
 WHOLE, SHARDED = 1, 2
 MODEL, OPTIMIZER, RUN, MANIFEST = "model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"
+FACTS = "accel_ddp.json"  # in an exported folder: how its model was trained
 PIECES = {MODEL: "model", OPTIMIZER: "optimizer"}  # folders of a sharded checkpoint
 HASH_THREADS = 4
 
@@ -166,6 +167,32 @@ def read_run(path: Path) -> dict[str, Any]:
             run = read_json(path / RUN)
             return run if isinstance(run, dict) else {}
     return {}
+
+
+def chosen(place: Path) -> Path | None:
+    """Return the best checkpoint of a run folder, or else the newest one whose run.json is intact; None: there is none."""
+    best, there = read_json(place / "best.json"), list_checkpoints(place)
+    if isinstance(best, dict) and place / best["checkpoint"] in there:
+        return place / best["checkpoint"]
+    return next(filter(read_run, reversed(there)), None)
+
+
+def read_facts(place: str | Path) -> dict[str, Any]:
+    """Return how a model was trained: its `recipe`, `options`, `metrics`, `num_ranks` and, of a checkpoint, `step`. {}: not known.
+
+    `place` is an exported folder, whose options name no folders of the machine that trained it; a checkpoint, whose options are
+    complete; or a run folder, which means the checkpoint that is `chosen` of it.
+    """
+    place = Path(place)
+    if isinstance(facts := read_json(place / FACTS), dict):
+        return facts if "options" in facts else {**facts, "options": facts.get("config", {})}  # of an older version
+    path = place if (place / MANIFEST).is_file() else chosen(place)
+    run = read_run(path) if path else {}
+    if path is None or not run:
+        return {}
+    known = {**(read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
+    facts = {name: run[name] for name in ("recipe", "step", "versions", "num_ranks") if name in run}
+    return {**facts, "options": run["config"], "metrics": known.get(str(run["step"]), {}), "checkpoint": str(path)}
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

@@ -212,19 +212,17 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
 
 
 def preferences() -> "Splits":
-    """Return rows with `prompt`, `chosen` and `rejected`: a number below 1,000 in words, and in the words of another number.
+    """Return rows with `prompt`, `chosen` and `rejected`: answers of `questions`, and their words in another order."""
+    import datasets
 
-    The other number differs in one digit.
-    """
-    draw, rows = random.Random(mixed(0, "preferences/digits")), []
-    for number in range(1000):
-        digits = f"{number:03}"
-        for place in range(3):
-            other = draw.choice([digit for digit in "0123456789" if digit != digits[place]])
-            wrong = spell(int(digits[:place] + other + digits[place + 1 :]))
-            prompt = f"Write {' '.join(digits)} in words."
-            rows.append((digits, {"prompt": prompt, "chosen": spell(number), "rejected": wrong}))
-    return split("preferences", rows, 2400, 300)
+    def add_rejected(row: dict[str, str]) -> dict[str, str]:
+        words = row["answer"].split()
+        random.Random(mixed(0, "preferences", row["prompt"], row["answer"])).shuffle(words)
+        return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": " ".join(words)}
+
+    usable = lambda row: row["rejected"] != row["chosen"] and 4 <= len(row["chosen"].split()) <= 30
+    made = {name: map(add_rejected, rows) for name, rows in questions(name="builtin:preferences").items()}
+    return {name: datasets.Dataset.from_list([*filter(usable, rows)]) for name, rows in made.items()}
 
 
 def encode_png(pixels: np.ndarray) -> bytes:

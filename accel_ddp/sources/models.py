@@ -75,6 +75,15 @@ def load_config(cfg: RecipeConfig) -> Any:
     return from_pretrained(AutoConfig, cfg.model, place)
 
 
+def label_names(cfg: RecipeConfig) -> list[str]:
+    """Return the names of the classes of the model that `--evaluate_only` names, in order, or [] if it has no config."""
+    place = Path(cfg.evaluate_only)
+    folders = (place / "files" / "base", place / "files", place / "base", place)  # of checkpoints and of exported folders
+    config = next((json.loads(path.read_text()) for folder in folders if (path := folder / "config.json").is_file()), {})
+    names = config.get("id2label", {}) if place.exists() else load_config(cfg).id2label
+    return [names[key] for key in sorted(names, key=int)] or [f"LABEL_{number}" for number in range(2 if config else 0)]
+
+
 def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: str) -> tuple[str, str]:
     """Return the dtype of `--dtype`, and the reason if `auto` had a choice: the files have 16 bits, but trained weights need 32.
 

@@ -223,7 +223,7 @@ def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[s
     options = found.pop("chat_template_kwargs", {})
     if not isinstance(options, dict):
         raise UnusableRow("the column chat_template_kwargs is not an object")
-    tools = [tool for name in ("tools", "functions") for tool in _read_tools(extra.get(name, []), name)]
+    tools = [tool for name in ("tools", "functions") for tool in read_tools(extra.get(name, []), name)]
     return Chat(messages, tools or None, {**options, **found}, trained)
 
 
@@ -342,7 +342,7 @@ def _read_call(given: Any, number: int) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def _read_tools(given: Any, column: str) -> list[dict[str, Any]]:
+def read_tools(given: Any, column: str) -> list[dict[str, Any]]:
     """Return descriptions of tools in OpenAI's form. A table often has them as JSON, because each has another schema."""
     tools = read_json(without_none(given), f"the column {column}")
     return [_read_tool(tool, f"a tool of the column {column}") for tool in (tools if isinstance(tools, list) else [tools])]

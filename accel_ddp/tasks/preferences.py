@@ -24,6 +24,7 @@ from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
+from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
 from accel_ddp.training.losses import CurrentBatch, next_tokens
@@ -202,7 +203,9 @@ class ItemCollate(PadCollate):
     def __call__(self, rows: list[dict[str, Any]]) -> Any:
         texts = [[{"input_ids": a, "labels": b} for a, b in zip(row["input_ids"], row["labels"])] for row in rows]
         if "good" not in rows[0]:
-            return super().__call__([text for item in texts for text in item])
+            batch = super().__call__([text for item in texts for text in item])
+            batch["shared"] = shared_tokens(batch["input_ids"], batch["attention_mask"])  # the layers compute them once
+            return batch
         batch = super().__call__([item[0] for item in texts])
         batch["good"] = torch.tensor([row["good"] for row in rows])
         batch["other"] = CountingCollate(super().__call__)([item[1] for item in texts])

@@ -25,13 +25,13 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from accel_ddp import compat
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import IMAGE_FILES, RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE
 from accel_ddp.sources import builtin, data, models, tokenization
 from accel_ddp.sources.builtin_data import encode_png
-from accel_ddp.sources.table_files import load_file, require_file
+from accel_ddp.sources.table_files import is_saved, load_file, require_file
 from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
@@ -58,7 +58,7 @@ def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Datase
         with _open_npz("--train_file", cfg.train_file[0]) as arrays:
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
-    tables = data.load_rows(cfg, read_images)
+    tables = data.load_rows(cfg, read_images, IMAGE_FILES)
     data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
     try:
         return tuple(rows.cast_column(cfg.image_column, datasets.Image(decode=False)) for rows in tables)
@@ -69,7 +69,7 @@ def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Datase
 
 def read_images(option: str, path: str) -> "datasets.Dataset":
     """Return the columns `image` and `label` of a folder or an .npz, or the columns of a table."""
-    if Path(path).is_dir():
+    if Path(path).is_dir() and not is_saved(Path(path)):
         return _read_folder(option, path)
     if Path(path).suffix.lower() in Image.registered_extensions():
         raise UserError(f"{option} {path}: is one image. Give a folder with a subfolder for each class: FOLDER/CLASS/IMAGE.")
@@ -255,7 +255,7 @@ class Images(Dataset):
     def __init__(self, images: CheckedImages, processor: Any, model: nn.Module, augment: str = "none"):
         self.rows, self.column = images.rows.select_columns([images.column]), images.column
         self.indices, self.labels = (np.array(images.properties[name][:]) for name in ("index", "labels"))
-        self.processor, self.mode, self.augment = processor, _image_mode(model), augment
+        self.processor, self.mode, self.augment = processor, image_mode(model), augment
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -279,7 +279,7 @@ def describe(images: CheckedImages, items: list[int]) -> dict[str, list]:
     return {"file": names, IMAGE: [thumbnail(content) for content in contents]}
 
 
-def _image_mode(model: nn.Module) -> str:
+def image_mode(model: nn.Module) -> str:
     """Return Pillow's mode for the channels of the model: grayscale or RGB."""
     channels = getattr(model.config, "num_channels", 3)
     if channels not in (1, 3):
@@ -293,7 +293,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
     if path and Path(path).is_file():
         return f"image = {literal(path)}"
     if cfg.train_file:
-        place = f"{literal((cfg.eval_file or cfg.train_file)[0])}, {column}"
+        place = f"{literal(images.rows.files.plain[0])}, {column}"
         return f"from accel_ddp import vision; image = vision.load_first({place})"
     if cfg.dataset.startswith(builtin.PREFIX):
         return f'from accel_ddp.sources import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
@@ -309,7 +309,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
     """
     place = "" if cfg.model == "mini-resnet" else models.locate(cfg.model, cfg.cache_dir)
     files = ("preprocessor_config.json", "processor_config.json")
-    channels = 1 if _image_mode(model) == "L" else 3
+    channels = 1 if image_mode(model) == "L" else 3
     if place and (not Path(place).is_dir() or any((Path(place) / name).is_file() for name in files)):
         processor = models.from_pretrained(AutoImageProcessor, cfg.model, place)
     else:
@@ -342,7 +342,7 @@ def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) ->
 
 @torch.no_grad()
 def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> None:
-    pictures = [Image.new(_image_mode(model), size) for size in ((32, 40), (40, 32))]
+    pictures = [Image.new(image_mode(model), size) for size in ((32, 40), (40, 32))]
     try:
         pixels = torch.cat([processor(picture, return_tensors="pt")["pixel_values"] for picture in pictures])
         pixels, was_training = pixels.to(model.device, model.dtype), model.training

@@ -199,16 +199,17 @@ def bits_of(parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def weights_kept(model: nn.Module, what: str) -> Iterator[None]:
+def weights_kept(model: nn.Module, what: str) -> Iterator[dict[str, int]]:
     """Raise UserError on every rank if the block, forward passes in eval mode, changes a weight or a persistent buffer.
 
     Checkpoints and exports before and after such a pass would differ. It reads all weights twice and copies none: 8B parameters in
-    16 bits take 2 x 8 ms on an H200, and 2 x 0.2 s on 16 CPU cores. Every rank must call it.
+    16 bits take 2 x 8 ms on an H200, and 2 x 0.2 s on 16 CPU cores. Every rank must call it. It yields the
+    checksums of the weights, and nothing on ranks that have the same weights as rank 0.
     """
     # Without shards, rank 0 computes all that others compute, and only its buffers stay as they are: the others get copies of them.
     is_compared = this_rank.is_main or is_sharded(model)
     before = _checksums(model) if is_compared else {}
-    yield
+    yield before
     after = _checksums(model) if is_compared else {}
     changed = next(
         filter(None, gather_everywhere([name for name in before if after.get(name, before[name]) != before[name]])), []
@@ -218,6 +219,17 @@ def weights_kept(model: nn.Module, what: str) -> Iterator[None]:
             f"{what} changed {counted(len(changed), 'tensor')} of {class_name(model)}: {shorten(', '.join(changed), 150)}. Forward "
             "passes in eval mode must leave weights and persistent buffers as they are: what is saved and exported would otherwise "
             "depend on when. Change this in `forward` (for RWKV of transformers set config.rescale_every = 0)."
+        )
+
+
+def report_untrained(model: nn.Module, before: dict[str, int], step: int) -> None:
+    """Warn if all weights are as `weights_kept` has found them when the model was loaded. This is a collective."""
+    if all(gather_everywhere(before == (_checksums(model) if before else {}))):
+        why = "the run has ended before its first step" if not step else "check --lr, --freeze and the loss"
+        warn_on_main(
+            f"warning: UNTRAINED: no weight has changed since --model was loaded, so its export is the same model: {why}.",
+            "UNTRAINED",
+            step,
         )
 
 

@@ -293,7 +293,8 @@ def _choose_texts(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfi
     """
     if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
         return []
-    places, lengths = np.arange(len(train)), train.part_lengths
+    lengths = train.part_lengths
+    places = np.arange(len(train.dataset))
     if lengths is None:  # the last block of a text is shorter than the others
         places = np.unique([*range(min(TRIED, len(train))), len(train) - 1])
         lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).sizes.tokens] for place in places])

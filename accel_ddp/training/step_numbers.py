@@ -68,6 +68,7 @@ class Numbers(NamedTuple):
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
     local_loss: float
     ranks: Sequence[RankSample] = ()  # of every rank, in steps that are logged
+    rows: dict[str, int] = {}  # of a mixture: `rows/NAME`, those of each dataset since the first step
     means: dict[str, float] = {}  # of the numbers that the loss function returned, over all items of the step
 
 

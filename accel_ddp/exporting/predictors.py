@@ -1,0 +1,319 @@
+"""What models predict: labels, numbers, tags, filled masks, vectors and texts. As a program it is a process of `accel-ddp predict`."""
+
+import copy
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel_ddp.errors import USER_ERROR, UserError
+from accel_ddp.exporting import trained_model
+from accel_ddp.exporting.predict_rows import CORRECT, InputRows
+from accel_ddp.exporting.trained_model import TrainedModel
+from accel_ddp.seeds import mixed
+from accel_ddp.sources.data import place_of
+from accel_ddp.tasks.chat_rows import Chat, UnusableRow
+from accel_ddp.tasks.chat_template import TEMPLATES, Template, encode_marked, set_template
+
+LARGEST = {"cuda": (256, 32_768), "cpu": (32, 4096)}  # rows and tokens of a batch; memory may allow fewer
+MOST_NEW = 256  # tokens of an answer
+
+
+class Encoded(NamedTuple):
+    """An input of the model."""
+
+    inputs: dict[str, Any]
+    length: int = 1
+    places: list[int] = []  # of the first token of each word, or of the masks
+    room: int = 0  # tokens that may be generated
+
+
+class Predictor:
+    """A model with what it needs to read rows. `encode` reads one row, `predict` computes a batch of them."""
+
+    def __init__(self, found: TrainedModel, options: dict[str, Any]):
+        self.options, self.kind, trained = options, found.kind, found.option("max_length")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.compute: Callable[..., list[Any]] = getattr(self, f"_{self.kind}")
+        if self.kind == "images":
+            from transformers import AutoImageProcessor
+
+            self.tokenizer, self.processor = None, AutoImageProcessor.from_pretrained(found.place)
+        else:
+            self.tokenizer = trained_model.load_tokenizer(found)
+            self.tokenizer.padding_side = "left" if self.kind == "answers" else "right"
+        if self.kind in ("answers", "rewards"):
+            self.prompts = Prompts(self.tokenizer, found, options["chat_template"])
+        elif self.kind == "tags":
+            from accel_ddp.tasks.tagging import prepare_for_words
+
+            prepare_for_words(self.tokenizer, found.name)
+        elif self.kind == "vectors":
+            self.pooling, self.normalize, trained = read_modules(found)
+        self.model = trained_model.load(found, options["dtype"], self.device)
+        self.limit = context_length(self.model, self.tokenizer)
+        self.max_length = options["max_length"] or min(self.limit, trained if isinstance(trained, int) else self.limit)
+        if self.kind in ("answers", "texts"):
+            self.generation = generation_config(self.model, self.tokenizer, options)
+        elif self.kind in ("labels", "rewards") and self.model.config.get_text_config().pad_token_id is None:
+            self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+
+    def encode(self, item: Any) -> Encoded:
+        """Return the inputs of one row. Raise UnusableRow if the model cannot read it."""
+        if self.kind == "images":
+            from accel_ddp.tasks import vision
+
+            try:
+                picture = vision.decode(vision.read_content(item)).convert(vision.image_mode(self.model))
+            except Exception as error:  # many types, which depend on the format
+                raise UnusableRow(f"its image cannot be read\t{error}") from error
+            return Encoded(dict(self.processor(picture, return_tensors="pt")))
+        if self.kind in ("answers", "rewards"):
+            ids, is_whole = self.prompts.ids(item, self.kind == "rewards"), self.kind == "rewards"
+            if len(ids) - is_whole >= self.limit:
+                raise UnusableRow(f"it has {len(ids):,} tokens, and the model accepts {self.limit:,}")
+            room = 0 if is_whole else min(self.generation.max_new_tokens, self.limit - len(ids))
+            return Encoded({"input_ids": ids, "attention_mask": [1] * len(ids)}, len(ids), room=room)
+        texts, more = ([item], {"is_split_into_words": True}) if self.kind == "tags" else (item, {})
+        encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length, **more)
+        ids, places = encoded["input_ids"], []
+        if self.kind == "tags":
+            words = encoded.word_ids()
+            places = [words.index(i) if i in words else -1 for i in range(len(item))]
+        elif self.kind == "masks":
+            places = [i for i, token in enumerate(ids) if token == self.tokenizer.mask_token_id]
+            if not places:
+                raise UnusableRow(f"it has no {self.tokenizer.mask_token} in its first {self.max_length:,} tokens")
+        return Encoded(dict(encoded), len(ids), places)
+
+    def batches(self, rows: dict[int, Encoded]) -> list[list[int]]:
+        """Return the numbers of rows in batches of similar length, which depend on these rows only."""
+        most, tokens = (self.options["batch_size"], 1 << 60) if self.options["batch_size"] else LARGEST[self.device.type]
+        made: list[list[int]] = []
+        for number in sorted(rows, key=lambda i: (-rows[i].length, i)):
+            first = rows[made[-1][0]] if made else None
+            is_full = not first or len(made[-1]) >= most or first.length * (len(made[-1]) + 1) > tokens
+            if is_full or first.room != rows[number].room:
+                made.append([])
+            made[-1].append(number)
+        return made
+
+    @torch.inference_mode()
+    def predict(self, batch: list[Encoded], numbers: list[int]) -> list[Any]:
+        """Return a prediction for each input. Without enough memory the batch is halved."""
+        try:
+            if self.kind == "images":
+                pixels = torch.cat([one.inputs["pixel_values"] for one in batch])
+                return self.compute({"pixel_values": pixels.to(self.device, self.model.dtype)}, batch, numbers)
+            inputs = self.tokenizer.pad([one.inputs for one in batch], return_tensors="pt").to(self.device)
+            return self.compute(inputs, batch, numbers)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+        torch.cuda.empty_cache()
+        half = len(batch) // 2
+        return self.predict(batch[:half], numbers[:half]) + self.predict(batch[half:], numbers[half:])
+
+    def _best(self, scores: Tensor, name: Callable[[int], str]) -> tuple[Any, Any]:
+        """Return the best classes and their probabilities, `--top_k` of them or one."""
+        values, indices = scores.topk(min(self.options["top_k"], len(scores)))
+        names = [name(i) for i in indices.tolist()]
+        return (names, values.tolist()) if self.options["top_k"] > 1 else (names[0], values.item())
+
+    def _label(self, i: int) -> str:
+        return str(self.model.config.id2label[i])
+
+    def _labels(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
+        scores, config = self.model(**inputs).logits.float(), self.model.config
+        if scores.shape[-1] == 1:  # CrossEncoder of sentence-transformers reads there what to apply
+            activation = str((getattr(config, "sentence_transformers", None) or {}).get("activation_fn", ""))
+            scores = scores.sigmoid() if activation.endswith("Sigmoid") else scores
+            return [{"prediction": score} for score in scores.squeeze(-1).tolist()]
+        if config.problem_type == "multi_label_classification":
+            found = [[(self._label(i), score) for i, score in enumerate(row) if score > 0.5] for row in scores.sigmoid().tolist()]
+            return [{"prediction": [name for name, _ in row], "score": [score for _, score in row]} for row in found]
+        return [dict(zip(("prediction", "score"), self._best(row, self._label))) for row in scores.softmax(-1)]
+
+    _images = _rewards = _labels
+
+    def _tags(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
+        scores, tags = (values.tolist() for values in self.model(**inputs).logits.float().softmax(-1).max(-1))
+        outside = "O" if "O" in self.model.config.label2id else None  # of words that were truncated
+        names = [[outside if at < 0 else self._label(row[at]) for at in one.places] for one, row in zip(batch, tags)]
+        values = [[None if at < 0 else row[at] for at in one.places] for one, row in zip(batch, scores)]
+        return [{"prediction": a, "score": b} for a, b in zip(names, values)]
+
+    def _masks(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
+        word, found = lambda i: self.tokenizer.decode([i]), []
+        for one, row in zip(batch, self.model(**inputs).logits):
+            best = [self._best(row[at].float().softmax(-1), word) for at in one.places]
+            found.append({"prediction": [names for names, _ in best], "score": [values for _, values in best]})
+        return found
+
+    def _vectors(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
+        hidden, mask = self.model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
+        if self.pooling == "mean":
+            pooled = (hidden * mask).sum(1) / mask.sum(1)
+        elif self.pooling == "max":
+            pooled = hidden.masked_fill(mask == 0, -torch.inf).amax(1)
+        else:
+            place = mask.sum(1) - 1 if self.pooling == "lasttoken" else mask.sum(1) * 0
+            pooled = hidden.take_along_dim(place[..., None], 1)[:, 0]
+        return list((F.normalize(pooled, dim=-1) if self.normalize else pooled).float().cpu().numpy())
+
+    def _texts(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
+        generation, more = copy.deepcopy(self.generation), sampling(self.options, numbers, self.device)
+        generation.max_new_tokens = batch[0].room or generation.max_new_tokens
+        made = self.model.generate(**inputs, generation_config=generation, **more)
+        made = made[:, inputs["input_ids"].shape[1] :] if self.kind == "answers" else made
+        return [{"prediction": text} for text in self.tokenizer.batch_decode(made, skip_special_tokens=True)]
+
+    _answers = _texts
+
+
+class Prompts:
+    """What a language model is given for a chat or a text, in tokens, as in training."""
+
+    def __init__(self, tokenizer: Any, found: TrainedModel, template: str = ""):
+        date = found.option("template_date", "auto")
+        cfg = SimpleNamespace(chat_template=template, model=found.name, row_format=2, template_date=date)
+        set_template(tokenizer, cfg)
+        self.tokenizer, self.template = tokenizer, Template(tokenizer, cfg) if tokenizer.chat_template else None
+        whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+        self.first_ids = whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
+
+    def ids(self, item: Chat | str, is_whole: bool = False) -> list[int]:
+        """Return the tokens before an answer, or of a whole chat."""
+        if isinstance(item, str):
+            ids = encode_marked(self.tokenizer, item + (self.tokenizer.eos_token or "") * is_whole)
+            return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
+        if self.template is None:
+            raise UnusableRow(f"it is a chat, and the model has no template (--chat_template {', '.join(TEMPLATES)} or a file)")
+        chat = self.template._mark(self.template._convert(item))  # control tokens in texts stay texts, as in training
+        return encode_marked(self.tokenizer, self.template.render(chat, prompt=not is_whole)[0])
+
+
+def context_length(model: Any, tokenizer: Any) -> int:
+    """Return how many tokens the model accepts."""
+    config = model.config.get_text_config()
+    known = (getattr(tokenizer, "model_max_length", 0), getattr(config, "max_position_embeddings", 0))
+    return min((number for number in known if number and 0 < number < 1e9), default=1 << 30)
+
+
+def generation_config(model: Any, tokenizer: Any, options: dict[str, Any]) -> Any:
+    """Return the settings of the model for a search without random numbers; `sampling` adds them."""
+    config = copy.deepcopy(model.generation_config)
+    config.do_sample, config.temperature, config.top_p, config.top_k, config.max_length = False, None, None, None, None
+    config.max_new_tokens = options["max_new_tokens"] or config.max_new_tokens or MOST_NEW
+    config.num_beams = 1 if options["temperature"] else config.num_beams
+    config.pad_token_id = tokenizer.pad_token_id if config.pad_token_id is None else config.pad_token_id
+    return config
+
+
+class RowNoise:
+    """Adds Gumbel noise to the scores, so the best token is a sample. The noise of a row depends on the seed and its number only."""
+
+    def __init__(self, seed: int, numbers: list[int], device: torch.device):
+        self.generators = [torch.Generator(device).manual_seed(mixed(seed, "answer", number)) for number in numbers]
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        noise = [torch.empty_like(scores[0], dtype=torch.float32).exponential_(generator=one) for one in self.generators]
+        return scores.float() - torch.stack(noise).log()
+
+
+def sampling(options: dict[str, Any], numbers: list[int], device: torch.device) -> dict[str, Any]:
+    """Return the options of `generate` with which a greedy search samples, if `--temperature` asks for it."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+    if not options["temperature"]:
+        return {}
+    top_p = [TopPLogitsWarper(options["top_p"])] if options["top_p"] < 1 else []
+    noise = RowNoise(options["seed"], numbers, device)
+    return {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(options["temperature"]), *top_p, noise])}
+
+
+def read_modules(found: TrainedModel) -> tuple[str, bool, int | None]:
+    """Return pooling, whether vectors are normalized, and the most tokens of a text, from the files of sentence-transformers."""
+    modules = trained_model.read(found.place, "modules.json") or []
+    kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+    config = (
+        (trained_model.read(found.place, f"{modules[1]['path']}/config.json") or {}) if modules[1:] else {"pooling_mode": "mean"}
+    )
+    modes = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens", "lasttoken": "lasttoken"}
+    chosen = [name for name, mode in modes.items() if config.get(f"pooling_mode_{mode}") or config.get("pooling_mode") == name]
+    if kinds not in ([], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or len(chosen) != 1:
+        raise UserError(
+            f"{found.name}: its modules ({', '.join(kinds)}) are not supported. Use `encode` of sentence-transformers."
+        )
+    return (
+        chosen[0],
+        "Normalize" in kinds,
+        (trained_model.read(found.place, "sentence_bert_config.json") or {}).get("max_seq_length"),
+    )
+
+
+class Worker:
+    """Writes shards of the predictions. It reads the same rows as the process that has started it."""
+
+    def __init__(self, partial: Path):
+        self.partial, self.options = partial, json.loads((partial / "job.json").read_text())
+        found = trained_model.find(self.options["model"], partial)
+        self.rows, self.predictor = InputRows(found, self.options), Predictor(found, self.options)
+
+    def write(self, shard: int) -> None:
+        """Predict the rows of a shard and write it, completely or not at all."""
+        numbers, encoded = self.rows.shard(shard), {}
+        for number, item, problem in zip(numbers, *self.rows.read(numbers)):
+            try:
+                if not problem:
+                    encoded[number] = self.predictor.encode(item)
+            except UnusableRow as error:
+                problem = str(error)
+            if problem and not self.options["skip_broken"]:
+                raise UserError(f"{self.rows.describe({number: problem})}\n{CORRECT}")
+        found: dict[int, Any] = {}
+        for batch in self.predictor.batches(encoded):
+            try:
+                found |= zip(batch, self.predictor.predict([encoded[number] for number in batch], batch))
+            except Exception:
+                print(f"in a batch of {len(batch)}, the first is {place_of(self.rows.files, batch[0])}:", file=sys.stderr)
+                raise
+        path = self.rows.path(self.partial, shard)
+        with path.with_suffix(".tmp").open("wb") as file:
+            if self.rows.kind == "vectors":
+                nothing = np.full(self.predictor.model.config.hidden_size, np.nan, np.float32)
+                np.save(file, np.stack([found.get(number, nothing) for number in numbers]))
+            else:
+                file.write(json.dumps([found.get(number) for number in numbers]).encode())
+        path.with_suffix(".tmp").rename(path)
+
+
+def main(partial: Path) -> int:
+    """Write the shards whose numbers the parent writes to stdin, until it closes the pipe. Return the exit code.
+
+    Each one is answered with a line of JSON: {} when the shard is written, or an error of the user.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries may print
+    try:
+        worker = Worker(partial)
+        print("{}", file=answers, flush=True)
+        for line in sys.stdin:
+            worker.write(int(line))
+            print("{}", file=answers, flush=True)
+    except UserError as error:
+        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+        return USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,144 @@
+"""Find a trained model by its place (an export, adapters, a run, a checkpoint, any transformers model), its task, and load it."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accel_ddp.errors import UserError
+from accel_ddp.saving import checkpoint_format
+from accel_ddp.sources.builtin import from_pretrained, locate
+from accel_ddp.sources.places import prepare_hub
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+# What a model predicts, by the ending of its class, and the class of transformers that loads it.
+KINDS = {
+    "ForSequenceClassification": "labels", "ForTokenClassification": "tags", "ForImageClassification": "images",
+    "ForMaskedLM": "masks", "ForPreTraining": "masks", "ForCausalLM": "answers", "LMHeadModel": "answers", "Model": "vectors",
+}  # fmt: skip
+CLASSES = {
+    "labels": "AutoModelForSequenceClassification", "tags": "AutoModelForTokenClassification", "masks": "AutoModelForMaskedLM",
+    "images": "AutoModelForImageClassification", "answers": "AutoModelForCausalLM", "texts": "AutoModelForSeq2SeqLM",
+    "rewards": "AutoModelForSequenceClassification", "vectors": "AutoModel",
+}  # fmt: skip
+
+
+class TrainedModel(NamedTuple):
+    """A model that is not loaded yet."""
+
+    name: str  # as the user has typed it
+    place: str  # a folder, or a name on the Hub
+    kind: str  # a key of CLASSES
+    config: dict[str, Any]  # of the whole model
+    base: str  # the model below the adapters, or ""
+    facts: dict[str, Any]  # how it was trained, see `read_facts`
+    chat_template: str  # its source, or ""
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """Return the value of an option of the training, or the default if it is not known or empty."""
+        return self.facts.get("options", {}).get(name) or default
+
+
+def find(name: str, scratch: Path) -> TrainedModel:
+    """Return the model that `name` means. A checkpoint is exported into `scratch`. Raise UserError if there is no such model."""
+    try:
+        folder = Path(name).expanduser()
+        is_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
+        place = locate(str(_of_run(folder, scratch)) if folder.is_dir() and not is_model else name)
+        if not Path(place).is_dir():
+            from accel_ddp.sources.adapters import find_adapters
+
+            adapters = find_adapters(name, "~/.cache/accel_ddp")
+            place = adapters.place if adapters else place
+        config, base = read(place, CONFIG), ""
+        if not config and (adapter := read(place, ADAPTER_CONFIG)):
+            base = str(adapter.get("base_model_name_or_path") or "")
+            config = read(place, f"base/{CONFIG}") or read(locate(base), CONFIG)
+        if not config:
+            from transformers import AutoConfig
+
+            config = from_pretrained(AutoConfig, name, place).to_dict()
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--model ")) from error
+    if Path(place).is_dir() and not any(file.suffix in (".safetensors", ".bin") for file in Path(place).iterdir()):
+        raise UserError(f"{name}: the folder has no weights (model.safetensors). Export it again, or copy them there.")
+    template = read(place, "chat_template.jinja") or (read(place, "tokenizer_config.json") or {}).get("chat_template") or ""
+    template = template if isinstance(template, str) else json.dumps(template)
+    facts, kind = checkpoint_format.read_facts(place), _kind(name, config, place)
+    kind = "rewards" if kind == "labels" and facts.get("recipe") == "reward.py" else kind  # which read chats
+    return TrainedModel(name, place, kind, config, base, facts, template)
+
+
+def _of_run(folder: Path, scratch: Path) -> Path:
+    """Return the model that a run has exported, or that of its best or newest checkpoint."""
+    if any((folder / "model" / file).is_file() for file in (CONFIG, ADAPTER_CONFIG)):
+        return folder / "model"
+    if not (folder / checkpoint_format.MANIFEST).is_file() and not checkpoint_format.list_checkpoints(folder):
+        raise UserError(f"{folder}: is neither a model (it has no config.json) nor a run with a checkpoint.")
+    if not (scratch / "model").is_dir():
+        from accel_ddp.exporting.export import from_checkpoint
+
+        with contextlib.redirect_stdout(io.StringIO()):  # how to load it
+            from_checkpoint(str(folder), str(scratch / "model"))
+        print(f"using {checkpoint_format.chosen(folder) or folder}")
+    return scratch / "model"
+
+
+def read(place: str, file: str) -> Any:
+    """Return the content of a JSON or text file of a model, or None if it has no such file."""
+    path = Path(place) / file
+    if not Path(place).is_dir():
+        from huggingface_hub import hf_hub_download
+
+        prepare_hub()
+        with contextlib.suppress(Exception):  # of many kinds: no such file, no network; loading the model reports it
+            path = Path(hf_hub_download(place, file))
+    try:
+        text = path.read_text("utf-8") if path.is_file() else "null"
+        return json.loads(text) if path.suffix == ".json" or text == "null" else text
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _kind(name: str, config: dict[str, Any], place: str) -> str:
+    architecture = (config.get("architectures") or [""])[0]
+    kind = next((kind for ending, kind in KINDS.items() if architecture.endswith(ending)), "")
+    if kind in ("", "vectors") and config.get("is_encoder_decoder"):
+        kind = "texts"
+    if not kind:
+        known = f"Known are classes that end with {', '.join(KINDS)}, and encoder-decoder models"
+        raise UserError(f"{name}: the class {architecture!r} of its config is not supported. {known}.")
+    return "vectors" if kind in ("masks", "answers") and read(place, "modules.json") else kind
+
+
+def load(found: TrainedModel, dtype: str, device: Any) -> Any:
+    """Return the model for inference. `auto` is the dtype in which it is stored, and float32 on CPUs."""
+    import torch
+    import transformers
+
+    if found.kind == "images":
+        from accel_ddp.tasks import vision as vision  # registers its models with transformers
+    stored = found.config.get("dtype") or found.config.get("torch_dtype") or "float32"
+    dtype = (stored if device.type == "cuda" else "float32") if dtype == "auto" else dtype
+    auto_class, options = getattr(transformers, CLASSES[found.kind]), {"dtype": getattr(torch, dtype)}
+    if not found.base:
+        return from_pretrained(auto_class, found.name, found.place, **options).eval().to(device)
+    import peft
+
+    own = Path(found.place) / "base"  # the config with the labels of the run
+    if own.is_dir():
+        options |= {"config": transformers.AutoConfig.from_pretrained(own), "ignore_mismatched_sizes": True}
+    model = from_pretrained(auto_class, found.base, locate(found.base), **options)
+    model = peft.PeftModel.from_pretrained(model, found.place).get_base_model()  # its layers have the adapters
+    if (own / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(own)
+    return model.eval().to(device)
+
+
+def load_tokenizer(found: TrainedModel) -> Any:
+    """Return the tokenizer, with a padding token."""
+    from accel_ddp.config.train_config import RecipeConfig
+    from accel_ddp.sources import models
+
+    return models.load_tokenizer(RecipeConfig(model=found.place))
