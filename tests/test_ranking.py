@@ -162,7 +162,13 @@ def test_negatives_of_a_file_are_joined_by_anchor_or_drawn_from_a_pool(tmp_path)
     pool.write_text("".join(f'{{"text": "t{i}"}}\n' for i in range(50)))
 
     def negatives(file, number=2, **more):
-        names = {"anchor_column": "anchor", "positive_column": "positive", "skip_broken": False, "seed": 0}
+        names = {
+            "anchor_column": "anchor",
+            "positive_column": "positive",
+            "skip_broken": False,
+            "seed": 0,
+            "cache_dir": str(tmp_path),
+        }
         cfg = SimpleNamespace(**{**names, "negatives_file": str(file), "num_negatives": number, **more})
         return add_negatives(rows, cfg)["texts of --negatives_file"][:]
 

@@ -63,7 +63,8 @@ class QueryFormat:
         self.positives = cfg.positive_columns or (tuple(usual["positive_columns"]) if not cfg.candidate_column else ())
         self.negatives = (cfg.negative_columns or (*usual["negative_columns"], *numbered)) if self.positives else ()
         # A label says more than a score that some retriever has written next to it.
-        self.score = cfg.score_column or ("" if cfg.label_column or usual["label_column"] else pick("score_column"))
+        has_label = cfg.label_column or usual["label_column"] or self.positives
+        self.score = cfg.score_column or ("" if has_label else pick("score_column"))
         self.value = self.score or pick("label_column")
         needed = {"query_column": self.query or "query"}
         if self.positives:
@@ -86,14 +87,9 @@ class QueryFormat:
                 f"--loss {kind}: needs all candidates of a query in one row: lists candidates and labels (or scores), or "
                 f"columns positives and negatives. Rows with one candidate are learned with --loss {found}."
             )
-        if kind == "scored" and not self.score:
-            raise UserError(
-                "--loss scored: needs --score_column, a column of numbers. Labels of 0 and 1 are learned with --loss binary."
-            )
-        if kind == "binary" and self.score:
-            raise UserError(
-                f"--loss binary: needs labels of 0 and 1 (--label_column). Use --loss {found} for --score_column {self.score}."
-            )
+        if kind == ("binary" if self.score else "scored"):
+            needs = "labels of 0 and 1 (--label_column)" if self.score else "--score_column, a column of numbers"
+            raise UserError(f"--loss {kind}: needs {needs}. These rows are learned with --loss {found}.")
         return kind
 
     def read(self, row: dict[str, Any], loss: str) -> Query:
@@ -253,11 +249,9 @@ class RewardPairs(Preferences):
     def finish(self, given: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
         if cfg.max_length == "auto":
             self._choose_length(given, cfg)
-        longest = max(int(chat._column(rows, "length").max(initial=0)) for rows in given)
-        reason = f"an answer with its prompt is longer than --max_length {cfg.max_length} (the longest has {longest} tokens)"
-        return super().finish(
-            [chat._add_problem(rows, chat._column(rows, "length") > cfg.max_length, reason) for rows in given], cfg
-        )
+        lengths, most = [np.array(rows["length"][:]) for rows in given], cfg.max_length
+        reason = f"an answer with its prompt is longer than --max_length {most} (the longest has {max(map(max, lengths))} tokens)"
+        return super().finish([chat.add_problem(rows, own > most, reason) for rows, own in zip(given, lengths)], cfg)
 
     def first_chosen(self, rows: "datasets.Dataset", encoded: "datasets.Dataset") -> str | list[dict[str, Any]]:
         """Return the chosen answer of the first row with its prompt, as a chat or as a text."""
@@ -362,14 +356,12 @@ def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs)
 def report_queries(test: "datasets.Dataset", train: "datasets.Dataset") -> None:
     """Warn about evaluation queries that cannot be ranked, and about those that the training data have too."""
     keys, relevance = np.array(test["keys"][:]), np.array(test["relevance"][:])[:, 0]
-    known = np.unique(keys)
-    if left_out := int((~is_rankable(group_by_query(relevance, relevance, keys)[1])).sum()):
-        warn(
-            f"{left_out:,} of {len(known):,} evaluation queries have no relevant candidate, or no other one. mrr, ndcg_at_10 and map "
-            "leave them out."
-        )
-    if shared := int(np.isin(known, train["keys"][:]).sum()):
-        warn(
-            f"{shared:,} of {len(known):,} evaluation queries are in the training data too, so metrics are too good. "
-            "Give --eval_file with other queries."
-        )
+    known, rankable = np.unique(keys), is_rankable(group_by_query(relevance, relevance, keys)[1])
+    left_out, shared = int((~rankable).sum()), int(np.isin(known, train["keys"][:]).sum())
+    what = {
+        "have no relevant candidate, or no other one. mrr, ndcg_at_10 and map leave them out.": left_out,
+        "are in the training data too, so metrics are too good. Give --eval_file with other queries.": shared,
+    }
+    for text, number in what.items():
+        if number:
+            warn(f"{number:,} of {len(known):,} evaluation queries {text}")
