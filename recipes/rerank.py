@@ -146,7 +146,7 @@ def build_data(cfg: Config, tokenizer):
         for rows, function in zip(tables, (encode, encode_pairs))
     ]
     usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
-    accel_ddp.ranking.report_queries(usable[1], usable[0])
+    accel_ddp.ranking.report_queries(usable[1], None if cfg.evaluate_only else usable[0])
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]), form, loss)
 
 

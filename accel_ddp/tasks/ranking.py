@@ -353,11 +353,11 @@ def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs)
     return tables.of_predictions(number, texts, is_correct=value == best, certainty=score, columns=columns)
 
 
-def report_queries(test: "datasets.Dataset", train: "datasets.Dataset") -> None:
+def report_queries(test: "datasets.Dataset", train: "datasets.Dataset | None") -> None:
     """Warn about evaluation queries that cannot be ranked, and about those that the training data have too."""
     keys, relevance = np.array(test["keys"][:]), np.array(test["relevance"][:])[:, 0]
     known, rankable = np.unique(keys), is_rankable(group_by_query(relevance, relevance, keys)[1])
-    left_out, shared = int((~rankable).sum()), int(np.isin(known, train["keys"][:]).sum())
+    left_out, shared = int((~rankable).sum()), int(np.isin(known, train["keys"][:]).sum()) if train else 0
     what = {
         "have no relevant candidate, or no other one. mrr, ndcg_at_10 and map leave them out.": left_out,
         "are in the training data too, so metrics are too good. Give --eval_file with other queries.": shared,
