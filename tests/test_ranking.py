@@ -1,7 +1,9 @@
 """Losses and metrics of rerankers and reward models, and hard negatives of embeddings, compared with formulas and other libraries."""
 
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
 from accel_ddp.tasks.contrastive import NOTHING, in_batch_losses, text_keys
-from accel_ddp.tasks.negatives import add_negatives, hardest
+from accel_ddp.tasks.negatives import MinedBatches, add_negatives, hardest
 from accel_ddp.tasks.ranking import Query, QueryFormat
 
 NAN = float("nan")
@@ -218,3 +220,51 @@ def test_losses_and_scores_are_those_of_sentence_transformers(tiny_model):
         torch.testing.assert_close(ranking.pair_losses(scores[:1, :2], batch["relevance"][:1, :2], "scored").mean(), squared)
         one = losses.RankNetLoss(encoder, reduction_log="natural")([["fine"], documents[:1]], labels[:1])
         torch.testing.assert_close(ranking.list_losses(scores[:1], batch["relevance"][:1], "ranknet").sum(), one)
+
+
+@dataclass(kw_only=True)
+class MiningConfig(RecipeConfig):
+    mine_negatives: int = 2
+    mine_every: int = 3
+    global_batch_size: int = 4
+    micro_batch_size: int | Literal["auto"] = 2
+
+
+def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_path):
+    import datasets
+    from accelerate import Accelerator
+
+    keys = np.arange(1, 21).reshape(10, 2)
+    rows = datasets.Dataset.from_dict({"input_ids": [[[5], [5] * (i + 1)] for i in range(10)], "keys": keys.tolist()})
+    accelerator, calls = Accelerator(cpu=True), []
+
+    def steps(first: int, number: int, folder: str, resume: str = "") -> list[list]:
+        """Return the keys of the texts of some steps. Mining call number n takes the rows n + 1 and n + 2 places further on."""
+
+        def mine() -> np.ndarray:
+            calls.append(len(calls))
+            return np.stack([(np.arange(10) + calls[-1] + k) % 10 for k in (1, 2)], 1).astype(np.int32)
+
+        cfg = MiningConfig(output_dir=str(tmp_path / folder), resume=resume)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        collate = lambda items: {"keys": torch.tensor([item["keys"] for item in items])}
+        batches = MinedBatches(rows, collate, "", cfg, mine).starting_at(first, accelerator, cfg)
+        return [torch.cat([batch["keys"] for batch in next(batches)]).tolist() for _ in range(number)]
+
+    (tmp_path / "run").mkdir()
+    for stale in (0, 3, 6):
+        np.save(tmp_path / "run" / f"negatives_{stale:08d}.npy", np.zeros((10, 2), dtype=np.int32))
+    whole = steps(0, 8, "run")
+    assert calls == [0, 1, 2]
+    for step, texts in enumerate(whole):
+        for anchor, positive, *negatives in texts:
+            row = anchor // 2
+            assert (anchor, positive) == tuple(keys[row])
+            assert negatives == [keys[(row + step // 3 + k) % 10, 1] for k in (1, 2)]
+    assert steps(4, 4, "run", "auto") == whole[4:]
+    assert steps(4, 4, "other", str(tmp_path / "run")) == whole[4:]
+    assert steps(5, 1, "other", "auto") == whole[5:6], "the other folder has the negatives too"
+    assert calls == [0, 1, 2]
+    (tmp_path / "other" / "negatives_00000003.npy").unlink()
+    with pytest.raises(UserError, match=r"negatives_00000003.npy is missing: .* resume from a checkpoint of step 3 or before"):
+        steps(4, 1, "other", "auto")
