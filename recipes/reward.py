@@ -80,10 +80,13 @@ class Task:
 
     def loss_sum(self, model, batch):
         """Return the summed loss of pairs, and sums for the log."""
+        numbers = {name: values.sum() for name, values in self.numbers(model, batch)[1].items()}
+        return numbers.pop("loss"), numbers
+
+    def numbers(self, model, batch):
+        """Return the scores of the pairs, and the loss, accuracy and margin of each pair."""
         scores = accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
-        losses = accel_ddp.ranking.preference_losses(scores, batch["margin"], self.cfg.center_rewards)
-        apart = (scores[:, 0] - scores[:, 1]).detach()
-        return losses.sum(), {"accuracy": (apart > 0).sum(), "margin": apart.sum()}
+        return scores, accel_ddp.ranking.preference_numbers(scores, batch["margin"], self.cfg.center_rewards)
 
     def count(self, batch):
         return len(batch["margin"])
@@ -93,12 +96,13 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per pair. `evaluate` puts the rows of all ranks in order."""
-        return {"scores": accel_ddp.ranking.score_texts(model, batch).view(-1, 2), "margin": batch["margin"]}
+        scores, numbers = self.numbers(model, batch)
+        return {"scores": scores, **numbers}
 
     def summarize(self, rows):
-        """Return the metrics of all pairs. This runs on the main rank."""
+        """Return the means over all pairs. This runs on the main rank."""
         self.scores = rows["scores"]  # for `tables`
-        return accel_ddp.ranking.summarize_pairs(rows["scores"], rows["margin"], self.cfg.center_rewards)
+        return {name: rows[name].mean(dtype="float64") for name in ("accuracy", "margin", "loss")}
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""

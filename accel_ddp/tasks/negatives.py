@@ -75,7 +75,7 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
     anchors = rows[cfg.anchor_column][:]
     if is_pool:
         pool = known.get("", [])
-        draw = lambda text: random.Random(mixed(cfg.seed, "negatives", str(text))).sample(pool, min(number, len(pool)))
+        draw = lambda text: random.Random(mixed(cfg.seed, f"negatives {text}")).sample(pool, min(number, len(pool)))
         found = [draw(text) for text in anchors]
     else:
         found = [list(dict.fromkeys(known.get(text, ())))[:number] for text in anchors]

@@ -134,7 +134,7 @@ def draw_candidates(query: Query, most: int, seed: int) -> Query:
     number = len(query.candidates)
     if not 0 < most < number:
         return query
-    draw = random.Random(mixed(seed, "candidates", query.text))
+    draw = random.Random(mixed(seed, f"candidates {query.text}"))
     first = draw.choice([i for i, value in enumerate(query.relevance) if value == max(query.relevance)])
     kept = sorted([first, *draw.sample([i for i in range(number) if i != first], most - 1)])
     return Query(query.text, [query.candidates[i] for i in kept], [query.relevance[i] for i in kept])
@@ -220,10 +220,15 @@ def list_losses(scores: Tensor, relevance: Tensor, loss: str) -> Tensor:
     return -(target / target.sum(-1, keepdim=True).clamp(min=1e-12) * log_p).sum(-1)
 
 
-def preference_losses(scores: Tensor, margins: Tensor, center: float = 0.0) -> Tensor:
-    """Return the loss of each pair of a reward model (Bradley-Terry). `scores` has the columns chosen and rejected."""
-    losses = -F.logsigmoid(scores[:, 0] - scores[:, 1] - margins.to(scores.dtype))
-    return losses + center * (scores[:, 0] + scores[:, 1]).square() if center else losses
+def preference_numbers(scores: Tensor, margins: Tensor, center: float = 0.0) -> dict[str, Tensor]:
+    """Return the loss of each pair of a reward model (Bradley-Terry), whether it is in order, and by how much.
+
+    `scores` has the columns chosen and rejected. A pair with equal scores is not in order.
+    """
+    apart = scores[:, 0] - scores[:, 1]
+    losses = -F.logsigmoid(apart - margins.to(scores.dtype))
+    losses = losses + center * (scores[:, 0] + scores[:, 1]).square() if center else losses
+    return {"loss": losses, "accuracy": (apart > 0).to(scores.dtype), "margin": apart.detach()}
 
 
 class RewardPairs(Preferences):
@@ -263,14 +268,6 @@ def margin_column(rows: Any, cfg: Any) -> str:
     """Return the column of margins, or "" if there is none. Raise UserError if the columns of pairs are missing."""
     require_columns({name: getattr(cfg, name) for name in ("chosen_column", "rejected_column", "margin_column")}, rows)
     return cfg.margin_column or ("margin" if "margin" in rows.column_names else "")
-
-
-def summarize_pairs(scores: np.ndarray, margins: np.ndarray, center: float) -> dict[str, float]:
-    """Return the metrics of a reward model. A pair with equal scores is wrong."""
-    scores = scores.astype(np.float64)
-    apart = scores[:, 0] - scores[:, 1]
-    loss = preference_losses(torch.from_numpy(scores), torch.from_numpy(margins), center).mean()
-    return {"accuracy": float((apart > 0).mean()), "margin": float(apart.mean()), "loss": float(loss)}
 
 
 def group_by_query(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
