@@ -38,7 +38,7 @@ class Config(ChatConfig):
         also=("center_rewards_coefficient",),
     )  # fmt: skip
     epochs: float = 1.0
-    global_batch_size: int = option(32, "pairs per optimizer update, over all ranks; the result depends on it")
+    global_batch_size: int = option(8, "pairs per optimizer update, over all ranks; the result depends on it")
     lr: float | Literal["auto"] = option(
         "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy="auto"
     )

@@ -1,7 +1,9 @@
 """Losses and metrics of rerankers and reward models, and hard negatives of embeddings, compared with formulas and other libraries."""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Literal
 
@@ -268,3 +270,24 @@ def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_
     (tmp_path / "other" / "negatives_00000003.npy").unlink()
     with pytest.raises(UserError, match=r"negatives_00000003.npy is missing: .* resume from a checkpoint of step 3 or before"):
         steps(4, 1, "other", "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed: pip install 'trl>=1.16'")
+def test_the_loss_of_a_reward_model_is_the_one_of_trl():
+    """Call TRL's own function with scores, margins and centering. It expects all chosen answers before all rejected ones."""
+    from accelerate import Accelerator
+    from trl import RewardTrainer
+
+    torch.manual_seed(0)
+    pairs, margins = torch.randn(6, 2, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False), args=SimpleNamespace(center_rewards_coefficient=0.1), accelerator=Accelerator(cpu=True),
+        _metrics={"eval": defaultdict(list)}, _total_train_tokens=0,
+    )  # fmt: skip
+    logits = torch.cat([pairs[:, 0], pairs[:, 1]])[:, None]
+    theirs = RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=logits), {"margin": margins})
+    own = ranking.preference_numbers(pairs, margins, 0.1)
+    torch.testing.assert_close(own["loss"].mean(), theirs)
+    for name in ("accuracy", "margin"):
+        assert own[name].mean().item() == pytest.approx(trainer._metrics["eval"][name][0])
