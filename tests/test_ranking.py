@@ -124,6 +124,7 @@ def test_rows_of_all_forms_are_read_and_candidates_are_drawn_by_the_seed():
         ({"query": "q", "docs": ["a", "b"], "labels": [1]}, "softmax", "its docs and labels have different lengths\t2 and 1"),
         ({"query": "q", "docs": ["a", "b"], "labels": [0, 0]}, "softmax", "none of its candidates is relevant"),
         ({"query": "q", "docs": ["a", "b"], "scores": [2, 2]}, "listwise", "all its scores are equal"),
+        ({"query": "q", "docs": ["a", "b"], "scores": [-2, 0]}, "softmax", r"relevant \(has a score above 0\)"),
         ({"query": "q", "docs": ["a"], "labels": [1]}, "ranknet", "needs two or more candidates, and it has 1 candidate"),
     ],
 )

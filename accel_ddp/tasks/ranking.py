@@ -109,8 +109,10 @@ class QueryFormat:
             relevance = [self._read_value(value) for value in values]
         if loss in LIST_LOSSES and len(candidates) < 2:
             raise UnusableRow(f"--loss {loss} needs two or more candidates, and it has {counted(len(candidates), 'candidate')}")
-        if loss in LIST_LOSSES and (max(relevance) == min(relevance) if self.score else max(relevance) <= 0):
-            raise UnusableRow("all its scores are equal" if self.score else "none of its candidates is relevant")
+        if loss in LIST_LOSSES and max(relevance) <= 0 and not (self.score and loss != "softmax"):
+            raise UnusableRow(f"none of its candidates is relevant{' (has a score above 0)' if self.score else ''}")
+        if loss in LIST_LOSSES and self.score and max(relevance) == min(relevance):
+            raise UnusableRow("all its scores are equal")
         if not candidates:
             raise UnusableRow("it has no candidates")
         return Query(query, candidates, relevance)
