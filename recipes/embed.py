@@ -218,7 +218,7 @@ def build_data(cfg: Config, tokenizer):
         accel_ddp.data.require_texts({name: column}, *tables)
     columns = [column for _, column in cfg.text_columns()]
     more = accel_ddp.negatives.COLUMN
-    if cfg.negatives_file:
+    if cfg.negatives_file and not cfg.evaluate_only:
         tables = (accel_ddp.negatives.add_negatives(tables[0], cfg), tables[1])
 
     def encode(rows):

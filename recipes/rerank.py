@@ -98,8 +98,9 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per candidate. `evaluate` puts the rows of all ranks in order."""
-        scores = accel_ddp.ranking.score(model, batch)[:, 0]
-        return {"scores": scores, "relevance": batch["relevance"][:, 0], "keys": batch["keys"]}
+        scores, relevance = accel_ddp.ranking.score(model, batch)[:, 0], batch["relevance"][:, 0]
+        loss = {} if self.is_listwise else {"loss": accel_ddp.ranking.pair_losses(scores, relevance, self.loss)}
+        return {"scores": scores, "relevance": relevance, "keys": batch["keys"], **loss}
 
     def summarize(self, rows):
         """Return the metrics of all queries. This runs on the main rank."""
@@ -146,7 +147,7 @@ def build_data(cfg: Config, tokenizer):
         for rows, function in zip(tables, (encode, encode_pairs))
     ]
     usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
-    accel_ddp.ranking.report_queries(usable[1], usable[0])
+    accel_ddp.ranking.report_queries(usable[1], None if cfg.evaluate_only else usable[0])
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]), form, loss)
 
 

@@ -38,7 +38,7 @@ class Config(ChatConfig):
         also=("center_rewards_coefficient",),
     )  # fmt: skip
     epochs: float = 1.0
-    global_batch_size: int = option(32, "pairs per optimizer update, over all ranks; the result depends on it")
+    global_batch_size: int = option(8, "pairs per optimizer update, over all ranks; the result depends on it")
     lr: float | Literal["auto"] = option(
         "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy="auto"
     )
@@ -66,7 +66,7 @@ class Task:
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
-            self.processor = accel_ddp.models.load_tokenizer(cfg, width, self.model_class)
+            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "rewards")
             rows, self.chosen = build_data(cfg, self.processor, today)
             fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
@@ -80,10 +80,13 @@ class Task:
 
     def loss_sum(self, model, batch):
         """Return the summed loss of pairs, and sums for the log."""
+        numbers = {name: values.sum() for name, values in self.numbers(model, batch)[1].items()}
+        return numbers.pop("loss"), numbers
+
+    def numbers(self, model, batch):
+        """Return the scores of the pairs, and the loss, accuracy and margin of each pair."""
         scores = accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
-        losses = accel_ddp.ranking.preference_losses(scores, batch["margin"], self.cfg.center_rewards)
-        apart = (scores[:, 0] - scores[:, 1]).detach()
-        return losses.sum(), {"accuracy": (apart > 0).sum(), "margin": apart.sum()}
+        return scores, accel_ddp.ranking.preference_numbers(scores, batch["margin"], self.cfg.center_rewards)
 
     def count(self, batch):
         return len(batch["margin"])
@@ -93,12 +96,13 @@ class Task:
 
     def measure(self, model, batch):
         """Return one row per pair. `evaluate` puts the rows of all ranks in order."""
-        return {"scores": accel_ddp.ranking.score_texts(model, batch).view(-1, 2), "margin": batch["margin"]}
+        scores, numbers = self.numbers(model, batch)
+        return {"scores": scores, **numbers}
 
     def summarize(self, rows):
-        """Return the metrics of all pairs. This runs on the main rank."""
+        """Return the means over all pairs. This runs on the main rank."""
         self.scores = rows["scores"]  # for `tables`
-        return accel_ddp.ranking.summarize_pairs(rows["scores"], rows["margin"], self.cfg.center_rewards)
+        return {name: rows[name].mean(dtype="float64") for name in ("accuracy", "margin", "loss")}
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
@@ -113,7 +117,7 @@ class Task:
         """Python code that prints the score of the first chosen answer with the exported model in {folder}."""
         chat, inputs = accel_ddp.examples.literal(self.chosen), 'return_tensors="pt"'
         inputs = (
-            f"t({chat}, {inputs})"
+            f"t({chat}, add_special_tokens=False, {inputs})"
             if isinstance(self.chosen, str)
             else f"t.apply_chat_template({chat}, return_dict=True, {inputs})"
         )
@@ -136,7 +140,7 @@ def build_data(cfg: Config, tokenizer, today):
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
-    return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]))
+    return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]), usable[1])
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

@@ -1,7 +1,11 @@
 """Losses and metrics of rerankers and reward models, and hard negatives of embeddings, compared with formulas and other libraries."""
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
 from accel_ddp.tasks.contrastive import NOTHING, in_batch_losses, text_keys
-from accel_ddp.tasks.negatives import add_negatives, hardest
+from accel_ddp.tasks.negatives import MinedBatches, add_negatives, hardest
 from accel_ddp.tasks.ranking import Query, QueryFormat
 
 NAN = float("nan")
@@ -62,9 +66,9 @@ def test_the_losses_of_pairs_equal_their_formulas():
     torch.testing.assert_close(ranking.pair_losses(scores, relevance, "scored")[there], (scores[there] - relevance[there]) ** 2)
     pair, margins = scores[:, :2], torch.arange(7.0)
     formula = torch.log(1 + torch.exp(-(pair[:, 0] - pair[:, 1] - margins))) + 0.1 * (pair[:, 0] + pair[:, 1]) ** 2
-    torch.testing.assert_close(ranking.preference_losses(pair, margins, 0.1), formula)
-    found = ranking.summarize_pairs(np.array([[1.0, 0.0], [2.0, 2.0]]), np.zeros(2), 0.0)
-    assert found == {"accuracy": 0.5, "margin": 0.5, "loss": pytest.approx((math.log(1 + math.exp(-1)) + math.log(2)) / 2)}
+    torch.testing.assert_close(ranking.preference_numbers(pair, margins, 0.1)["loss"], formula)
+    found = ranking.preference_numbers(torch.tensor([[1.0, 0.0], [2.0, 2.0]]), torch.tensor([0.0, 1.0]))
+    assert {name: values.tolist() for name, values in found.items() if name != "loss"} == {"accuracy": [1, 0], "margin": [1, 0]}
 
 
 def test_metrics_of_rankings_equal_those_of_scikit_learn_and_a_constant_model_gets_no_credit():
@@ -120,6 +124,7 @@ def test_rows_of_all_forms_are_read_and_candidates_are_drawn_by_the_seed():
         ({"query": "q", "docs": ["a", "b"], "labels": [1]}, "softmax", "its docs and labels have different lengths\t2 and 1"),
         ({"query": "q", "docs": ["a", "b"], "labels": [0, 0]}, "softmax", "none of its candidates is relevant"),
         ({"query": "q", "docs": ["a", "b"], "scores": [2, 2]}, "listwise", "all its scores are equal"),
+        ({"query": "q", "docs": ["a", "b"], "scores": [-2, 0]}, "softmax", r"relevant \(has a score above 0\)"),
         ({"query": "q", "docs": ["a"], "labels": [1]}, "ranknet", "needs two or more candidates, and it has 1 candidate"),
     ],
 )
@@ -162,7 +167,13 @@ def test_negatives_of_a_file_are_joined_by_anchor_or_drawn_from_a_pool(tmp_path)
     pool.write_text("".join(f'{{"text": "t{i}"}}\n' for i in range(50)))
 
     def negatives(file, number=2, **more):
-        names = {"anchor_column": "anchor", "positive_column": "positive", "skip_broken": False, "seed": 0}
+        names = {
+            "anchor_column": "anchor",
+            "positive_column": "positive",
+            "skip_broken": False,
+            "seed": 0,
+            "cache_dir": str(tmp_path),
+        }
         cfg = SimpleNamespace(**{**names, "negatives_file": str(file), "num_negatives": number, **more})
         return add_negatives(rows, cfg)["texts of --negatives_file"][:]
 
@@ -212,3 +223,72 @@ def test_losses_and_scores_are_those_of_sentence_transformers(tiny_model):
         torch.testing.assert_close(ranking.pair_losses(scores[:1, :2], batch["relevance"][:1, :2], "scored").mean(), squared)
         one = losses.RankNetLoss(encoder, reduction_log="natural")([["fine"], documents[:1]], labels[:1])
         torch.testing.assert_close(ranking.list_losses(scores[:1], batch["relevance"][:1], "ranknet").sum(), one)
+
+
+@dataclass(kw_only=True)
+class MiningConfig(RecipeConfig):
+    mine_negatives: int = 2
+    mine_every: int = 3
+    global_batch_size: int = 4
+    micro_batch_size: int | Literal["auto"] = 2
+
+
+def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_path):
+    import datasets
+    from accelerate import Accelerator
+
+    keys = np.arange(1, 21).reshape(10, 2)
+    rows = datasets.Dataset.from_dict({"input_ids": [[[5], [5] * (i + 1)] for i in range(10)], "keys": keys.tolist()})
+    accelerator, calls = Accelerator(cpu=True), []
+
+    def steps(first: int, number: int, folder: str, resume: str = "") -> list[list]:
+        """Return the keys of the texts of some steps. Mining call number n takes the rows n + 1 and n + 2 places further on."""
+
+        def mine() -> np.ndarray:
+            calls.append(len(calls))
+            return np.stack([(np.arange(10) + calls[-1] + k) % 10 for k in (1, 2)], 1).astype(np.int32)
+
+        cfg = MiningConfig(output_dir=str(tmp_path / folder), resume=resume)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        collate = lambda items: {"keys": torch.tensor([item["keys"] for item in items])}
+        batches = MinedBatches(rows, collate, "", cfg, mine).starting_at(first, accelerator, cfg)
+        return [torch.cat([batch["keys"] for batch in next(batches)]).tolist() for _ in range(number)]
+
+    (tmp_path / "run").mkdir()
+    for stale in (0, 3, 6):
+        np.save(tmp_path / "run" / f"negatives_{stale:08d}.npy", np.zeros((10, 2), dtype=np.int32))
+    whole = steps(0, 8, "run")
+    assert calls == [0, 1, 2]
+    for step, texts in enumerate(whole):
+        for anchor, positive, *negatives in texts:
+            row = anchor // 2
+            assert (anchor, positive) == tuple(keys[row])
+            assert negatives == [keys[(row + step // 3 + k) % 10, 1] for k in (1, 2)]
+    assert steps(4, 4, "run", "auto") == whole[4:]
+    assert steps(4, 4, "other", str(tmp_path / "run")) == whole[4:]
+    assert steps(5, 1, "other", "auto") == whole[5:6], "the other folder has the negatives too"
+    assert calls == [0, 1, 2]
+    (tmp_path / "other" / "negatives_00000003.npy").unlink()
+    with pytest.raises(UserError, match=r"negatives_00000003.npy is missing: .* resume from a checkpoint of step 3 or before"):
+        steps(4, 1, "other", "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed: pip install 'trl>=1.16'")
+def test_the_loss_of_a_reward_model_is_the_one_of_trl():
+    """Call TRL's own function with scores, margins and centering. It expects all chosen answers before all rejected ones."""
+    from accelerate import Accelerator
+    from trl import RewardTrainer
+
+    torch.manual_seed(0)
+    pairs, margins = torch.randn(6, 2, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False), args=SimpleNamespace(center_rewards_coefficient=0.1), accelerator=Accelerator(cpu=True),
+        _metrics={"eval": defaultdict(list)}, _total_train_tokens=0,
+    )  # fmt: skip
+    logits = torch.cat([pairs[:, 0], pairs[:, 1]])[:, None]
+    theirs = RewardTrainer.compute_loss(trainer, lambda **_: SimpleNamespace(logits=logits), {"margin": margins})
+    own = ranking.preference_numbers(pairs, margins, 0.1)
+    torch.testing.assert_close(own["loss"].mean(), theirs)
+    for name in ("accuracy", "margin"):
+        assert own[name].mean().item() == pytest.approx(trainer._metrics["eval"][name][0])

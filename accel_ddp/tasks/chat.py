@@ -167,7 +167,7 @@ class Format:
             hint = "; leave --max_length out to fit the data" if "max_length" not in reasons(cfg) else ""
             reason = f"its prompt fills --max_length {width} and leaves no room for its answer (the longest prompt has "
             reason += f"{counted(longest, 'token')}{hint})"
-            tables = [_add_problem(rows, _column(rows, "first") >= width, reason) for rows in tables]
+            tables = [add_problem(rows, _column(rows, "first") >= width, reason) for rows in tables]
         tables = drop_broken(tables, cfg)
         self._report(tables)
 
@@ -415,7 +415,7 @@ def _column(rows: "datasets.Dataset", name: str) -> np.ndarray:
     return np.concatenate([part[name] for part in parts])
 
 
-def _add_problem(rows: "datasets.Dataset", has_it: np.ndarray, problem: str) -> "datasets.Dataset":
+def add_problem(rows: "datasets.Dataset", has_it: np.ndarray, problem: str) -> "datasets.Dataset":
     if not has_it.any():
         return rows
     problems = [before or problem * bool(new) for before, new in zip(rows["problem"][:], has_it)]

@@ -23,8 +23,9 @@ from accel_ddp.records.files import replace_file
 from accel_ddp.saving.resume import folder_of_resume
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import describe_columns, is_missing, row_numbers, with_row_numbers
+from accel_ddp.sources.many_files import read_all
 from accel_ddp.sources.places import warn
-from accel_ddp.sources.table_files import load_file
+from accel_ddp.sources.table_files import TABLES, load_file
 from accel_ddp.tasks.contrastive import NOTHING
 from accel_ddp.training.evaluation import EvalBatches
 from accel_ddp.training.losses import CurrentBatch
@@ -46,7 +47,7 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
 
     If the file has no column of anchors, it is a pool of texts, of which the seed and the anchor draw so many.
     """
-    table = load_file("--negatives_file", cfg.negatives_file)
+    table = read_all("--negatives_file", [cfg.negatives_file], load_file, TABLES, cfg.cache_dir)
     names, number = table.column_names, cfg.num_negatives
     columns = [name for name in names if name == "negatives" or name.removeprefix("negative").removeprefix("_").isdigit()]
     columns = ["negative"] * ("negative" in names) + columns
@@ -69,11 +70,12 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
                 f"--negatives_file {cfg.negatives_file}: row {place + 1:,} has a cell that is empty or not text ({wrong[0]!r:.40}). "
                 "Correct it, or leave such rows out with --skip_broken."
             )
-        known.setdefault(anchor, []).extend([] if wrong else texts)
+        if not wrong:
+            known.setdefault(anchor, []).extend(texts)
     anchors = rows[cfg.anchor_column][:]
     if is_pool:
         pool = known.get("", [])
-        draw = lambda text: random.Random(mixed(cfg.seed, "negatives", str(text))).sample(pool, min(number, len(pool)))
+        draw = lambda text: random.Random(mixed(cfg.seed, f"negatives {text}")).sample(pool, min(number, len(pool)))
         found = [draw(text) for text in anchors]
     else:
         found = [list(dict.fromkeys(known.get(text, ())))[:number] for text in anchors]

@@ -64,7 +64,8 @@ class QueryFormat:
         self.positives = cfg.positive_columns or (tuple(usual["positive_columns"]) if not cfg.candidate_column else ())
         self.negatives = (cfg.negative_columns or (*usual["negative_columns"], *numbered)) if self.positives else ()
         # A label says more than a score that some retriever has written next to it.
-        self.score = cfg.score_column or ("" if cfg.label_column or usual["label_column"] else pick("score_column"))
+        has_label = cfg.label_column or usual["label_column"] or self.positives
+        self.score = cfg.score_column or ("" if has_label else pick("score_column"))
         self.value = self.score or pick("label_column")
         needed = {"query_column": self.query or "query"}
         if self.positives:
@@ -87,14 +88,9 @@ class QueryFormat:
                 f"--loss {kind}: needs all candidates of a query in one row: lists candidates and labels (or scores), or "
                 f"columns positives and negatives. Rows with one candidate are learned with --loss {found}."
             )
-        if kind == "scored" and not self.score:
-            raise UserError(
-                "--loss scored: needs --score_column, a column of numbers. Labels of 0 and 1 are learned with --loss binary."
-            )
-        if kind == "binary" and self.score:
-            raise UserError(
-                f"--loss binary: needs labels of 0 and 1 (--label_column). Use --loss {found} for --score_column {self.score}."
-            )
+        if kind == ("binary" if self.score else "scored"):
+            needs = "labels of 0 and 1 (--label_column)" if self.score else "--score_column, a column of numbers"
+            raise UserError(f"--loss {kind}: needs {needs}. These rows are learned with --loss {found}.")
         return kind
 
     def read(self, row: dict[str, Any], loss: str) -> Query:
@@ -114,8 +110,10 @@ class QueryFormat:
             relevance = [self._read_value(value) for value in values]
         if loss in LIST_LOSSES and len(candidates) < 2:
             raise UnusableRow(f"--loss {loss} needs two or more candidates, and it has {counted(len(candidates), 'candidate')}")
-        if loss in LIST_LOSSES and (max(relevance) == min(relevance) if self.score else max(relevance) <= 0):
-            raise UnusableRow("all its scores are equal" if self.score else "none of its candidates is relevant")
+        if loss in LIST_LOSSES and max(relevance) <= 0 and not (self.score and loss != "softmax"):
+            raise UnusableRow(f"none of its candidates is relevant{' (has a score above 0)' if self.score else ''}")
+        if loss in LIST_LOSSES and self.score and max(relevance) == min(relevance):
+            raise UnusableRow("all its scores are equal")
         if not candidates:
             raise UnusableRow("it has no candidates")
         return Query(query, candidates, relevance)
@@ -139,7 +137,7 @@ def draw_candidates(query: Query, most: int, seed: int) -> Query:
     number = len(query.candidates)
     if not 0 < most < number:
         return query
-    draw = random.Random(mixed(seed, "candidates", query.text))
+    draw = random.Random(mixed(seed, f"candidates {query.text}"))
     first = draw.choice([i for i, value in enumerate(query.relevance) if value == max(query.relevance)])
     kept = sorted([first, *draw.sample([i for i in range(number) if i != first], most - 1)])
     return Query(query.text, [query.candidates[i] for i in kept], [query.relevance[i] for i in kept])
@@ -225,10 +223,15 @@ def list_losses(scores: Tensor, relevance: Tensor, loss: str) -> Tensor:
     return -(target / target.sum(-1, keepdim=True).clamp(min=1e-12) * log_p).sum(-1)
 
 
-def preference_losses(scores: Tensor, margins: Tensor, center: float = 0.0) -> Tensor:
-    """Return the loss of each pair of a reward model (Bradley-Terry). `scores` has the columns chosen and rejected."""
-    losses = -F.logsigmoid(scores[:, 0] - scores[:, 1] - margins.to(scores.dtype))
-    return losses + center * (scores[:, 0] + scores[:, 1]).square() if center else losses
+def preference_numbers(scores: Tensor, margins: Tensor, center: float = 0.0) -> dict[str, Tensor]:
+    """Return the loss of each pair of a reward model (Bradley-Terry), whether it is in order, and by how much.
+
+    `scores` has the columns chosen and rejected. A pair with equal scores is not in order.
+    """
+    apart = scores[:, 0] - scores[:, 1]
+    losses = -F.logsigmoid(apart - margins.to(scores.dtype))
+    losses = losses + center * (scores[:, 0] + scores[:, 1]).square() if center else losses
+    return {"loss": losses, "accuracy": (apart > 0).to(scores.dtype), "margin": apart.detach()}
 
 
 class RewardPairs(Preferences):
@@ -254,30 +257,20 @@ class RewardPairs(Preferences):
     def finish(self, given: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
         if cfg.max_length == "auto":
             self._choose_length(given, cfg)
-        longest = max(int(chat._column(rows, "length").max(initial=0)) for rows in given)
-        reason = f"an answer with its prompt is longer than --max_length {cfg.max_length} (the longest has {longest} tokens)"
-        return super().finish(
-            [chat._add_problem(rows, chat._column(rows, "length") > cfg.max_length, reason) for rows in given], cfg
-        )
+        lengths, most = [np.array(rows["length"][:]) for rows in given], cfg.max_length
+        reason = f"an answer with its prompt is longer than --max_length {most} (the longest has {max(map(max, lengths))} tokens)"
+        return super().finish([chat.add_problem(rows, own > most, reason) for rows, own in zip(given, lengths)], cfg)
 
-    def first_chosen(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
+    def first_chosen(self, rows: "datasets.Dataset", encoded: "datasets.Dataset") -> str | list[dict[str, Any]]:
         """Return the chosen answer of the first row with its prompt, as a chat or as a text."""
         found = self._sides()[0]._read(rows[:1], 0)
-        return found.messages if isinstance(found, Chat) else f"{found.prompt}{self.separator}{found.answer}"
+        return found.messages if isinstance(found, Chat) else self.tokenizer.decode(encoded[0]["input_ids"][0])
 
 
 def margin_column(rows: Any, cfg: Any) -> str:
     """Return the column of margins, or "" if there is none. Raise UserError if the columns of pairs are missing."""
     require_columns({name: getattr(cfg, name) for name in ("chosen_column", "rejected_column", "margin_column")}, rows)
     return cfg.margin_column or ("margin" if "margin" in rows.column_names else "")
-
-
-def summarize_pairs(scores: np.ndarray, margins: np.ndarray, center: float) -> dict[str, float]:
-    """Return the metrics of a reward model. A pair with equal scores is wrong."""
-    scores = scores.astype(np.float64)
-    apart = scores[:, 0] - scores[:, 1]
-    loss = preference_losses(torch.from_numpy(scores), torch.from_numpy(margins), center).mean()
-    return {"accuracy": float((apart > 0).mean()), "margin": float(apart.mean()), "loss": float(loss)}
 
 
 def group_by_query(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -360,17 +353,15 @@ def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs)
     return tables.of_predictions(number, texts, is_correct=value == best, certainty=score, columns=columns)
 
 
-def report_queries(test: "datasets.Dataset", train: "datasets.Dataset") -> None:
+def report_queries(test: "datasets.Dataset", train: "datasets.Dataset | None") -> None:
     """Warn about evaluation queries that cannot be ranked, and about those that the training data have too."""
     keys, relevance = np.array(test["keys"][:]), np.array(test["relevance"][:])[:, 0]
-    known = np.unique(keys)
-    if left_out := int((~is_rankable(group_by_query(relevance, relevance, keys)[1])).sum()):
-        warn(
-            f"{left_out:,} of {len(known):,} evaluation queries have no relevant candidate, or no other one. mrr, ndcg_at_10 and map "
-            "leave them out."
-        )
-    if shared := int(np.isin(known, train["keys"][:]).sum()):
-        warn(
-            f"{shared:,} of {len(known):,} evaluation queries are in the training data too, so metrics are too good. "
-            "Give --eval_file with other queries."
-        )
+    known, rankable = np.unique(keys), is_rankable(group_by_query(relevance, relevance, keys)[1])
+    left_out, shared = int((~rankable).sum()), int(np.isin(known, train["keys"][:]).sum()) if train else 0
+    what = {
+        "have no relevant candidate, or no other one. mrr, ndcg_at_10 and map leave them out.": left_out,
+        "are in the training data too, so metrics are too good. Give --eval_file with other queries.": shared,
+    }
+    for text, number in what.items():
+        if number:
+            warn(f"{number:,} of {len(known):,} evaluation queries {text}")
