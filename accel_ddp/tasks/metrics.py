@@ -108,7 +108,8 @@ def report_same(predictions: "np.ndarray", references: "np.ndarray", describe: C
 
     A new head does so before training, which is usual. `describe` returns the words for a prediction.
     """
-    is_one = lambda rows: len(rows) > 0 and bool((rows == rows[:1]).all())
+    is_equal = lambda rows: rows.max() - rows.min() < 1e-3 if rows.dtype.kind == "f" else (rows == rows[:1]).all()
+    is_one = lambda rows: len(rows) > 0 and bool(is_equal(rows))
     found = describe(predictions[0]) if is_one(predictions) and not is_one(references) else ""
     if found not in ("", links.only_prediction) and (phases.HERE.step or links.label_names):
         advice = "" if links.label_names else " If that stays so, use another --lr, more steps or --class_weights balanced."
@@ -131,6 +132,7 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
     import numpy as np
     from scipy.stats import pearsonr, spearmanr
 
+    report_same(predictions, references, "the number {:.3g}".format)
     scores = {"mse": float(((predictions - references) ** 2).mean())}
     for name, function in (("pearson", pearsonr), ("spearman", spearmanr)):
         varies = len(predictions) > 1 and np.ptp(predictions) > 0 and np.ptp(references) > 0
