@@ -125,7 +125,7 @@ def test_one_prediction_for_all_items_is_reported_once_until_it_changes(monkeypa
     tagging.score_entities([["O", "O"], ["O"]], [["O", "B-X"], ["O"]])
     assert "predicts 'O' for all 3" in capsys.readouterr().out
     ranking.summarize_pairs(np.full((2, 2), 0.25), np.zeros(2), 0.0)
-    assert "predicts the score 0.25 for all 4" in capsys.readouterr().out
+    assert "predicts the value 0.25 for all 4" in capsys.readouterr().out
     metrics.class_metrics(np.array([1, 1]), np.array([1, 1]), names)
     monkeypatch.setattr(phases.HERE, "step", 0)  # a new head before training
     metrics.class_metrics(np.array([1, 1, 1]), truth, names)

@@ -132,7 +132,7 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
     import numpy as np
     from scipy.stats import pearsonr, spearmanr
 
-    report_same(predictions, references, "the number {:.3g}".format)
+    report_same(predictions, references, "the value {:.3g}".format)
     scores = {"mse": float(((predictions - references) ** 2).mean())}
     for name, function in (("pearson", pearsonr), ("spearman", spearmanr)):
         varies = len(predictions) > 1 and np.ptp(predictions) > 0 and np.ptp(references) > 0
