@@ -35,7 +35,7 @@ def exported(tmp_path):
         (["empty"], "is not a run with a checkpoint, nor an exported model"),
         (["empty", "--recipe", "clasify"], "'clasify' is not a recipe. Did you mean 'classify'"),
         ([".", "--output"], "--output: needs a value"),
-        (["EXPORTED"], "was trained with gone.csv, which is not here. Give the rows to evaluate: --eval_file FILE"),
+        (["EXPORTED"], "was trained with gone.csv, which is not here. Give the rows: --eval_file FILE"),
         (["EXPORTED", "--output", "no/such/folder.json"], "its folder does not exist"),
     ],
 )
