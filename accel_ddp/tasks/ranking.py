@@ -22,7 +22,7 @@ from accel_ddp.sources.tokenization import SOURCE, PadCollate
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, check_text
 from accel_ddp.tasks.contrastive import text_keys
-from accel_ddp.tasks.metrics import regression_metrics, report_same
+from accel_ddp.tasks.metrics import regression_metrics
 from accel_ddp.tasks.preferences import Preferences
 from accel_ddp.text import counted
 
@@ -274,7 +274,7 @@ def margin_column(rows: Any, cfg: Any) -> str:
 def summarize_pairs(scores: np.ndarray, margins: np.ndarray, center: float) -> dict[str, float]:
     """Return the metrics of a reward model. A pair with equal scores is wrong."""
     scores = scores.astype(np.float64)
-    report_same(scores.reshape(-1), np.tile([1, 0], len(scores)), "the value {:.3g}".format)
+    tables.report_same(scores.reshape(-1), np.tile([1, 0], len(scores)), "the value {:.3g}".format)
     apart = scores[:, 0] - scores[:, 1]
     loss = preference_losses(torch.from_numpy(scores), torch.from_numpy(margins), center).mean()
     return {"accuracy": float((apart > 0).mean()), "margin": float(apart.mean()), "loss": float(loss)}
@@ -331,7 +331,7 @@ def ranking_metrics(scores: np.ndarray, relevance: np.ndarray) -> dict[str, floa
 
 def summarize(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray, loss: str) -> dict[str, float]:
     """Return the metrics of all candidates: those of rankings, those of pairs if pairs are learned, and the loss."""
-    report_same(scores, relevance, "the value {:.3g}".format)
+    tables.report_same(scores, relevance, "the value {:.3g}".format)
     by_query = group_by_query(scores, relevance, keys)[:2]
     metrics = ranking_metrics(*by_query)
     if loss in LIST_LOSSES:
