@@ -102,11 +102,14 @@ class Task:
     def summarize(self, rows):
         """Return the means over all pairs. This runs on the main rank."""
         self.scores = rows["scores"]  # for `tables`
+        accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
         return {name: rows[name].mean(dtype="float64") for name in ("accuracy", "margin", "loss")}
 
     def tables(self):
         """Return the tables of the last evaluation. This runs on the main rank."""
-        return accel_ddp.preferences.make_tables({}, self.scores, self.cfg.log_predictions, self.decode)
+        chosen, rejected = self.scores.T
+        rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        return accel_ddp.preferences.make_tables(rows, self.cfg.log_predictions, self.decode)
 
     def decode(self, items, text):
         """Return one of the texts of some evaluation items, with their prompts."""

@@ -287,6 +287,7 @@ def test_options_in_the_text_exist():
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
     for file in ("cli.py", "launch/launch_command.py", "observe/profile_summary.py"):
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
+    names |= {"recipe", "output"}  # of evaluate
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs
     names |= {

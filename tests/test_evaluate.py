@@ -12,7 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.exporting import evaluate_command, export
 from accel_ddp.observe.progress import find_worse
 from accel_ddp.ranks.process import links
-from accel_ddp.tasks import labels, metrics, tagging
+from accel_ddp.tasks import labels, metrics, ranking, tagging
 from accel_ddp.training.divergence import report_untrained, weights_kept
 
 
@@ -35,7 +35,7 @@ def exported(tmp_path):
         (["empty"], "is not a run with a checkpoint, nor an exported model"),
         (["empty", "--recipe", "clasify"], "'clasify' is not a recipe. Did you mean 'classify'"),
         ([".", "--output"], "--output: needs a value"),
-        (["EXPORTED"], "was trained with gone.csv, which is not here. Give the rows to evaluate: --eval_file FILE"),
+        (["EXPORTED"], "was trained with gone.csv, which is not here. Give the rows: --eval_file FILE"),
         (["EXPORTED", "--output", "no/such/folder.json"], "its folder does not exist"),
     ],
 )
@@ -124,6 +124,8 @@ def test_one_prediction_for_all_items_is_reported_once_until_it_changes(monkeypa
     assert "predicts the same classes" in capsys.readouterr().out
     tagging.score_entities([["O", "O"], ["O"]], [["O", "B-X"], ["O"]])
     assert "predicts 'O' for all 3" in capsys.readouterr().out
+    metrics.regression_metrics(np.full(4, 0.25), np.arange(4.0))
+    assert "predicts the value 0.25 for all 4" in capsys.readouterr().out
     metrics.class_metrics(np.array([1, 1]), np.array([1, 1]), names)
     monkeypatch.setattr(phases.HERE, "step", 0)  # a new head before training
     metrics.class_metrics(np.array([1, 1, 1]), truth, names)

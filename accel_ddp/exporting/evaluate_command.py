@@ -103,9 +103,7 @@ def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
         return recipe_files.recipe_path(Path(name).stem)
     found = next((path for path in (Path(name), Path("recipes") / name) if name and path.is_file()), None)
     if found is None:
-        raise UserError(
-            f"{place}: was trained with {name}, which is not in this folder. Name the script: --recipe FOLDER/{name}."
-        )
+        raise UserError(f"{place}: was trained with {name}, which is not here. Name the script: --recipe FOLDER/{name}.")
     return found
 
 
@@ -120,14 +118,10 @@ def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequ
         options = {name: value for name, value in options.items() if name not in OF_FILES}
     named = dict(group_values(words)).get("eval_file") or options.get("eval_file")
     if named and "eval_file" in types:  # the training rows may be missing here, and are not needed
-        options = {name: value for name, value in options.items() if name not in OF_ROWS} | {
-            "train_file": named,
-            "eval_file": named,
-        }
+        options = {name: value for name, value in options.items() if name not in OF_ROWS}
+        options |= {"train_file": named, "eval_file": named}
     elif not is_checkpoint and (missing := [one for one in options.get("train_file", ()) if not Path(one).exists()]):
-        raise UserError(
-            f"{place}: was trained with {missing[0]}, which is not here. Give the rows to evaluate: --eval_file FILE."
-        )
+        raise UserError(f"{place}: was trained with {missing[0]}, which is not here. Give the rows: --eval_file FILE.")
     return options | ({"resume": facts["checkpoint"]} if is_checkpoint else {"model": place} if "model" in types else {})
 
 

@@ -67,6 +67,11 @@ class Reference:
 
         `logps(model, batch)` returns the log-probabilities of shape (items, texts of an item).
         """
+        if cfg.evaluate_only and not cfg.resume:
+            raise UserError(
+                f"{cfg.evaluate_only}: --loss {cfg.loss} compares a model with itself before training, which an exported folder does "
+                "not contain. Evaluate the run or its checkpoint: accel-ddp evaluate RUN."
+            )
         choose_reference(cfg, len(rows[0]))
         self.cfg, self.accelerator, self.rows, self.collate, self._logps = cfg, accelerator, list(rows), collate, logps
         self._layers: list[Any] = []  # with adapters

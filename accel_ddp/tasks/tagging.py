@@ -17,8 +17,7 @@ from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.labels import classes_of_model, describe_unknown, report_classes
-from accel_ddp.tasks.metrics import report_same
-from accel_ddp.tasks.tables import Row, ScoreTable
+from accel_ddp.tasks.tables import Row, ScoreTable, report_same
 
 if TYPE_CHECKING:
     import datasets

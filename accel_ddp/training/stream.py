@@ -298,6 +298,8 @@ class TrainBatches:
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
+        if cfg.evaluate_only:
+            raise UserError("--evaluate_only: this script has a training loop of its own. It has to call accel_ddp.train or fit.")
         micro, count = cfg.split(accelerator.num_processes)
         lengths = self.lengths if self.knows_lengths else None
         stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, lengths)
