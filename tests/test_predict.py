@@ -34,7 +34,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def predict_here(output: Path, *words: object) -> list[dict]:
     """Do in this process what the processes of the command do, one shard after the other. Return the rows of the output."""
-    given = predict_command.parse([str(word) for word in words] + ["--output", str(output)])
+    given = predict_command.build_parser().parse_args([*map(str, words), "--output", str(output)])
     options = {name: value for name, value in vars(given).items() if name not in predict_command.NO_EFFECT}
     partial = output.with_name(f"{output.name}.partial")
     partial.mkdir()

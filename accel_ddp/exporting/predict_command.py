@@ -35,7 +35,7 @@ Types = dict[str, tuple[str, int]]  # of the columns of predictions: the type, a
 
 def main(words: list[str]) -> int:
     """Run `accel-ddp predict` and return its exit code."""
-    given = parse(words)
+    given = build_parser().parse_args(words)
     output = Path(given.output)
     if output.suffix not in ENDINGS:
         raise UserError(f"--output {output}: must end with {', '.join(ENDINGS[:-1])}, or for vectors with .npy.")
@@ -56,8 +56,8 @@ def main(words: list[str]) -> int:
                 shutil.rmtree(partial, ignore_errors=True)
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Return the options."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(prog="accel-ddp predict", description=__doc__.partition(":")[2].partition("\n")[0])
     add = parser.add_argument
     add_model_options(parser)
@@ -72,7 +72,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--batch_size", type=lambda word: 0 if word == "auto" else _number(int)(word), default=0, help="rows; auto: by length")
     add("--num_processes", type=_number(int), default=0, help="default: one for each GPU, or one on CPUs")
     add("--skip_broken", action="store_true", help="rows that cannot be used get no prediction (null)")
-    return parser.parse_args(words)
+    return parser
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
