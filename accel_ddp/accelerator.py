@@ -53,9 +53,11 @@ def start(cfg: TrainConfig) -> Accelerator:
     _check_device(cfg, use_gpu)  # the ranks have agreed on GPUs or CPUs
     _configure_torch(cfg, use_gpu)  # before anything is computed
     _open_output_dir(cfg, trackers, before, given)
-    share_terminal(cfg)  # after the messages about the output folder, which the panel would hide
+    if not cfg.evaluate_only:
+        share_terminal(cfg)  # after the messages about the output folder, which the panel would hide
     accelerator = _build(cfg, trackers, use_gpu)  # its folder for trackers is the output folder
-    _print_description(cfg, accelerator)
+    if not cfg.evaluate_only:
+        _print_description(cfg, accelerator)
     torch.manual_seed(mixed(cfg.seed, "start"))  # last, for weights that are not pretrained
     return accelerator
 

@@ -140,7 +140,8 @@ def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[s
         return []
     all_of_them = f"--num_processes {limit} uses all"
     number, reason = cfg.most_ranks(limit) if cfg else (1, f"only a rank can read the options of {recipe}; {all_of_them}")
-    if cfg and cfg.resume and 0 < (before := _saved_ranks(cfg)) < limit and cfg.most_ranks(before)[0] == before:
+    before = _saved_ranks(cfg) if cfg and cfg.resume and not cfg.evaluate_only else 0
+    if cfg and 0 < before < limit and cfg.most_ranks(before)[0] == before:
         number, reason = before, f"--resume continues a run of {counted(before, 'rank')}; {all_of_them}"
     print(f"using {number} of {limit} GPUs, because {reason}" if reason else f"using {limit} GPUs; --num_processes uses fewer")
     if number == 1:
@@ -309,6 +310,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
         "observe.profile_summary:main",
         "print where the time of a step goes, from a run that was recorded with --profile",
     ),
+    "evaluate": ("exporting.evaluate_command:main", "evaluate a run, a checkpoint or an exported model as in training"),
     "predict": ("exporting.predict_command:main", "apply a model to the rows of files: labels, tags, vectors, answers"),
     "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
     "export": (_export, "write a folder that transformers can load from a checkpoint"),

@@ -25,6 +25,7 @@ from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
 from accel_ddp.ranks.process import Exit, Moment, ending
+from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
@@ -32,7 +33,7 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.seeds import mixed
 from accel_ddp.speed.attach import Speed, attach
-from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
+from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
 from accel_ddp.training.hook import Breakdown, Hook
@@ -124,24 +125,31 @@ class TrainingRun:
         if evaluate is None and (cfg.keep_best or cfg.early_stopping_patience):
             name = "keep_best" if cfg.keep_best else "early_stopping_patience"
             raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
-        self.accelerator, self.cfg, self.num_items, self.evaluate_model = accelerator, cfg, len(train), evaluate
+        self.accelerator, self.cfg, self.train, self.evaluate_model = accelerator, cfg, train, evaluate
+        self.num_items = len(train)
         self.total_steps = cfg.total_steps(len(train))
         check_end(cfg.profile, self.total_steps)
-        with weights_kept(model, "a forward pass before training"):
-            require_independence(accelerator, cfg, model, train, loss_sum)
+        with weights_kept(model, "a forward pass before training") as self.loaded:
+            if not cfg.evaluate_only:
+                require_independence(accelerator, cfg, model, train, loss_sum)
             self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
         facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
+        self.saved.stream_state = lambda: train.state
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
-        if self.speed:
-            self.speed.choose_micro_batch_size(self.model, self.optimizer)
-        epochs = self.total_steps * cfg.global_batch_size / len(train)
-        print_on_main(f"{self.total_steps} steps = {epochs:.2f} epochs of {len(train):,} items")
-        if self.step < self.total_steps:
-            _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+        train.state = self.saved.resumed.get("stream", "")
+        if not cfg.evaluate_only:
+            if self.speed:
+                self.speed.choose_micro_batch_size(self.model, self.optimizer)
+            text, warnings = train.describe(self.total_steps, cfg)
+            print_on_main(text)
+            for warning in warnings:
+                warn_on_main(f"--train_file: {warning}", "WARNING")
+            if self.step < self.total_steps:
+                _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
@@ -160,7 +168,8 @@ class TrainingRun:
             update_options(self.cfg)
         facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
         self.notify("on_describe", facts)
-        self.is_done = self._any_rank(self.notify("on_start", self.step, self.total_steps, self.saved.evaluations))
+        ends = self.notify("on_start", self.step, self.total_steps, self.saved.evaluations)
+        self.is_done = self._any_rank(ends) or bool(self.cfg.evaluate_only)
         if tables:
             self.hooks.append(TableReport(tables, self.notify))
         facts_of_model = facts.get("model", {}) | (self.speed.describe() if self.speed else {})
@@ -250,6 +259,7 @@ class TrainingRun:
         for numbers in self.reader.pop(wait_for_all):
             # The sum of votes is the same on every rank, so all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
+            numbers = numbers._replace(rows=self.train.counts(numbers.step, self.cfg))
             self.notify("on_update", numbers, self.pace.after(numbers))
 
     def notify(
@@ -338,7 +348,7 @@ class TrainingRun:
             self.nonfinite.refuse(self.step)
         if not self.is_stopping and self.evaluate_model and not self.metrics:  # resumed after the last step
             self._run_evaluation()
-        if self.is_stopping and self.step:  # also if the stop was requested before this process did a step
+        if self.is_stopping and self.step and not self.cfg.evaluate_only:  # also if this process has done no step
             self.saved.save(self.step, is_last=True)
         unsaved = self.saved.close()
         if self.saved.metric and not self.is_stopping:  # only the main rank's disk is sure to have the checkpoint
@@ -359,6 +369,8 @@ class TrainingRun:
             self._print_best()
         ending.unsaved = unsaved
         self.ema.apply()
+        if not self.cfg.evaluate_only:
+            report_untrained(self.accelerator.unwrap_model(self.model), self.loaded, self.step)
         metrics = self.metrics if self.best is None else self.saved.evaluations[self.best]
         return RunOutcome(metrics, self.step, unsaved, self.best)
 
@@ -392,6 +404,8 @@ class TrainingRun:
             print_on_main(f"--keep_best: the best {metric.name} was {value} at step {first}, {where}")
 
     def _stop_message(self, reason: str, unsaved: str) -> Failure:
+        if self.cfg.evaluate_only:
+            return Failure("stopped", f"requested by {reason}. The evaluation has no result.")
         if not self.step:
             kind = "died" if reason.startswith(LAUNCHER_DIED) else "stopped"
             return Failure(kind, f"requested by {reason} before the first step. There is nothing to save.")

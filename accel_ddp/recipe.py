@@ -11,7 +11,11 @@ from accel_ddp.loop import RunOutcome, fit
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
 from accel_ddp.ranks.agreement import together
+from accel_ddp.ranks.process import links
+from accel_ddp.saving.state_tensors import has_adapters
+from accel_ddp.sources import models
 from accel_ddp.tasks import examples
+from accel_ddp.text import listed
 from accel_ddp.training import optim
 
 
@@ -34,13 +38,18 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     accelerator = start(cfg)
     if not getattr(task_class, "fits_memory", False):
         at_start.fit_memory(cfg, accelerator, getattr(task_class, "model_class", ""))
+    if cfg.evaluate_only:
+        with together("read the label names of the model"):
+            links.label_names = models.label_names(cfg)
     task = task_class(cfg, accelerator)
+    if cfg.evaluate_only and not cfg.resume:
+        _require_weights(task.model, cfg)
     if getattr(cfg, "show_example", 0):
         with together("show training rows"):
             if accelerator.is_main_process:
                 print(examples.show_rows(task, cfg), flush=True)
     files = export.files_of(task.model, task.processor, getattr(task, "more_files", None))
-    observers = hooks.standard(accelerator, cfg)
+    observers = [] if cfg.evaluate_only else hooks.standard(accelerator, cfg)
     report = Report(task, cfg)
     if accelerator.is_main_process and hasattr(task, "report"):
         observers.append(report)
@@ -53,16 +62,28 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
         loss_sum=task.loss_sum,
         count=task.count,
         evaluate=task.evaluate,
-        tables=getattr(task, "tables", None),
+        tables=None if cfg.evaluate_only else getattr(task, "tables", None),
         hooks=observers,
         files=files,
     )
+    if cfg.evaluate_only:
+        return outcome
     if accelerator.is_main_process and hasattr(task, "report") and (text := report.of_best if outcome.best else task.report()):
         print(text)
     export.at_the_end(accelerator, cfg, task.model, files, outcome.metrics, getattr(task, "example", ""), outcome.best)
     for hook in observers if accelerator.is_main_process else ():
         hook.on_export(Path(cfg.output_dir) / export.FOLDER)
     return outcome
+
+
+def _require_weights(model: Any, cfg: TrainConfig) -> None:
+    """Raise UserError if a model that is to be evaluated lacks weights, such as a head. An unused pooler may be missing."""
+    new = [] if has_adapters(model) else getattr(model, "_new_modules", [])  # adapters without a head were refused before
+    if missing := [name for name in new if "pooler" not in name]:
+        raise UserError(
+            f"{cfg.evaluate_only}: has no weights for {listed(missing)}, which begin at random values. Train it first, or choose the "
+            "recipe that it was made for with --recipe."
+        )
 
 
 class Report(hooks.Hook):

@@ -23,6 +23,7 @@ for variable in ("ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS"):
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes")]
 
 from accel_ddp.config.options import GROUPS, OTHER_NAMES, properties_of  # noqa: E402
+from accel_ddp.config.parsing import own_options  # noqa: E402
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig  # noqa: E402
 from accel_ddp.nodes import recipe_files  # noqa: E402
 
@@ -78,7 +79,7 @@ def _recipe(recipe: str) -> str:
         text.append("It has no options of the groups Model and Data, and no `--eval_batch_size`.\n")
     properties, inherited = properties_of(cls), properties_of(base)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    own = [name for name in properties if name in inspect.get_annotations(cls) or name not in inherited]
+    own = [name for name in properties if name in own_options(cls) or name not in inherited]
     own.sort(key=lambda name: name in inherited)  # new options first
     if shown := [name for name in own if name not in inherited or properties[name].help != inherited[name].help]:
         text.append(_table(cls, shown))

@@ -14,6 +14,12 @@ the correlations of cosines and scores, and not those of retrieval.
 
     accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file sts.csv \
         --anchor_column sentence1 --positive_column sentence2 --score_column score --max_score 5 --lr 2e-5
+
+Texts that look right and are wrong teach more than those of other rows. They come from columns (--negative_columns), from a file
+(--negatives_file), or from the model itself (--mine_negatives): the positives of other rows that are nearest to an anchor.
+
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file pairs.jsonl \
+        --mine_negatives 3 --mine_every 500 --mine_margin 0.05
 """
 
 from dataclasses import dataclass
@@ -39,6 +45,23 @@ class Config(RecipeConfig):
     max_score: float = option(1.0, "score of texts that mean the same, for example 5; their cosine is to be 1", group="data")
     negative_columns: tuple[str, ...] = option(
         (), "columns of texts that look right and are wrong (hard negatives)", group="data"
+    )
+    negatives_file: str = option(
+        "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
+        group="data", per_node=True,
+    )  # fmt: skip
+    num_negatives: int = option(1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1)
+    mine_negatives: int = option(
+        0,
+        "so many positives of other rows that the model finds nearest to an anchor become its negatives",
+        group="training",
+        at_least=0,
+    )
+    mine_every: int = option(0, "mine anew after so many steps; 0: only before the first step", group="training", at_least=0)
+    mine_margin: float = option(
+        0.0,
+        "leave out texts whose cosine is above the one of the anchor's positive minus this; they may be right",
+        group="training",
     )
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")
@@ -75,6 +98,18 @@ class Config(RecipeConfig):
                 f"--negative_columns {' '.join(self.negative_columns)}: cannot be used with --score_column {self.score_column}. "
                 "Give each negative as a pair with a low score."
             )
+        for name in ("negatives_file", "mine_negatives"):
+            if self.score_column and getattr(self, name):
+                raise UserError(
+                    f"--{name} {getattr(self, name)}: cannot be used with --score_column {self.score_column}. Leave it out."
+                )
+        for name, needed in (
+            ("num_negatives", "negatives_file"),
+            ("mine_every", "mine_negatives"),
+            ("mine_margin", "mine_negatives"),
+        ):
+            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
+                raise UserError(f"--{name} {getattr(self, name)}: needs --{needed}.")
         if not self.score_column and (self.min_score, self.max_score) != (0, 1):
             raise UserError("--min_score and --max_score: need --score_column.")
         if not self.min_score < self.max_score:
@@ -100,14 +135,17 @@ class Task:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
             train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
             self.dimension = self.model.config.hidden_size
             if any(size > self.dimension for size in cfg.matryoshka):
                 raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
         self.sizes = tuple(sorted({*cfg.matryoshka, self.dimension}, reverse=True))
         collate = accel_ddp.contrastive.pad_collate(self.processor, accelerator)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
+        if cfg.mine_negatives:
+            self.mined = accel_ddp.EvalBatches(train_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+            self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, fingerprint, cfg, self.mine)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
@@ -123,6 +161,11 @@ class Task:
 
     def losses(self, rows, keys):
         return accel_ddp.contrastive.in_batch_losses(rows, keys, self.cfg.scale, self.sizes)
+
+    def mine(self):
+        """Return the rows of the hardest negatives of each anchor, for the current weights."""
+        keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
+        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.embed, keys[:, :2], *options)
 
     def count(self, batch):
         return len(batch["keys"])
@@ -174,10 +217,14 @@ def build_data(cfg: Config, tokenizer):
     for name, column in cfg.text_columns():
         accel_ddp.data.require_texts({name: column}, *tables)
     columns = [column for _, column in cfg.text_columns()]
-    prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(columns) - 1)
+    more = accel_ddp.negatives.COLUMN
+    if cfg.negatives_file:
+        tables = (accel_ddp.negatives.add_negatives(tables[0], cfg), tables[1])
 
     def encode(rows):
         texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
+        texts += [[(some + [""] * cfg.num_negatives)[i] for some in rows[more]] for i in range(cfg.num_negatives) if more in rows]
+        prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(texts) - 1)
         tokens = [
             tokenizer([prefix + text for text in some], truncation=True, max_length=cfg.max_length)["input_ids"]
             for prefix, some in zip(prefixes, texts)
@@ -190,7 +237,8 @@ def build_data(cfg: Config, tokenizer):
         return {**done, "problem": problems}
 
     scores = [cfg.score_column, cfg.min_score, cfg.max_score]
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, prefixes, cfg.max_length, scores]
+    options = [cfg.anchor_prefix, cfg.positive_prefix, cfg.max_length, cfg.num_negatives]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, options, scores]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]))

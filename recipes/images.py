@@ -17,7 +17,7 @@ from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import ScoredConfig
+from accel_ddp.config.train_config import IMAGE_FILES, ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 
@@ -28,8 +28,9 @@ class Config(ScoredConfig):
         "mini-resnet", "mini-resnet (small, from scratch), or Hub name or folder of an image classification model"
     )
     dataset: str = "builtin:digits"
+    file_endings = IMAGE_FILES
     train_file: tuple[str, ...] = option(
-        (), "folder with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet"
+        (), "folders with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet .arrow, or patterns of them"
     )
     eval_file: tuple[str, ...] = option((), "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
     image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")
@@ -62,7 +63,7 @@ class Config(ScoredConfig):
         super().validate()
         if self.pixel_std != "auto" and self.pixel_std <= 0:
             raise UserError(f"--pixel_std {self.pixel_std}: must be above 0.")
-        if self.norm == "group" and self.model != "mini-resnet":
+        if self.norm == "group" and self.model != "mini-resnet" and not self.evaluate_only:
             raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
         if self.model == "mini-resnet" and (self.gradient_checkpointing is True or self.dtype not in ("auto", "float32")):
             raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")

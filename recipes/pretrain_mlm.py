@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import accel_ddp
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import TABLE_FILES, TEXT_FILES, RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 
@@ -22,9 +22,8 @@ from accel_ddp.errors import UserError
 class Config(RecipeConfig):
     model: str = option("builtin:tiny-bert", "Hub name, folder, or built-in; a pretrained model is trained further")
     dataset: str = "builtin:docstring_text"
-    train_file: tuple[str, ...] = option(
-        (), ".txt (one text per line), a folder or 'pattern*' of them; .csv .tsv .json .jsonl .parquet"
-    )
+    file_endings = TEXT_FILES
+    train_file: tuple[str, ...] = option((), f"files, folders or patterns: .txt (one text per line); {TABLE_FILES}")
     eval_file: tuple[str, ...] = option(
         (), "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
@@ -121,7 +120,7 @@ def build_data(cfg: Config, tokenizer):
     accel_ddp.data.require_texts({"text_column": cfg.text_column}, *tables)
     tables = accel_ddp.text_blocks.drop_other_values(tables, cfg)
     blocks = [accel_ddp.text_blocks.cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in tables]
-    return (*blocks, [accel_ddp.tokenization.fingerprint(part) for part in blocks])
+    return (*blocks, [accel_ddp.tokenization.fingerprint(part, cfg.cache_dir) for part in blocks])
 
 
 def build_model(cfg: Config, accelerator, tokenizer):

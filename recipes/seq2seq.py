@@ -77,8 +77,8 @@ class Task:
             train_rows, self.eval_rows = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows, cfg.cache_dir)
         multiple = 8 if accelerator.device.type == "cuda" else None
         collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
         train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))

@@ -14,33 +14,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.option_values import check_template
+from accel_ddp.config.chat_options import ChatConfig
+from accel_ddp.config.option_values import check_streaming
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
-    model: str = option("builtin:tiny-llama", "Hub name, folder, or built-in (pretrained: builtin:SmolLM2-135M-Instruct)")
+class Config(ChatConfig):
     dataset: str = "builtin:questions"
-    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet, or .txt with one text per line")
-    messages_column: str = option("", "column of chats; default: messages or conversations", group="data")
-    prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
-    answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
+    train_file: tuple[str, ...] = option(
+        (), f"files, folders or patterns: {TABLE_FILES}, or .txt with a text per line; a mixture: PATH:WEIGHT"
+    )
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
-    separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
     max_length: int | Literal["auto"] = option(
         "auto", "tokens per row; longer rows are truncated, longer plain texts become several rows; auto: as the data need, up to the "
-        "model's limit", group="data", at_least=1, legacy=128
+        "model's limit", legacy=128
     )  # fmt: skip
-    chat_template: str = option(
-        "", "for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file", group="data"
-    )
-    template_date: str = option(
-        "auto", "YYYY-MM-DD, for chat templates that write the date; auto: today", group="data", legacy="auto"
-    )
     train_on: int | Literal["all", "last"] = option(
         "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
     )
@@ -48,6 +40,11 @@ class Config(RecipeConfig):
         "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
         group="data", legacy="off",
     )  # fmt: skip
+    streaming: bool = option(
+        False, "read rows in order and tokenize them during training, instead of storing all tokens first; needs --steps and "
+        "--max_length", group="data",
+    )  # fmt: skip
+    shuffle_block: int = option(10_000, "with --streaming: so many consecutive rows are shuffled", group="data", at_least=1)
     row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
     samples: int = option(
         3,
@@ -65,20 +62,11 @@ class Config(RecipeConfig):
     lr: float | Literal["auto"] = option(
         "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
     )
-    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
-    micro_batch_size: int | Literal["auto"] = "auto"
-    eval_batch_size: int | Literal["auto"] = option(
-        "auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
-    )
-    gradient_checkpointing: bool | Literal["auto"] = option(
-        "auto",
-        "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
-        legacy=False,
-    )
 
     def validate(self):
         super().validate()
-        check_template(self.chat_template)
+        if self.streaming:
+            check_streaming(self)
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
@@ -101,11 +89,11 @@ class Task:
             width = 0 if cfg.max_length == "auto" else cfg.max_length
             self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
-            rows, self.samples, self.prompt, kind = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
-        share_rows = kind == "texts" and cfg.row_format > 1
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows else rows)
+            rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
+        share_rows = form.kind == "texts" and cfg.row_format > 1 and not cfg.streaming
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:
             self.model = build_model(cfg, accelerator, self.processor)
             accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
@@ -114,7 +102,10 @@ class Task:
                 facts["--packing"] = cfg.packing
         train_rows, eval_rows = rows
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
+        if cfg.streaming:
+            self.train = accel_ddp.row_stream.RowStream(*source, train_rows, form, collate, cfg)
+        else:
+            self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
 
@@ -155,8 +146,11 @@ class Task:
 
 
 def build_data(cfg: Config, tokenizer, today):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt."""
-    tables = accel_ddp.data.load_rows(cfg)
+    """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt.
+
+    Return also the format of the rows, and with --streaming where they come from.
+    """
+    tables, *source = accel_ddp.row_stream.open_rows(cfg) if cfg.streaming else (accel_ddp.data.load_rows(cfg),)
     form = accel_ddp.chat.Format(tables[0], tokenizer, cfg, today)
     form.require_columns(tables[1])
 
@@ -167,7 +161,7 @@ def build_data(cfg: Config, tokenizer, today):
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
     usable = form.finish(encoded, cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
-    return usable, samples, form.first_prompt(tables[1]), form.kind
+    return usable, samples, form.first_prompt(tables[1]), form, source
 
 
 def inputs_of(batch):

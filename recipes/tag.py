@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import accel_ddp
 from accel_ddp.config.options import option
-from accel_ddp.config.train_config import ScoredConfig
+from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
 from accel_ddp.entry import run
 
 
@@ -20,7 +20,10 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:code_roles"
-    train_file: tuple[str, ...] = option((), ".json .jsonl .parquet with lists, or CoNLL: .conll .iob .bio .txt")
+    file_endings = (f"{TABLE_FILES} .conll .iob .bio", ".txt")
+    train_file: tuple[str, ...] = option(
+        (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
+    )
     tokens_column: str = option("tokens", "column with lists of words", group="data")
     tags_column: str = option(
         "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"
@@ -53,8 +56,8 @@ class Task:
             self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
             self.more_metrics.try_out(self.references)
             self.model = build_model(cfg, accelerator, self.processor, self.tags)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows)
+            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows, cfg.cache_dir)
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
         train_rows, eval_rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)

@@ -20,6 +20,7 @@ SHAPES = {  # columns, training rows, evaluation rows
     "builtin:digits": (["image", "label"], 1500, 297),
     "builtin:docstrings": (["anchor", "positive"], 2000, 500),
     "builtin:docstrings_large": (["anchor", "positive"], None, 500),
+    "builtin:rerank": (["query", "positives", "negatives"], 700, 120),
     "builtin:docstring_text": (["text"], 4000, 200),
     "builtin:code_roles": (["tokens", "tags"], 1500, 300),
     "builtin:number_words": (["source", "target"], 4000, 300),

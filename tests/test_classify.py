@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from accel_ddp.exporting import evaluate_command
+from accel_ddp.exporting.export import read_facts
 from accel_ddp.records.eval_tables import file_of, read_tables
 from tests.conftest import BIN, ROOT, clean_environment, run_all, run_ranks, two_node_commands
 from tests.log_schema import require_documented
@@ -195,6 +197,24 @@ def test_a_run_continues_from_its_newest_checkpoint_and_is_never_overwritten(one
     assert "step  5/12" not in again.text
     a, b = weights(one), weights(folder)
     assert all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_an_evaluation_of_a_run_repeats_its_metrics_and_leaves_it_as_it_is(one, tmp_path):
+    """Start the rank that `accel-ddp evaluate` starts, without its launcher. `test_recipes.py` has the command, for all recipes."""
+    from recipes.classify import Config
+
+    files = {path: path.read_bytes() for path in one.rglob("*") if path.is_file()}
+    facts = read_facts(one)
+    assert (facts["recipe"], facts["options"]["text_column"]) == ("classify.py", "review")
+    assert read_facts(one / "model")["options"].keys() == facts["options"].keys()
+    config = tmp_path / "options.yaml"
+    config.write_text(json.dumps(evaluate_command._options_of(str(one), facts, Config(), [])))
+    words = ["--config", config, "--evaluate_only", facts["checkpoint"], "--output_dir", tmp_path / "run"]
+    run_ranks(1, CLASSIFY, *words).well()
+    found = json.loads((tmp_path / "run" / "evaluations.json").read_text())["12"]
+    assert found == {name: events(one, "evaluate")[-1][name] for name in found}
+    assert found == facts["metrics"]
+    assert files == {path: path.read_bytes() for path in one.rglob("*") if path.is_file()}
 
 
 def test_the_export_of_a_checkpoint_equals_the_export_of_the_run(one, tmp_path):

@@ -51,6 +51,7 @@ def test_the_version_is_printed(capsys):
         (["run", "--num_processes", "2", "clasify"], "Did you mean 'classify'?"),
         (["run", "--num_processes", "2"], "needs a recipe"),
         (["run", "unknown"], "'unknown' is not a recipe. The recipes are: classify,"),
+        (["run", "kto"], "'kto' is not a recipe. Preferences are learned by `accel-ddp run dpo --loss kto`."),
         (["run", "--steps"], "needs a recipe"),
         (["run", "recipes/classify.py"], "there is no such file. To run the recipe that comes with accel_ddp, type `classify`."),
         (["run", "classify", "--num_processes"], "--num_processes needs a value"),

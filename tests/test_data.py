@@ -23,7 +23,7 @@ from accel_ddp.sources import data
 from accel_ddp.sources.tokenization import fingerprint, map_once, pad_collate
 from accel_ddp.tasks import text_blocks
 from accel_ddp.training.losses import of_tokens
-from accel_ddp.training.stream import Shuffle, TrainBatches
+from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 
 BOM = "\ufeff"
@@ -73,8 +73,7 @@ def test_the_check_before_a_run_finds_what_reading_the_data_finds(recipe, option
         return ""
 
     def read() -> None:
-        reader = text_blocks.load_text_file if recipe == "pretrain_mlm" else None
-        train, test = data.load_rows(cfg, reader)
+        train, test = text_blocks.load_texts(cfg) if recipe == "pretrain_mlm" else data.load_rows(cfg)
         cfg.check_columns(train, test)
 
     assert error(lambda: data.check_inputs(cfg)) == error(read)
@@ -123,6 +122,41 @@ def test_a_position_in_a_billion_items_is_found_at_once():
 
     few, many = (min(seconds(number, 3 * number) for _ in range(5)) for number in (10**3, 10**9))
     assert many < 20 * few
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes"), [((7, 3), (5000, 300)), ((5, 1, 1, 1e-3), (3000, 2000, 400, 7)), ((1,) * 5, (900,) * 5)]
+)
+def test_a_mixture_follows_its_weights_everywhere_and_each_dataset_has_epochs_of_its_own(weights, sizes):
+    numbers = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    order = MixedShuffle(Mixture(tuple(f"d{i}" for i in range(len(sizes))), numbers, weights), seed=1)
+    rows = np.array(order.items(0, 70_000))
+    seen = np.cumsum(numbers[rows][:, None] == np.arange(len(sizes)), axis=0)
+    wanted = np.arange(1, len(rows) + 1)[:, None] * np.array(weights) / sum(weights)
+    assert abs(seen - wanted)[15::16].max() < 1, "at the end of each block"
+    assert abs(seen - wanted).max() < 5, "inside a block"
+    for number, size in enumerate(sizes):
+        mine = rows[numbers[rows] == number]
+        epochs = [mine[first : first + size].tolist() for first in range(0, len(mine) - size + 1, size)][:20]
+        assert all(sorted(epoch) == np.flatnonzero(numbers == number).tolist() for epoch in epochs)
+        assert size < 20 or epochs[1:2] != epochs[:1]
+    for place in (0, 5, 65_530, 65_536, 69_990):  # found directly, also across a chunk of 65,536
+        again = MixedShuffle(Mixture(order.names, numbers, weights), seed=1)
+        assert again.items(place, 10) == rows[place : place + 10].tolist()
+        assert [*again.counts(place).values()] == (seen[place - 1].tolist() if place else [0] * len(sizes))
+    few = MixedShuffle(Mixture(order.names, np.sort(numbers), weights), seed=2)
+    blocks = np.sort(numbers)[few.items(10**12, 64)].reshape(-1, 16)
+    assert len({tuple(block) for block in blocks.tolist()}) > 1, "the order is not periodic"
+
+
+def test_a_mixture_states_how_often_each_dataset_is_seen():
+    mixture = Mixture(("a", "b", "c"), np.repeat([0, 1, 2], [10, 1000, 90]), (1, 8, 1))
+    text, warnings = MixedShuffle(mixture, 0).describe(1100)
+    shares = "a: 10 % of the rows, 11.1 epochs of 10; b: 80 % of the rows, 0.88 epochs of 1,000; c: 10 % of the rows, 1.21 epochs of 90"
+    assert text == shares
+    assert [warning.split(" rows are ")[1][:17] for warning in warnings] == ["repeated 11.1 tim"]
+    mixture = Mixture(mixture.names, mixture.numbers, (1, 8, 0.01))
+    assert "c: is small, and 99% of its 90 rows are never used" in MixedShuffle(mixture, 0).describe(1100)[1][1]
 
 
 def table(**columns):

@@ -35,6 +35,7 @@ from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
 from accel_ddp.nodes import recipe_files
 from accel_ddp.report.report_command import build_parser as build_report_parser
+from accel_ddp.words import find_options, without
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
 USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -217,6 +218,10 @@ def parse(words: list[str]) -> bool:
             scaling_options.read_options(rest)
         elif command == "verify":
             return parse(["accelerate", "launch", *(word for word in rest if word != "--fsdp")])
+        elif command == "evaluate":
+            own = find_options(rest[1:], ["recipe", "output"])
+            recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
+            return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
         elif command in ("predict", "chat"):
             {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
             return True

@@ -171,7 +171,7 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
-    for kind in ("bert", "llama", "packed"):
+    for kind in ("bert", "llama", "packed", "pairs"):
         assert found[kind]["padding-free"] < 0.05, found
         assert found[kind]["captured"] == 0, found
         assert found[kind]["accumulated"] == 0, found

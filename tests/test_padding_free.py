@@ -82,6 +82,19 @@ def difference(a, b):
     return max(abs(a[0] - b[0]) / abs(a[0]), *(float((a[1][n] - b[1][n]).abs().max()) / sizes[n] for n in a[1]))
 
 
+def a_batch_of_pairs(prompts=(7, 2, 11), answers=((4, 9), (12, 1), (3, 3))) -> Batch:
+    """Two texts each, which begin with the same prompt. The answers of the last pair begin with the same token too."""
+    batch = a_batch(lengths=[prompt + answer for prompt, pair in zip(prompts, answers) for answer in pair])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    for i, prompt in enumerate(prompts):
+        ids[2 * i + 1, :prompt] = ids[2 * i, :prompt]
+        ids[2 * i + 1, prompt] = 3  # no other text has this token
+    ids[5, prompts[2]], ids[5, prompts[2] + 1] = ids[4, prompts[2]], 3
+    rows = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+    rows["shared"] = padding_free.shared_tokens(ids, mask)
+    return with_sizes(CountingCollate(lambda _: rows)([]))
+
+
 def tokens_per_layer(layers, model, batch):
     """Return how many tokens each layer gets in one pass."""
     seen, calls = [], layers.calls
@@ -148,7 +161,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     assert [len(row["input_ids"]) for row in rows] == [14, 24, 24, 24], "they do not fill their rows"
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0})), pad_token="x")
     batch = with_sizes(CountingCollate(tokenization.PadCollate(tokenizer, 8, ("labels",)))(rows))
-    assert batch.sizes == (10, sum(lengths), sum(n * n for n in lengths), 24, sum(lengths) - 10)
+    assert batch.sizes[:5] == (10, sum(lengths), sum(n * n for n in lengths), 24, sum(lengths) - 10)
 
     def gradients(*losses):
         model.zero_grad()
@@ -374,6 +387,45 @@ def test_a_small_table_has_the_same_gradient_as_an_embedding():
 # ------------------------------------------------------------------------------- the loss over a large vocabulary
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # rotary positions, and an embedding of positions
+def test_a_prompt_that_two_texts_share_is_computed_once_with_the_same_loss_and_gradients(kind):
+    """All tokens are learned, so the gradients of a shared token come from both texts."""
+    torch.manual_seed(0)
+    model, batch = KINDS[kind]().double().eval(), a_batch_of_pairs()
+    assert batch["shared"].tolist() == [0, 7, 0, 2, 0, 12]
+    padded = compute(model, batch)
+    layers = PaddingFree(model)
+    layers.install()
+    assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-6) == ""
+    assert difference(padded, compute(model, batch)) < 1e-6  # Llama's norms compute in float32
+    assert tokens_per_layer(layers, model, batch) == [2 * 20 + 32 - 21] * 3
+    few = a_batch_of_pairs(prompts=(1, 1, 1), answers=((20, 25), (20, 30), (25, 25)))
+    assert tokens_per_layer(layers, model, few) == [151] * 3, "so few shared tokens are not worth it"
+
+
+def test_keys_of_a_shared_prompt_are_those_of_the_whole_texts():
+    """Flash attention needs a GPU. Here each query attends to the keys that it would see there."""
+    batch = a_batch_of_pairs()
+    row = padding_free.Row(batch["attention_mask"], 64, 64, shared=batch["shared"], keys=96)
+    at = padding_free.segments_of(row, is_flash=True)
+    found = []
+    for text in range(len(at.starts) - 1):
+        queries, (first, end) = range(at.starts[text], at.starts[text + 1]), at.keys.starts[text : text + 2]
+        keys = at.keys.tokens[first:end].tolist()
+        assert keys[len(keys) - len(queries) :] == [*queries], "the last query sees all keys"
+        found.append(at.places[keys].tolist())
+    width = batch["attention_mask"].shape[1]
+    for text, length in enumerate(batch["attention_mask"].sum(1).tolist()):
+        shared = int(batch["shared"][text])
+        wanted = [(text - (i < shared)) * width + i for i in range(length)]
+        assert found[text] == wanted
+    assert len(found[-1]) == 64 - int(at.starts[-2])
+    for token, (first, second) in enumerate(at.keys.places.T.tolist()):
+        assert [i for i, key in enumerate(at.keys.tokens[: at.keys.starts[-1]].tolist()) if key == token] == [
+            place for place in (first, second) if place >= 0
+        ]
+
+
 @pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
 def test_a_loss_in_chunks_equals_the_loss_over_all_logits(monkeypatch, softmax):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK", 300 * 130)
@@ -414,6 +466,41 @@ def test_skipping_the_output_head_gives_the_same_loss_and_gradients(kind):
     assert difference(whole, skipped) < 1e-5
 
 
+@pytest.mark.parametrize("trained", ["head", "adapters"])
+@pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
+def test_log_probabilities_of_rows_have_the_gradients_of_all_logits(monkeypatch, trained, softmax):
+    """The loss compares rows in pairs, so the factor of each row is known only in the backward pass."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
+    torch.manual_seed(0)
+    model = KINDS["llama"]().double().eval()
+    if trained == "adapters":
+        model.requires_grad_(False)
+        model.model.layers[1].mlp.requires_grad_(True)
+    else:
+        model.lm_head.bias = nn.Parameter(torch.randn(100, dtype=torch.double))
+    batch = a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58])
+    labels = losses.next_tokens(batch["labels"])
+    labels[:, :5] = -100  # the answer of row 3 is empty
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    head = linear_cross_entropy.OutputHead(model)
+    head.softmax = softmax
+
+    def pairs(logps):
+        return -F.logsigmoid(0.1 * (logps[0::2] - logps[1::2])).sum() + 0.01 * logps[0]
+
+    wanted = compute(model, batch, lambda *_: pairs(-losses.of_tokens(model(**inputs).logits, labels, "rows")))
+    layers = PaddingFree(model)
+    layers.install()
+    found = compute(model, batch, lambda *_: pairs(head.row_logps(model, inputs, labels, batch)))
+    assert head.is_last
+    assert difference(wanted, found) < 1e-10
+    with torch.no_grad(), CurrentBatch(batch):
+        logps = head.row_logps(model, inputs, labels, batch)
+    assert logps.dtype == torch.double
+    assert logps[3] == 0
+    torch.testing.assert_close(pairs(logps).item(), wanted[0])
+
+
 def test_the_losses_of_rows_in_chunks_are_those_of_all_logits_in_any_batch(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
     torch.manual_seed(0)
@@ -447,7 +534,9 @@ def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
     head = linear_cross_entropy.OutputHead(model)
     labels = losses.next_tokens(batch["labels"])
     assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
-    assert torch.equal(head.row_losses(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels, "rows"))
+    of_rows = losses.of_tokens(model(**inputs).logits, labels, "rows")
+    assert torch.equal(head.row_losses(model, inputs, labels, batch), of_rows)
+    assert torch.equal(head.row_logps(model, inputs, labels, batch), -of_rows)
     assert head.is_last is False
 
 

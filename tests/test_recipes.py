@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from accel_ddp.exporting import export
 from accel_ddp.records.eval_tables import Table, file_of, list_steps, read_tables
 from accel_ddp.records.files import read_objects
-from tests.conftest import PROGRAMS, ROOT, Running, rank_environments, run_ranks
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, rank_environments, run_all, run_ranks
 from tests.log_schema import require_documented
 
 WORDS = ["a", "fine", "film", "with", "warm", "funny", "people", "and", "great", "acting", "in", "dull", "cold", "houses"]
@@ -91,6 +91,37 @@ def sentence_embeddings(folder: str) -> object:
     vectors = SentenceTransformer(folder).encode(["a fine film", "a dull house"])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     return vectors.shape == (2, 16)
+
+
+def cross_encoder(folder: str) -> object:
+    """Compare the scores of sentence-transformers with those of transformers. Both truncate the pair to --max_length."""
+    import torch
+    from sentence_transformers import CrossEncoder
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    texts = ["a fine film", "cold " * 40]
+    with torch.no_grad():
+        inputs = tokenizer(["warm"] * 2, texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
+        scores = model(**inputs).logits[:, 0].numpy()
+    np.testing.assert_allclose(CrossEncoder(folder).predict([("warm", text) for text in texts]), scores, atol=1e-5)
+    return scores[0] != scores[1]
+
+
+def scores_chats(folder: str) -> object:
+    """Compare the score of a chat alone with its score next to a longer one. The exported config names the padding token."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    chats = [uneven_chat(i)["messages"] for i in (1, 3)]
+    with torch.no_grad():
+        one, two = (
+            model(**tokenizer.apply_chat_template(some, padding=True, return_dict=True, return_tensors="pt")).logits
+            for some in (chats[:1], chats)
+        )
+    torch.testing.assert_close(one, two[:1], atol=1e-5, rtol=1e-5)
+    return two.shape == (2, 1)
 
 
 def image_of_a_digit() -> object:
@@ -170,6 +201,32 @@ CASES = {
         metrics=("mrr", "recall_at_1_8"),
         shown=r"(\[CLS\] [a-z ]+ \[SEP\]\n){3}",
     ),
+    "embed with mined negatives": Case(
+        "embed",
+        lambda i: {"anchor": sentence(i, 4), "positive": sentence(i, 3 + i % 5)},
+        ["--mine_negatives", "2", "--mine_every", "3", "--mine_margin", "-2", "--scale", "5"],
+        sentence_embeddings,
+        metrics=("mrr",),
+        shown=r"(\[CLS\] [a-z ]+ \[SEP\]\n){2}",
+    ),
+    "rerank": Case(
+        "rerank",
+        lambda i: {
+            "query": sentence(i, 3), "positives": [sentence(i, 5)], "negatives": [sentence(i + k, 2 + k) for k in range(1, 2 + i % 4)]
+        },
+        ["--max_candidates", "4", "--max_length", "12"],
+        cross_encoder,
+        metrics=("mrr", "ndcg_at_10", "map", "loss"),
+        shown=r"(\[CLS\] [a-z ]+ \[SEP\] [a-z ]+ \[SEP\]\n){2}",
+    ),
+    "reward": Case(
+        "reward",
+        lambda i: {"prompt": sentence(i, 3), "chosen": sentence(i, 4 + i % 9), "rejected": sentence(i, 2), "margin": i % 3 / 2},
+        ["--center_rewards", "0.1"],
+        scores_chats,
+        metrics=("accuracy", "margin", "loss"),
+        shown=r"<\|im_start\|>assistant\n[a-z ]+<\|im_end\|>",
+    ),
     "pretrain_mlm": Case(
         "pretrain_mlm", lambda i: {"text": sentence(i, 40)}, ["--max_length", "32"],
         pipeline("fill-mask", "a fine [MASK]"), metrics=("loss", "perplexity"), shown=r"⟦\[MASK\] → [#a-z]+⟧",
@@ -195,7 +252,7 @@ def options(tmp_path_factory, tiny_model, cache) -> Callable[[str], list[str]]:
             for part, first, number in (("train", 0, 48), ("eval", 48, 13)):
                 write_jsonl(folder / f"{name}.{part}.jsonl", [case.rows(i) for i in range(first, first + number)])
                 given += [f"--{part}_file", str(folder / f"{name}.{part}.jsonl")]
-        if case.recipe in ("classify", "tag", "embed") and "--model" not in case.options:
+        if case.recipe in ("classify", "tag", "embed", "rerank") and "--model" not in case.options:
             given += ["--model", tiny_model]
         return [*given, *case.options]
 
@@ -254,7 +311,32 @@ def assert_same_result(case: Case, one: Path, two: Path) -> None:
         assert a == pytest.approx(b, rel=1e-4, abs=1e-5), metric
 
 
-SLOW = {"classify a number", "sft with adapters", "classify with adapters"}  # further cases of recipes that have another one
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_evaluate_repeats_the_last_evaluation(name, options, tmp_path):
+    """Compare the log with `accel-ddp evaluate` on one rank, on three, and of the export, for which the training rows are missing."""
+    case, given, run = CASES[name], options(name), tmp_path / "run"
+    run_ranks(1, ROOT / "recipes" / f"{case.recipe}.py", *given, "--output_dir", run).well()
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    rows = ["--eval_file", given[given.index("--eval_file") + 1]] if case.rows else []
+    rows += ["--metrics", *case.options[3:6]] if name == "classify" else []  # one is a folder, whose place is not published
+    words = {"one": [run], "three": [run, "--num_processes", "3"], "export": [run / "model", *rows]}
+    commands = [
+        [sys.executable, BIN / "accel-ddp", "evaluate", *more, "--output", tmp_path / f"{kind}.json"]
+        for kind, more in words.items()
+    ]
+    ended = run_all(commands, [clean_environment()] * 3).well()
+    assert "equal to the evaluation in training" in ended.texts[0]
+    last = {name: value for name, value in evaluations(run)[-1].items() if name not in ("event", "step", "time")}
+    found = {kind: json.loads((tmp_path / f"{kind}.json").read_text())["metrics"] for kind in words}
+    assert found["one"] == last
+    for kind in ("three", "export"):
+        assert found[kind] == pytest.approx(last, rel=1e-6, abs=1e-6), kind
+    assert files == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "the run was changed"
+
+
+# Further cases of recipes that have another one, and recipes whose parts others share.
+SLOW = {"classify a number", "sft with adapters", "classify with adapters", "embed with mined negatives", "rerank", "reward"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES])

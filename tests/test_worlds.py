@@ -34,6 +34,10 @@ def test_weights_do_not_depend_on_ranks_or_micro_batches(results, dtype, limit):
             assert distance(one, other) < limit, (ranks, micro)
             assert other["losses"] == pytest.approx(one["losses"], rel=limit * 10)
             assert other["norms"] == pytest.approx(one["norms"], rel=limit * 100)
+            for step, means in zip(one["means"], other["means"], strict=True):
+                assert means == pytest.approx(step, rel=limit * 100)
+                assert 0 < means["right"] < 1
+                assert "logit" in means
     untrained = results[1]["torch.float64/48"]["losses"][0]
     assert results[1]["torch.float64/48"]["losses"][-1] < 0.7 * untrained  # the model has learned
 
@@ -69,6 +73,16 @@ def test_a_resumed_run_ends_with_the_same_weights(results):
         assert len(result["resumed"]["losses"]) == 4
 
 
+def test_a_mixture_does_not_depend_on_ranks_and_is_resumed_in_the_middle(results):
+    mixed = results[1]["mixed"]
+    for result in results.values():
+        assert distance(result["mixed"], mixed) < 1e-12
+        assert distance(result["mixed, resumed"], result["mixed"]) == 0
+        assert result["mixed, resumed"]["rows"] == result["mixed"]["rows"]
+    assert distance(mixed, results[1]["dropout"]) > 1e-4  # the same rows without weights
+    assert mixed["rows"] == {"rows/a": 270, "rows/b": 54, "rows/c": 108}  # 5/8, 1/8 and 2/8 of 9 * 48
+
+
 def test_items_come_in_the_same_order_on_any_number_of_ranks_over_two_epochs(results):
     order = results[1]["order"]
     for ranks in results:
@@ -95,7 +109,12 @@ def test_metrics_equal_those_of_one_process(results):
         assert other["labels"] == one["labels"], "each item is evaluated once, in the order of the data"
         assert (other["accuracy"], other["macro_f1"]) == (one["accuracy"], one["macro_f1"])
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-14)
+        for name in "abc":
+            assert other[f"loss/{name}"] == pytest.approx(one[f"loss/{name}"], rel=1e-14)
     assert 0.1 < one["macro_f1"] <= one["accuracy"] + 0.2 < 1.2
+    sizes = {"a": 40, "b": 41, "c": 20}
+    assert sum(one[f"loss/{name}"] * size for name, size in sizes.items()) / 101 == pytest.approx(one["loss"], rel=1e-14)
+    assert len({one[f"loss/{name}"] for name in sizes}) == 3
 
 
 def test_ranks_use_the_metrics_of_the_main_rank_if_those_of_ranks_differ(results):

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from accel_ddp.errors import UserError
 from accel_ddp.text import counted, did_you_mean
@@ -190,6 +190,20 @@ def split_weight(given: str) -> tuple[str, float | None]:
         if path and not Path(given).exists():
             return path, float(number)
     return given, None
+
+
+def check_streaming(cfg: Any) -> None:
+    """Raise UserError for options that `--streaming` lacks or cannot have."""
+    has_rows = cfg.eval_file or cfg.eval_split or cfg.max_eval_items
+    needed = {"--steps, because the number of rows is not known": cfg.steps, "--max_length N": cfg.max_length != "auto"}
+    needed["--eval_file, --eval_split, or --max_eval_items N to evaluate the first N rows and train the others"] = has_rows
+    if missing := next((option for option, is_there in needed.items() if not is_there), ""):
+        raise UserError(f"--streaming: needs {missing}.")
+    option = "--packing on" if cfg.packing == "on" else f"--max_train_items {cfg.max_train_items}" if cfg.max_train_items else ""
+    if weighted := next((path for path in cfg.train_file if split_weight(path)[1] is not None), ""):
+        option = f"--train_file {weighted}"
+    if option:
+        raise UserError(f"--streaming {option}: needs all rows at the start. Leave one of them out.")
 
 
 CHAT_TEMPLATES = ("plain", "chatml", "llama3", "gemma", "mistral")  # the names in tasks/chat_template.py

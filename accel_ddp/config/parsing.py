@@ -87,17 +87,23 @@ def _read_file(path: str, types: dict[str, Any], properties: dict[str, Propertie
     return arguments
 
 
+def own_options(cls: type) -> set[str]:
+    """Return the options that a recipe declares, or a class that it shares with others. `--help` shows them first."""
+    bases = [base for base in cls.__mro__ if issubclass(base, TrainConfig) and base.__module__ != TrainConfig.__module__]
+    return {name for base in bases for name in inspect.get_annotations(base)}
+
+
 def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
     """Return a dataclass with one nested dataclass per group of options, from which tyro makes the groups of `--help`."""
     import tyro
 
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    groups = []
+    groups, own = [], own_options(cls)
     if unknown := [name for name, found in properties.items() if found.group not in (*GROUPS, "")]:
         raise ValueError(f"the group of --{unknown[0]} is none of {', '.join(GROUPS)}")
     for group, title in GROUPS.items():
         names = [name for name in properties if (properties[name].group or "model") == group]
-        names.sort(key=lambda name: name not in inspect.get_annotations(cls))  # the recipe's own options first
+        names.sort(key=lambda name: name not in own)
         fields = [
             (name, Annotated[types[name], tyro.conf.arg(help=properties[name].help)], dataclasses.field(default=defaults[name]))
             for name in names

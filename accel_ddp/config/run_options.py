@@ -142,6 +142,10 @@ class EvaluationConfig:
 
     eval_every: int = option(0, "updates between evaluations; 0: evaluate after every epoch")
     eval_first: bool = option(True, "evaluate before the first update too, and print the difference at the end")
+    evaluate_only: str = option(
+        "",
+        "evaluate this checkpoint, folder or Hub name and train nothing; `accel-ddp evaluate` sets it, with the model's options",
+    )
     best_metric: str = option(
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the first one of the recipe"
     )

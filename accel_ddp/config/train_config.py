@@ -4,7 +4,8 @@ import dataclasses
 import itertools
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
 from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps, split_weight
@@ -22,6 +23,9 @@ from accel_ddp.config.run_options import (
 from accel_ddp.errors import UserError
 
 MOST_PREDICTIONS = 1000
+TABLE_FILES = ".csv .tsv .json .jsonl .parquet .arrow"
+# What recipes read of a folder or a pattern: the files of the first group of endings that occurs. "/": the folder itself.
+TEXT_FILES, IMAGE_FILES = (".txt", TABLE_FILES), ("/", f".npz {TABLE_FILES}")
 ALL_LINEAR = "all-linear"  # a value of --lora_targets: all linear layers except the head
 
 
@@ -88,6 +92,8 @@ class TrainConfig(
 
     def split(self, num_ranks: int) -> tuple[int, int]:
         """Return (items per micro-batch, micro-batches per update) of each rank."""
+        if self.evaluate_only:  # on any number of ranks
+            return 1, 1
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
@@ -173,12 +179,20 @@ class RecipeConfig(ModelConfig):
     """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
 
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
-    train_file: tuple[str, ...] = option((), ".csv .tsv .json .jsonl .parquet", per_node=True)
+    file_endings: ClassVar[tuple[str, ...]] = (TABLE_FILES, ".txt")
+    train_file: tuple[str, ...] = option(
+        (),
+        f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or of save_to_disk; a mixture: PATH:WEIGHT",
+        per_node=True,
+    )
     eval_file: tuple[str, ...] = option(
         (), "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True
     )
     train_split: str = option("train", "training split of --dataset")
     eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
+    eval_fraction: float = option(
+        0.0, "evaluate on this fraction of the training rows, chosen by their content; 0: on other data, as above", legacy=0.0
+    )
     max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all")
     max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False)
     log_predictions: int = option(
@@ -212,7 +226,20 @@ class RecipeConfig(ModelConfig):
         super().validate()
         if self.eval_file and not self.train_file:
             raise UserError(f"--eval_file {' '.join(self.eval_file)}: was given without --train_file. Give both.")
-        if self.quantize != "no" and not self.lora_r:
+        if not 0 <= self.eval_fraction < 1:
+            raise UserError(f"--eval_fraction {self.eval_fraction:g}: must be a fraction between 0 and 1, for example 0.1.")
+        for name in ("eval_file", "eval_split"):
+            if self.eval_fraction and getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"--eval_fraction {self.eval_fraction:g} and --{name}: both name evaluation rows. Give one of them."
+                )
+        for name in ("train_split", "eval_split"):
+            given = getattr(self, name)
+            is_used = not self.train_file or (has_splits(self) and not (self.eval_file and name == "eval_split"))
+            if given != getattr(type(self), name) and not is_used:
+                instead = "--eval_file FILE or --eval_fraction 0.1" if name == "eval_split" else "the file of that split"
+                raise UserError(f"--{name} {given}: --train_file {' '.join(self.train_file)} has no splits. Give {instead}.")
+        if self.quantize != "no" and not self.lora_r and not self.evaluate_only:
             raise UserError(f"--quantize {self.quantize}: quantized weights cannot be trained. Add --lora_r 16.")
         if self.quantize != "no" and self.merge_adapters == "on":
             instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"
@@ -229,6 +256,11 @@ class RecipeConfig(ModelConfig):
             raise UserError(f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less.")
         if self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be a fraction, from 0 to 1.")
+
+
+def has_splits(cfg: RecipeConfig) -> bool:
+    """Return whether `--train_file` is one folder of `save_to_disk` with splits."""
+    return len(cfg.train_file) == 1 and Path(split_weight(cfg.train_file[0])[0], "dataset_dict.json").is_file()
 
 
 @dataclass(kw_only=True)

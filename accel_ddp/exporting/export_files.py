@@ -126,7 +126,7 @@ def write_weights(
 TASKS = {
     "classify.py": "text-classification", "tag.py": "token-classification", "sft.py": "text-generation",
     "seq2seq.py": "text2text-generation", "images.py": "image-classification", "embed.py": "sentence-similarity",
-    "pretrain_mlm.py": "fill-mask",
+    "pretrain_mlm.py": "fill-mask", "rerank.py": "text-ranking", "reward.py": "text-classification",
 }  # the Hub's names of tasks  # fmt: skip
 
 

@@ -24,11 +24,12 @@ from accel_ddp.training.stream import count_tokens
 
 log = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 16  # where the memory is not known
-STATES = ("weights", "gradients", "optimizer", "averages", "gathered")
+STATES = ("weights", "reference", "gradients", "optimizer", "averages", "gathered")
 
 # What the rows of an estimate are called. `docs/memory.md` explains them.
 NAMES = {
-    "weights": "weights", "gradients": "gradients", "optimizer": "optimizer state", "averages": "averaged weights",
+    "weights": "weights", "reference": "copy of trained weights", "gradients": "gradients", "optimizer": "optimizer state",
+    "averages": "averaged weights",
     "gathered": "gathered weights", "copies": "weights in 16 bits", "activations": "activations", "loss": "vocabulary loss",
     "other": "other", "graphs": "CUDA graphs",
 }  # fmt: skip
@@ -54,7 +55,7 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     nothing is estimated.
     """
     found = Verdict()
-    if on_gpu := bool(model_class) and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
+    if on_gpu := bool(model_class) and not cfg.evaluate_only and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
         rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
         if rooms and all(size for size, _ in rooms):
             found = _judge(accelerator.mixed_precision, cfg, model_class, rows, *map(min, zip(*rooms)))

@@ -40,7 +40,7 @@ FRAGMENTATION = 0.05  # of the peak: memory that the allocator has requested and
 
 log = logging.getLogger(__name__)
 
-ROWS = ("weights", "gradients", "optimizer", "averages", "gathered", "copies", "activations", "loss", "other")
+ROWS = ("weights", "reference", "gradients", "optimizer", "averages", "gathered", "copies", "activations", "loss", "other")
 ONE, DDP, FSDP = "one GPU", "DDP", "FSDP"
 GATHERED_LAYERS = 3  # the layer that is computed, the next one, and the buffer of its all-gather
 
@@ -65,6 +65,7 @@ class Estimate:
     ranks: int
     has_activations: bool  # whether the model could be traced; otherwise the peak is larger than stated
     weights: int
+    reference: int  # of --reference copy
     gradients: int
     optimizer: int
     averages: int  # of --ema_decay
@@ -85,7 +86,7 @@ class Estimate:
     @property
     def states(self) -> int:
         """Bytes that no smaller micro-batch saves."""
-        return self.weights + self.gradients + self.optimizer + self.averages + self.gathered
+        return self.weights + self.reference + self.gradients + self.optimizer + self.averages + self.gathered
 
     @property
     def total(self) -> int:
@@ -155,6 +156,7 @@ def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: Shardi
         gradients=share(states.gradients) * (1 if plan or ranks == 1 else 1 + run.copies_of_gradients),
         optimizer=share(states.optimizer),
         averages=share(states.averages),
+        reference=share(states.reference),
         gathered=_gathered(run, plan) if plan else 0,
         copies=copies,
         activations=int(activations),
@@ -192,7 +194,7 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
     states, moments = run.states, run.trace.moments
     of_layers = states.layers.gradients  # the buffer into which every replay writes
     kept = run.trace.output_of_layer * (run.trace.num_layers + 2)
-    base = states.weights + states.buffers + states.optimizer + states.averages + without.other
+    base = states.weights + states.reference + states.buffers + states.optimizer + states.averages + without.other
     if keeps_gradients:
         base += without.gradients
     in_layers = int(moments[:, [ACTIVATIONS, CASTS_OF_LAYERS]].sum(1).max())

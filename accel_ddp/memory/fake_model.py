@@ -46,6 +46,7 @@ class States:
     buffers: int  # bytes
     optimizer: int  # bytes
     averages: int  # bytes, with --ema_decay
+    reference: int  # bytes, with --reference copy
     dequantized: int  # bytes of the largest weight that --quantize stores in fewer bits, while it is multiplied
     has_batch_norm: bool
 
@@ -68,6 +69,7 @@ def count_states(model: nn.Module, cfg: Any) -> States:
     saved = model.state_dict().keys()
     averaged = [*(p for p in all_parameters if p.requires_grad), *(b for name, b in model.named_buffers() if name in saved)]
     averaged = [tensor for tensor in averaged if tensor.is_floating_point()] if cfg.ema_decay else []
+    trained = sum(p.numel() * p.element_size() for p in all_parameters if p.requires_grad)
     return States(
         layers=_count([p for p in all_parameters if id(p) in inside], size),
         rest=_count([p for p in all_parameters if id(p) not in inside], size),
@@ -75,6 +77,7 @@ def count_states(model: nn.Module, cfg: Any) -> States:
         buffers=sum(b.numel() * b.element_size() for b in model.buffers()),
         optimizer=optim.state_bytes(model, cfg),
         averages=sum(ema_bytes(cfg, tensor.shape, tensor.element_size()) for tensor in averaged),
+        reference=trained if getattr(cfg, "reference", "") == "copy" else 0,
         dequantized=max((2 * p.numel() for p in quantized), default=0),
         has_batch_norm=compat.has_batch_norm(model),
     )
@@ -211,8 +214,14 @@ def quiet() -> Iterator[None]:
             logger.disabled = was
 
 
-def make_batch(fake: FakeModel, cfg: Any, texts: int, for_evaluation: bool = False) -> Batch:
-    """Return a micro-batch of `texts` items: the longest rows, or the largest that options allow. Call it in fake mode."""
+def texts_per_item(cfg: Any) -> int:
+    """Return how many texts an item of a recipe has, for example 2 for pairs."""
+    return getattr(cfg, "texts_per_item", 1)
+
+
+def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = False) -> Batch:
+    """Return a micro-batch of `items`: the longest rows, or the largest that options allow. Call it in fake mode."""
+    texts = items * texts_per_item(cfg)
     if fake.model_class == IMAGES:
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
         side = side if isinstance(side, int) else max(side)
@@ -222,9 +231,11 @@ def make_batch(fake: FakeModel, cfg: Any, texts: int, for_evaluation: bool = Fal
     width = min(limit or ASSUMED_LENGTH, ASSUMED_LENGTH) if width == "auto" else width or min(limit or 512, 4096)
     lengths = np.full(texts, width)
     known = fake.lengths[1 if for_evaluation else 0] if fake.lengths else None
-    if known is not None and known.ndim == 1:
-        lengths = np.minimum(np.resize(np.sort(known)[::-1][:texts], texts), width)
-        width = int(lengths[0])
+    if known is not None and known.size == len(known) * texts_per_item(cfg):
+        known = known.reshape(len(known), -1)
+        longest = known[np.argsort(-known.sum(1), kind="stable")[:items]]
+        lengths = np.minimum(np.resize(longest, texts), width)
+        width = int(lengths.max())
     ids = torch.zeros(texts, width, dtype=torch.long)
     batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
     labels = ids

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
-from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch
+from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch, texts_per_item
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import layers_of
@@ -235,7 +235,7 @@ def _trace_evaluations(
     """Return the bytes of an evaluation with the batch size of the options, or with all that `auto` may choose."""
     fake.model.eval()
     given = getattr(cfg, "eval_batch_size", 1)
-    width = make_batch(fake, cfg, 1, True)["labels"].shape[-1] if given == "auto" else 0
+    width = make_batch(fake, cfg, 1, True)["labels"].numel() if given == "auto" else 0
     sizes = [size for size in EVAL_SIZES if size * width <= max(EVAL_TOKENS, width)] if given == "auto" else [given]
     found = {}
     for size in sizes:
@@ -321,7 +321,9 @@ def _inputs(fake: FakeModel, batch: Any) -> dict[str, Any]:
 def _loss(fake: FakeModel, computed: _Autocast, head: OutputHead | None, batch: Any, cfg: Any) -> Tensor:
     inputs = _inputs(fake, batch)
     if head is not None:
-        return head.loss_sum(computed, inputs, losses.next_tokens(batch["labels"]), batch)
+        of_rows = texts_per_item(cfg) > 1  # a loss of pairs
+        compute = head.row_logps if of_rows else head.loss_sum
+        return compute(computed, inputs, losses.next_tokens(batch["labels"]), batch).sum()
     if fake.model_class == "AutoModelForMaskedLM":
         places = torch.zeros(max(1, int(batch["labels"].numel() * getattr(cfg, "mask_share", 0.15))), dtype=torch.long)
         return losses.cross_entropy(*masking.masked_logits(computed, batch | {"masked_positions": places}))

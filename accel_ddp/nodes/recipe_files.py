@@ -12,6 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.text import did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
+LOSSES, PREFERENCES = ("kto", "orpo", "ipo", "simpo"), ("cpo", "prefer", "preferences", "rlhf")  # words for the recipe dpo
 
 
 def folder(name: str) -> Path:
@@ -36,6 +37,10 @@ def recipe_path(word: str) -> Path:
         name = Path(word).stem
         hint = f"To run the recipe that comes with accel_ddp, type `{name}`." if name in recipe_names() else "Check the path."
         raise UserError(f"{word}: there is no such file. {hint}")
+    if word in (*LOSSES, *PREFERENCES) and word not in recipe_names():
+        raise UserError(
+            f"{word!r} is not a recipe. Preferences are learned by `accel-ddp run dpo{f' --loss {word}' if word in LOSSES else ''}`."
+        )
     if word not in recipe_names():
         raise UserError(
             f"{word!r} is not a recipe.{did_you_mean(word, recipe_names(), '{!r}')} The recipes are: {', '.join(recipe_names())}."

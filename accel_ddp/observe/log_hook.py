@@ -68,7 +68,8 @@ class JsonlLog(Hook):
     def on_update(self, numbers, pace):
         if numbers.step % self.every == 0 or numbers.step == self.total_steps:
             self._write("update", numbers.step, loss=numbers.loss, grad_norm=numbers.grad_norm, lr=numbers.lr,
-                        items=numbers.items, samples_per_second=round(pace.samples, 2), **rates_of(numbers, pace))  # fmt: skip
+                        items=numbers.items, samples_per_second=round(pace.samples, 2), **rates_of(numbers, pace),
+                        **numbers.rows, **numbers.means)  # fmt: skip
         # For 1,000 ranks a line about each rank takes 20 ms and 190 KB, and is written every 20 s.
         wait = SECONDS_PER_RANK * len(numbers.ranks) if len(numbers.ranks) > FEW_RANKS else 0.0
         is_due = time.monotonic() - self.ranks_written_at >= wait or numbers.step == self.total_steps

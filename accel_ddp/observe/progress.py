@@ -3,6 +3,7 @@
 import contextlib
 import io
 import locale
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import Moment, ending
+from accel_ddp.ranks.reporting import record
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import format_clock, shorten
 from accel_ddp.training.hook import Hook
@@ -43,7 +45,7 @@ class Progress(Hook):
 
     def on_start(self, step, total_steps, evaluations):
         self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
-        self.evaluations = dict(evaluations)
+        self.evaluations, self.rows = dict(evaluations), {}
         if state := self.state:
             state.first_step, state.began, state.numbers = step, self.began, None
             state.steps_per_epoch = self.num_items / self.cfg.global_batch_size
@@ -56,6 +58,7 @@ class Progress(Hook):
         self._begin_steps()
 
     def on_update(self, numbers, pace):
+        self.rows = numbers.rows
         if state := self.state:
             state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
             if numbers.ranks:
@@ -64,7 +67,7 @@ class Progress(Hook):
             seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {pace}  "
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {_first_mean(numbers)}{pace}  "
                 f"{format_clock(seconds)} left"
             )
 
@@ -72,6 +75,9 @@ class Progress(Hook):
         self.evaluations[step] = metrics
         when = f"step {step}" if step else "before training"
         print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        if self.rows:
+            counts = [f"{number:,} of {name.removeprefix('rows/')}" for name, number in self.rows.items()]
+            print(f"{when}  rows trained: {', '.join(counts)}")
         if step == self.first:
             self._begin_steps()
 
@@ -95,11 +101,41 @@ class Progress(Hook):
             print("\n".join([f"{'':{width}}  {'before':>10}  {after:>10}"] + [
                 f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
             ]))  # fmt: skip
+            for text in () if "stopped" in summary else find_worse(self.cfg, self.evaluations, summary):
+                print(text, flush=True)
+                record(text, step=step)
 
     def _begin_steps(self) -> None:
         self.began = time.monotonic()  # the remaining time is estimated from steps alone
         if state := self.state:
             state.began = self.began
+
+
+def _first_mean(numbers: Numbers) -> str:
+    return "".join(f"{name} {mean:.4g}  " for name, mean in list(numbers.means.items())[:1])
+
+
+def find_worse(cfg: TrainConfig, evaluations: dict[int, Metrics], after: Metrics) -> Iterator[str]:
+    """Yield a line for `--best_metric` and for the loss if the exported weights, whose metrics are `after`, are worse than at step 0.
+
+    With `--keep_best` they are those of the best checkpoint, and a line says if it is not better.
+    """
+    known = [BestMetric("loss", "min")]
+    with contextlib.suppress(UserError):  # whether a lower or a higher value is better is not known
+        known.insert(0, cfg.best())
+    for number, metric in enumerate(dict.fromkeys(known)):
+        name, before, is_best = metric.name, evaluations[0].get(metric.name), cfg.keep_best and number == 0
+        if before is None or math.isnan(before) or (now := after.get(name)) is None or metric.is_better(now, before):
+            continue
+        if is_best:
+            what = f"--keep_best: no checkpoint was better than the model before training ({name} {before:.4g}, then {now:.4g})"
+        elif f"{before:.4g}" == f"{now:.4g}":
+            continue
+        else:
+            what = f"{name} {'fell' if now < before else 'rose'} from {before:.4g} before training to {now:.4g}"
+        best = next(iter(metric.rank(evaluations)), 0)
+        advice = f"Step {best} was better: --keep_best --best_metric {name} keeps it" if best else "Use a lower --lr or more data"
+        yield f"warning: WORSE: {what}. {advice}."
 
 
 WIDEST = 110  # columns; a wider panel is harder to read
@@ -233,7 +269,8 @@ def _groups(state: State) -> Iterator[list[Text]]:
         numbers = state.numbers
         rates = [_plain(rate) for rate in str(state.pace).split("  ")]
         yield [
-            _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"), *rates
+            _item("loss", f"{numbers.loss:.4f}"), _item("grad", f"{numbers.grad_norm:.3f}"), _item("lr", f"{numbers.lr:.2e}"),
+            *(_item(name, f"{mean:.4g}") for name, mean in list(numbers.means.items())[:1]), *rates,
         ]  # fmt: skip
     if state.evaluations:
         yield list(_evaluation_items(state))

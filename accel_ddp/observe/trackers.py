@@ -269,12 +269,14 @@ class Scale(NamedTuple):
 def row_of_update(numbers: Numbers, pace: Pace, before: Sequence[RankSample], scale: Scale) -> dict[str, float]:
     """Return the row of a logged step. `before` are the samples of the logged step before, or ()."""
     row = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr}
+    row |= {f"train/{name}": value for name, value in numbers.means.items()}
     if scale.items:
         row["train/epoch"] = numbers.step * scale.global_batch_size / scale.items
     row["speed/samples_per_second"] = pace.samples
     if pace.samples > 0:
         row["speed/step_seconds"] = scale.global_batch_size / pace.samples
     row |= {f"speed/{name}": value for name, value in rates_of(numbers, pace).items()}
+    row |= {f"train/{name}": number for name, number in numbers.rows.items()}
     return row | _row_of_times(before, numbers.ranks) | _row_of_system(numbers.ranks, scale.nodes)
 
 

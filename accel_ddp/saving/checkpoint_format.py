@@ -181,19 +181,18 @@ def read_facts(place: str | Path) -> dict[str, Any]:
     """Return how a model was trained: its `recipe`, `options`, `metrics`, `num_ranks` and, of a checkpoint, `step`. {}: not known.
 
     `place` is an exported folder, whose options name no folders of the machine that trained it; a checkpoint, whose options are
-    complete; or a run folder, which means the checkpoint `chosen` of it, or else the model that it has exported.
+    complete; or a run folder, which means the checkpoint that is `chosen` of it.
     """
     place = Path(place)
     if isinstance(facts := read_json(place / FACTS), dict):
         return facts if "options" in facts else {**facts, "options": facts.get("config", {})}  # of an older version
     path = place if (place / MANIFEST).is_file() else chosen(place)
-    if path is None:
-        return read_facts(place / "model") if (place / "model" / FACTS).is_file() else {}
-    run = read_run(path)
-    known = {**(read_json(path.parent / "evaluations.json") or {}), **run.get("evaluations", {})}
+    run = read_run(path) if path else {}
+    if path is None or not run:
+        return {}
+    known = {**(read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     facts = {name: run[name] for name in ("recipe", "step", "versions", "num_ranks") if name in run}
-    metrics = known.get(str(run.get("step")), {})
-    return {**facts, "options": run["config"], "metrics": metrics, "checkpoint": str(path)} if "config" in run else {}
+    return {**facts, "options": run["config"], "metrics": known.get(str(run["step"]), {}), "checkpoint": str(path)}
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

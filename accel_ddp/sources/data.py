@@ -3,33 +3,34 @@
 import hashlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel_ddp.config.option_values import split_weight
-from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig, has_splits
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin
+from accel_ddp.sources.many_files import Files, expand, hash_rows, read_all
 from accel_ddp.sources.places import prepare_hub, warn
 from accel_ddp.sources.table_files import (
+    EVAL_SPLITS,
     SENTENCE_FILES,
     SEPARATORS,
     TABLES,
     ColumnNames,
     describe_folder,
-    find_lines,
+    ending_of,
+    is_saved,
     load_file,
-    require_file,
+    saved_splits,
 )
-from accel_ddp.text import counted
+from accel_ddp.text import counted, listed
 
 if TYPE_CHECKING:
     import datasets
@@ -58,61 +59,75 @@ def check_inputs(cfg: TrainConfig) -> None:
 def _check_inputs(cfg: Any) -> None:
     if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
         builtin.require_model(cfg.model)
-    options = (("--train_file", cfg.train_file), ("--eval_file", cfg.eval_file))
-    files = [(option, split_weight(path)[0]) for option, paths in options for path in paths]
-    tables = [(option, path) for option, path in files if Path(path).suffix.lower() in TABLES]
-    for option, path in files:
-        if (option, path) in tables or not (Path(path).exists() or has_magic(path)):  # others may be folders or patterns of files
-            require_file(option, path)
-    if not tables or tables != files:
+    options = {"--train_file": () if is_only_evaluated(cfg) else cfg.train_file, "--eval_file": cfg.eval_file}
+    mixture_weights(cfg)
+    files = {option: expand(option, given, cfg.file_endings, quiet=True) for option, given in options.items() if given}
+    if train := {Path(path).resolve() for _, path in files.get("--train_file", [])}:
+        same = [path for _, path in files.get("--eval_file", []) if Path(path).resolve() in train and not path.endswith(".npz")]
+        if same:
+            warn(f"--eval_file: {listed(same)} is a training file too. Its metrics do not show how the model does on other data.")
+    paths = [path for found in files.values() for _, path in found]
+    if not paths or any(ending_of(Path(path)) not in TABLES for path in paths):  # folders, and files that only a recipe reads
         return
     with suppress(Exception):
-        return cfg.check_columns(*(ColumnNames(path) for _, path in tables))
-    cfg.check_columns(*(load_file(*table) for table in tables))
+        return cfg.check_columns(*map(ColumnNames, paths))
+    read = lambda option: read_all(option, options[option], load_file, cfg.file_endings, cfg.cache_dir)
+    cfg.check_columns(*map(read, files))
+
+
+def is_only_evaluated(cfg: RecipeConfig) -> bool:
+    """Return whether `accel-ddp evaluate` gives one file for both tables: the training rows may be missing on this machine."""
+    return cfg.evaluate_only and cfg.train_file == cfg.eval_file
 
 
 def load_rows(
-    cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"] | None = None
+    cfg: RecipeConfig, reader: Callable[[str, str], "datasets.Dataset"] | None = None, endings: Sequence[str] = ()
 ) -> tuple["datasets.Dataset", "datasets.Dataset"]:
     """Return training and evaluation rows of a Hub dataset, a built-in dataset or files.
 
-    `reader(option, path)` reads the files; the default is `load_file`. Without evaluation data, a tenth of the training rows
-    (at most 2,000) is set aside. `--max_train_items` and `--max_eval_items` draw a sample. Both depend on the seed only.
+    `reader(option, path)` reads a file with one of the `endings`; the default is `load_file`. Without evaluation data,
+    `--eval_fraction` of the training rows is set aside, or else a tenth (at most 2,000). `--max_train_items` and `--max_eval_items`
+    draw a sample. All of them depend on the seed only.
     """
     prepare_hub()
-    read, train_split, eval_split = reader or load_file, cfg.train_split, cfg.eval_split
-    if cfg.train_file:
-        train_split, eval_split = "train", "eval" if cfg.eval_file else ""
-        splits = {"train": _read_files("--train_file", cfg.train_file, read)}
-        if cfg.eval_file:
-            splits["eval"] = _read_files("--eval_file", cfg.eval_file, read)
+    mixture_weights(cfg)
+    options = {"reader": reader or load_file, "endings": endings or cfg.file_endings, "cache_dir": cfg.cache_dir}
+    given = "--eval_file" if is_only_evaluated(cfg) else "--train_file"
+    read = lambda *paths, option=given: read_all(option, paths, **options)
+    train_split, eval_split, name = cfg.train_split, cfg.eval_split, " ".join(cfg.train_file) or cfg.dataset
+    if has_splits(cfg):
+        folder = cfg.train_file[0]
+        splits = {split: read(f"{folder}/{split}") for split in saved_splits(Path(folder))}
+    elif cfg.train_file:
+        train_split = "train"
+        splits = {"train": read(*cfg.train_file)}
     elif cfg.dataset:
         splits = builtin.load_dataset(cfg.dataset) if cfg.dataset.startswith(builtin.PREFIX) else _load_from_hub(cfg.dataset)
     else:
         raise UserError("There are no training data. Give --train_file or --dataset.")
+    if cfg.eval_file:
+        eval_split = "eval"
+        splits["eval"] = read(*cfg.eval_file, option="--eval_file")
     for option, split in (("train_split", train_split), ("eval_split", eval_split)):
         if split and split not in splits:
-            raise UserError(f"--{option} {split}: {cfg.dataset} has no such split. Use one of: {', '.join(splits)}.")
-    if not eval_split:
-        eval_split = next((name for name in ("validation", "dev", "test", "eval") if name in splits), "")
-    train = splits[train_split]
-    train, test = (train, splits[eval_split]) if eval_split else _set_aside(train, cfg)
-    for name, rows in (("training", train), ("evaluation", test)):
+            raise UserError(f"--{option} {split}: {name} has no such split. Use one of: {', '.join(splits)}.")
+    if not eval_split and not cfg.eval_fraction:
+        eval_split = next((split for split in EVAL_SPLITS if split in splits), "")
+    train = attach(splits[train_split])
+    train, test = (train, attach(splits[eval_split])) if eval_split else _set_aside(train, cfg)
+    for kind, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
-            raise UserError(
-                f"{' '.join(cfg.train_file) or cfg.dataset}: the {name} data have no rows. Give another file or split."
-            )
+            raise UserError(f"{name}: the {kind} data have no rows. Give another file, split or --eval_fraction.")
     return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
 
 
-def _read_files(option: str, arguments: tuple[str, ...], read: Callable[[str, str], "datasets.Dataset"]) -> "datasets.Dataset":
-    """Return the rows of all arguments of an option, one after the other."""
-    import datasets
+def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
+    """Return rows with the attribute `mixture` if they come from several arguments of an option. See `training.stream`."""
+    files: Files | None = getattr(rows, "files", None)
+    if files is not None and len(files.names) > 1:
+        from accel_ddp.training.stream import Mixture
 
-    paths = [split_weight(argument)[0] for argument in arguments]
-    tables = [read(option, path) for path in paths]
-    rows = datasets.concatenate_datasets(tables) if tables[1:] else tables[0]
-    rows.files = Files(tuple(paths), np.cumsum([len(table) for table in tables]))
+        rows.mixture = Mixture(files.names, dataset_numbers(rows), files.weights)
     return rows
 
 
@@ -128,11 +143,15 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
             f"{' '.join(cfg.train_file) or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
             f"{hints.get(Path(*cfg.train_file[:1]).suffix, 'Give more rows, or --eval_file.')}"
         )
+    if cfg.eval_fraction:
+        seed, limit = mixed(cfg.seed, "eval_fraction"), np.uint64(int(cfg.eval_fraction * 2**64))
+        is_test = np.concatenate([hash_rows(table, seed) < limit for table in train.with_format("arrow").iter(10_000)])
+        return [select(train, np.flatnonzero(part)) for part in (~is_test, is_test)]
     # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
-    numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
+    numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))}).with_format("numpy")
     options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
     rows, numbers = (table.train_test_split(**options) for table in (train, numbers))
-    return [with_row_numbers(rows[part], row_numbers(train)[np.array(numbers[part]["number"][:])]) for part in ("train", "test")]
+    return [with_row_numbers(rows[part], row_numbers(train)[numbers[part]["number"][:]]) for part in ("train", "test")]
 
 
 def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
@@ -140,8 +159,8 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
     if Path(name).is_file():
         raise UserError(f"--dataset {name}: is a file. Use --train_file {name}.")
-    if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "state.json")):
-        raise UserError(f"--dataset {name}: {describe_folder(Path(name))} Give the file as --train_file.")
+    if is_saved(Path(name)):
+        raise UserError(f"--dataset {name}: {describe_folder(Path(name))} Use --train_file {name}.")
     offline = "" if Path(name).is_dir() else prepare_hub()
     try:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
@@ -156,10 +175,10 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
     """Return as many rows as `option` states, see `draw_positions`, or all rows if it is 0."""
     positions = draw_positions(len(rows), option, cfg, run_length)
-    return rows if len(positions) == len(rows) else _select(rows, np.array(positions))
+    return rows if len(positions) == len(rows) else select(rows, positions)
 
 
-def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: int = 1) -> list[int] | range:
+def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: int = 1) -> np.ndarray | range:
     """Return the positions that `option` (`max_train_items` or `max_eval_items`) draws, in ascending order.
 
     The first rows would be a biased sample, because many files are sorted. The draw depends on the seed and the number of rows
@@ -171,8 +190,8 @@ def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: in
     num_runs = -(-num_rows // run_length)
     # One run more than are needed, because the last run may be short.
     runs = random.Random(mixed(cfg.seed, option)).sample(range(num_runs), min(num_runs, -(-number // run_length) + 1))
-    positions = [i for run in runs for i in range(run * run_length, min((run + 1) * run_length, num_rows))]
-    return sorted(positions[:number])
+    positions = (np.array(runs)[:, None] * run_length + np.arange(run_length)).ravel()
+    return np.sort(positions[positions < num_rows][:number])
 
 
 def record_evaluated(rows: Any, numbers: np.ndarray | None = None) -> Any:
@@ -203,15 +222,7 @@ def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
 def with_row_numbers(rows: "datasets.Dataset", numbers: np.ndarray) -> "datasets.Dataset":
     """Return `rows` with their numbers attached. Most methods of `datasets` return tables without this attribute."""
     rows.row_numbers, rows.files = numbers, getattr(numbers, "files", None)
-    return rows
-
-
-@dataclass(frozen=True)
-class Files:
-    """The files of an option, whose rows are in one table."""
-
-    paths: tuple[str, ...]
-    ends: np.ndarray  # the number of rows up to the end of each file
+    return attach(rows)
 
 
 class RowNumbers(np.ndarray):
@@ -228,49 +239,71 @@ def place_of(rows: "datasets.Dataset", number: int) -> str:
     files: Files | None = getattr(rows, "files", None)
     if files is None:
         return f"row {number + 1:,}"
-    at = int(np.searchsorted(files.ends, number, side="right"))
-    row = int(number - (files.ends[at - 1] if at else 0))
-    line = find_lines(files.paths[at], [row]).get(row, row + 1)
-    return f"{files.paths[at]}, row {row + 1:,}{f' (line {line:,})' if line != row + 1 else ''}"
+    path, row, line = files.places([number])[number]
+    return f"{path}, row {row + 1:,}{f' (line {line:,})' if line not in (0, row + 1) else ''}"
 
 
 def dataset_numbers(rows: "datasets.Dataset") -> np.ndarray | None:
     """Return from which argument of the option each row comes, counted from 0, or None if there is one argument."""
     files: Files | None = getattr(rows, "files", None)
-    return None if files is None or len(files.paths) == 1 else np.searchsorted(files.ends, row_numbers(rows), side="right")
+    if files is None or len(files.names) == 1:
+        return None
+    return files.datasets[np.searchsorted(files.ends, np.asarray(row_numbers(rows)), side="right")]
 
 
 def dataset_names(rows: "datasets.Dataset") -> tuple[str, ...]:
     """Return short distinct names of the arguments of the option."""
     files: Files | None = getattr(rows, "files", None)
-    if files is None:
-        return ()
-    names = [Path(path).name.partition(".")[0] for path in files.paths]
-    return tuple(name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names))
+    return files.names if files is not None else ()
 
 
 def mixture_weights(cfg: RecipeConfig) -> tuple[float, ...] | None:
-    """Return the weight of each argument of `--train_file`, or None if they have none."""
+    """Return the weight of each argument of `--train_file`, or None if they have none. Raise UserError if they cannot be used."""
     weights = [split_weight(argument)[1] for argument in cfg.train_file]
-    given = [weight for weight in weights if weight is not None]
-    return tuple(given) if len(given) == len(weights) > 1 else None
+    for argument, weight in zip(cfg.train_file, weights):
+        if weight is not None and not 0 < weight < float("inf"):
+            raise UserError(
+                f"--train_file {argument}: the weight must be a number above 0. Leave out a file that is not to be used."
+            )
+        if weight is None and Path(argument.rpartition(":")[0]).is_file() and not Path(argument).exists():
+            raise UserError(f"--train_file {argument}: the weight after the colon must be a number, for example 0.7.")
+        if weight is None and any(weights):
+            raise UserError(f"--train_file {argument}: has no weight, but others have. Give each one a weight: {argument}:1.")
+    if weighted := [argument for argument in cfg.eval_file if split_weight(argument)[1] is not None]:
+        raise UserError(f"--eval_file {weighted[0]}: evaluations use every row once. Leave out the weight.")
+    return tuple(weights) if any(weights) and weights[1:] else None
 
 
 def select_sources(rows: "datasets.Dataset", made: "datasets.Dataset") -> "datasets.Dataset":
     """Return the rows from which `made` was made, one for each of its rows. `made` is what `drop_broken` returns."""
     numbers = row_numbers(rows)
     order = np.argsort(numbers)
-    return _select(rows, order[np.searchsorted(numbers, row_numbers(made), sorter=order)])
+    return select(rows, order[np.searchsorted(numbers, row_numbers(made), sorter=order)])
 
 
-def _select(rows: "datasets.Dataset", positions: np.ndarray) -> "datasets.Dataset":
+def select(rows: "datasets.Dataset", positions: np.ndarray) -> "datasets.Dataset":
     return with_row_numbers(rows.select(positions), row_numbers(rows)[positions])
+
+
+def for_each_dataset(rows: "datasets.Dataset", make: Callable[["datasets.Dataset"], "datasets.Dataset"]) -> "datasets.Dataset":
+    """Return `make(rows)`, computed for each dataset alone if there are several. So no row is made from rows of two datasets."""
+    import datasets
+
+    numbers = dataset_numbers(rows)
+    if numbers is None:
+        return make(rows)
+    parts = [make(select(rows, np.flatnonzero(numbers == number))) for number in np.unique(numbers)]
+    made = np.concatenate([row_numbers(part) for part in parts]).view(RowNumbers)
+    made.files = rows.files
+    return with_row_numbers(datasets.concatenate_datasets(parts), made)
 
 
 def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
     """Raise UserError if a table lacks a column. `columns` maps options to their values; an empty value is not required."""
     for rows in tables:
         for option, column in columns.items():
+            if column and column in (lacking := getattr(getattr(rows, "files", None), "lacking", {})):
+                raise UserError(f"--{option} {column}: {lacking[column]}")
             if column and column not in rows.column_names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, columns)}")
 
@@ -331,6 +364,11 @@ def number_problem(column: str, value: Any) -> str:
     return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"
 
 
+def iter_values(rows: "datasets.Dataset", column: str) -> Iterator[Any]:
+    """Yield the values of a column. A list of them would need more memory than the rows of a large file."""
+    return (value for some in rows.select_columns([column]).iter(10_000) for value in some[column])
+
+
 def read_texts(rows: dict[str, list], column: str) -> list[str]:
     """Return a column of texts. Values that are not text become "", see `find_text_problems`."""
     return [value if isinstance(value, str) else "" for value in rows[column]]
@@ -359,58 +397,71 @@ def drop_broken(tables: list["datasets.Dataset"], cfg: RecipeConfig) -> list["da
     Other rows raise one UserError, which reports all problems of both tables. With `--skip_broken` they are dropped, and a warning
     reports them. The column `problem` has a line for each problem. After a tab, a line states what is special to this row.
     """
-    problems = [rows["problem"][:] for rows in tables]
     clean = [with_row_numbers(rows.remove_columns("problem"), row_numbers(rows)) for rows in tables]
-    if not any(map(any, problems)):
+    problems = [_find_broken(rows) for rows in tables]
+    if not any(problems):
         return clean
     found = _describe_broken(clean, problems, cfg)
-    if any(map(all, problems)):
-        raise UserError(f"{found}\nNo {'training' if all(problems[0]) else 'evaluation'} rows are left.")
+    if empty := [name for name, rows, some in zip(("training", "evaluation"), tables, problems) if len(some) == len(rows)]:
+        raise UserError(f"{found}\nNo {empty[0]} rows are left.")
     if not cfg.skip_broken:
         raise UserError(f"{found}\nCorrect them, or leave them out with --skip_broken.")
     warn(f"--skip_broken: {found}")
-    keep = lambda rows, texts: _select(rows, np.flatnonzero([not text for text in texts])) if any(texts) else rows
-    return [keep(rows, texts) for rows, texts in zip(clean, problems)]
+    keep = lambda rows, broken: select(rows, np.delete(np.arange(len(rows)), list(broken))) if broken else rows
+    return [keep(rows, broken) for rows, broken in zip(clean, problems)]
 
 
-def _describe_broken(tables: list["datasets.Dataset"], problems: list[list[str]], cfg: RecipeConfig) -> str:
-    """Return a line for each file with the number of its broken rows, followed by a line for each kind of problem."""
-    source = " ".join(cfg.train_file) or cfg.dataset
-    sources = [source, " ".join(cfg.eval_file) or source]
-    if not cfg.eval_file and (not cfg.train_file or cfg.train_file[0].endswith(".npz")):  # evaluation rows were not set aside
+def _find_broken(rows: "datasets.Dataset") -> dict[int, str]:
+    """Return the problems of rows by their positions. Memory depends on the number of broken rows only."""
+    found: dict[int, str] = {}
+    for number, batch in enumerate(rows.select_columns("problem").with_format("arrow").iter(10_000)):
+        texts = batch["problem"].to_numpy()
+        found |= {number * 10_000 + at: texts[at] for at in np.flatnonzero(texts != "").tolist()}
+    return found
+
+
+def _describe_broken(tables: list["datasets.Dataset"], problems: list[dict[int, str]], cfg: RecipeConfig) -> str:
+    """Return a line for each source with the number of its broken rows, followed by a line for each kind of problem."""
+    source = listed(cfg.train_file) or cfg.dataset
+    sources = [source, listed(cfg.eval_file) or source]
+    if not cfg.eval_file and (
+        not cfg.train_file or cfg.train_file[0].endswith(".npz") or has_splits(cfg)
+    ):  # they were not set aside
         sources = [f"{source} (training)", f"{source} (evaluation)"]
     lines = []
     for place in dict.fromkeys(sources):
-        broken, total = {}, set()
-        for rows, texts, its_place in zip(tables, problems, sources):
-            if its_place == place:
-                numbers = row_numbers(rows).tolist()
-                total.update(numbers)
-                broken |= {number: text for number, text in zip(numbers, texts) if text}
+        own = [(rows, some) for rows, some, its_place in zip(tables, problems, sources) if its_place == place]
+        broken = {int(row_numbers(rows)[at]): text for rows, some in own for at, text in some.items()}
         if broken:
-            lines.append(f"{len(broken):,} of {counted(len(total), 'row')} of {place} cannot be used:")
-            lines += [f"  {kind}" for kind in _describe_kinds(broken, place)]
+            total = len(np.unique(np.concatenate([row_numbers(rows) for rows, _ in own])))
+            lines.append(f"{len(broken):,} of {counted(total, 'row')} of {place} cannot be used:")
+            lines += [f"  {kind}" for kind in _describe_kinds(broken, getattr(own[0][0], "files", None))]
     return "\n".join(lines)
 
 
-def _describe_kinds(broken: dict[int, str], place: str) -> list[str]:
+def _describe_kinds(broken: dict[int, str], files: Files | None) -> list[str]:
     """Return each kind of problem with its number of rows and its first rows. Rows and lines count from 1."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for number in sorted(broken):
         for problem in broken[number].split("\n"):
             kind, _, detail = problem.partition("\t")
             kinds.setdefault(kind, []).append((number, detail))
-    lines = find_lines(place, [number for rows in kinds.values() for number, _ in rows[:SHOWN]])
+    shown = [number for rows in kinds.values() for number, _ in rows[:SHOWN]]
+    places = files.places(shown) if files else {number: ("", number, 0) for number in shown}
+
+    def describe(number: int, detail: str) -> str:
+        path, row, line = places[number]
+        if (
+            detail and Path(path).is_dir() and not is_saved(Path(path))
+        ):  # a folder has no rows, and the detail is the name of the file
+            return detail
+        more = ", ".join(filter(None, (f"line {line:,}" if line not in (0, row + 1) else "", detail)))
+        return f"{f'{path}, ' if files and files.paths[1:] else ''}row {row + 1:,}{f' ({more})' if more else ''}"
+
     described = []
     for kind, rows in list(kinds.items())[: 2 * SHOWN]:
-        shown = []
-        for number, detail in rows[:SHOWN]:
-            line = f"line {lines[number]:,}" if lines.get(number, number + 1) != number + 1 else ""
-            more = ", ".join(filter(None, (line, detail)))
-            # A folder has no rows, and the detail is the name of the file.
-            shown.append(detail if detail and Path(place).is_dir() else f"row {number + 1:,}{f' ({more})' if more else ''}")
         count = f"{len(rows):,} rows, the first are " if rows[SHOWN:] else ""
-        described.append(f"{kind}: {count}{', '.join(shown)}")
+        described.append(f"{kind}: {count}{', '.join(describe(*row) for row in rows[:SHOWN])}")
     if (rest := len(kinds) - 2 * SHOWN) > 0:
         described.append(f"and {rest:,} other problems")
     return described

@@ -18,6 +18,7 @@ INSTEAD = {
     "AutoModelForSequenceClassification": "Use an encoder, for example FacebookAI/roberta-base",
     "AutoModelForSeq2SeqLM": "Use an encoder-decoder model, for example google-t5/t5-small",
     "embeddings": "Use an encoder, for example BAAI/bge-small-en-v1.5",
+    "rewards": "Use a chat model, for example HuggingFaceTB/SmolLM2-135M-Instruct, or train an encoder with recipes/rerank.py",
 }
 READS = "would read the answers that it learns"
 
@@ -51,6 +52,7 @@ def check_config(task: str, name: str, config: Any) -> None:
             "",
         ),
         ("AutoModelForSeq2SeqLM", not is_pair, f"is not an encoder-decoder model ({kind})", ""),
+        ("rewards", is_causal is False, f"is an encoder ({kind}), and rewards are read at the last token of a chat", ""),
         ("embeddings", is_pair, f"{pair} embeddings would come from its decoder", ""),
         ("embeddings", not hasattr(config, "hidden_size"), f"is not a model of texts alone ({kind})", ""),
     ]

@@ -75,6 +75,15 @@ def load_config(cfg: RecipeConfig) -> Any:
     return from_pretrained(AutoConfig, cfg.model, place)
 
 
+def label_names(cfg: RecipeConfig) -> list[str]:
+    """Return the names of the classes of the model that `--evaluate_only` names, in order, or [] if it has no config."""
+    place = Path(cfg.evaluate_only)
+    folders = (place / "files" / "base", place / "files", place / "base", place)  # of checkpoints and of exported folders
+    config = next((json.loads(path.read_text()) for folder in folders if (path := folder / "config.json").is_file()), {})
+    names = config.get("id2label", {}) if place.exists() else load_config(cfg).id2label
+    return [names[key] for key in sorted(names, key=int)] or [f"LABEL_{number}" for number in range(2 if config else 0)]
+
+
 def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: str) -> tuple[str, str]:
     """Return the dtype of `--dtype`, and the reason if `auto` had a choice: the files have 16 bits, but trained weights need 32.
 
@@ -102,13 +111,17 @@ NEW_MODELS, NEW_LR = f"{PREFIX}tiny-", 2e-3  # the built-in models with random w
 OTHER_LR = {"sgd": 1e-2, "adafactor": 1e-3}  # usual values of optimizers whose learning rates are unlike those of AdamW
 
 
-def default_lr(name: str, size: int, is_adapted: bool) -> tuple[float, str]:
-    """Return the learning rate of `--lr auto` for a model with `size` parameters, and the reason."""
+def default_lr(name: str, size: int, is_adapted: bool, part: float = 1.0, loss: str = "") -> tuple[float, str]:
+    """Return the learning rate of `--lr auto` for a model with `size` parameters, and the reason.
+
+    A recipe whose loss needs a `part` of the learning rate of fine-tuning has a method `lr_part`, which returns it and the loss.
+    """
     if name.startswith(NEW_MODELS):
         return NEW_LR, "this built-in model starts with random weights"
     rate = next(rate for limit, rate in (ADAPTER_LR if is_adapted else WHOLE_LR).items() if size < limit)
     count = format_si(size).replace(" ", "").replace("G", "B")
-    return rate, f"{'LoRA adapters' if is_adapted else 'all weights'} of a model with {count} parameters"
+    reason = f"{'LoRA adapters' if is_adapted else 'all weights'} of a model with {count} parameters"
+    return float(f"{rate * part:.3g}"), f"{reason}, {loss}" if loss else reason
 
 
 def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: Any) -> nn.Module:
@@ -156,7 +169,8 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         model.get_submodule(new).float()
     model._adapters, model._source, model._rows = adapters, name, model_rows
     if cfg.lr == "auto":
-        choose(cfg, "lr", *default_lr(cfg.model, model.num_parameters(), is_adapted))
+        part = cfg.lr_part() if hasattr(cfg, "lr_part") else ()
+        choose(cfg, "lr", *default_lr(cfg.model, model.num_parameters(), is_adapted, *part))
     model._stored_dtype = config.dtype  # in which the model is exported
     if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
         model._original_config = copy.deepcopy(model.config)

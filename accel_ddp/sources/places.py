@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from accel_ddp.errors import UserError
@@ -39,30 +40,32 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
     return path
 
 
-REPORT_EVERY = 10  # seconds after which a waiting process logs what it waits for
+REPORT_AFTER = 10  # seconds after which a waiting process logs what it waits for; then after twice as many, and so on
 
 
-def write_once(cache_dir: str, name: str, write: Callable[[Path], None], what: str) -> Path:
+def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: str, keeps_parts: bool = False) -> Path:
     """Return the folder `name` of the cache. If it does not exist, call `write(folder)` to fill it.
 
     On each node one process writes under a file lock, and the others wait. They use no collective, so no timeout of the
     process group runs meanwhile. The folder is renamed when it is complete, so that no process reads a part of it. `what`
-    completes the message "waiting for another process to ...".
+    completes the message "waiting for another process to ...". With `keeps_parts`, what a killed process has written so far is in the
+    folder that the next one is given.
     """
     from filelock import FileLock, Timeout
 
     final = Path(cache_dir).expanduser() / name
-    partial = final.with_name(f".{final.name}.partial.{os.getpid()}")
-    lock, began = FileLock(f"{final}.lock"), time.monotonic()
+    partial = final.with_name(f".{final.name}.partial" if keeps_parts else f".{final.name}.partial.{os.getpid()}")
+    lock, began, seconds = FileLock(f"{final}.lock"), time.monotonic(), REPORT_AFTER
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         while not final.exists():
             try:
-                with lock.acquire(timeout=REPORT_EVERY):
+                with lock.acquire(timeout=seconds):
                     if not final.exists():
                         write(partial)
                         partial.rename(final)  # from here on it is in the cache
             except Timeout:
+                seconds *= 2
                 log.warning("waiting for another process to %s (%.0f s): %s.lock", what, time.monotonic() - began, final)
     except OSError as error:
         # If the folder exists, the file system has no working locks, and another process has written the same folder.
@@ -70,7 +73,8 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], None], what: s
             text = f"--cache_dir {cache_dir}: cannot be written: {error.strerror or error}. Give another folder."
             raise UserError(text) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not keeps_parts:
+            shutil.rmtree(partial, ignore_errors=True)
     return final
 
 

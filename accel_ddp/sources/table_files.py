@@ -4,13 +4,15 @@ import csv
 import io
 import json
 import logging
+import lzma
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.sources.places import shows_progress, warn
@@ -19,7 +21,10 @@ from accel_ddp.text import nearest
 if TYPE_CHECKING:
     import datasets
 
-FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+FILE_FORMATS = {
+    ".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"
+}  # fmt: skip
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 COMPRESSED = {
     b"\x1f\x8b": "gunzip",
     b"PK\x03\x04": "unzip",
@@ -28,24 +33,27 @@ COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "unzstd",
 }
 TABLES = FILE_FORMATS.keys() - {".txt"}  # most recipes need more columns than the one of a .txt
+EVAL_SPLITS = ("validation", "dev", "test", "eval")
 SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
 SEPARATORS = ";\t|"  # between the cells of a .csv, by mistake
 
 
 def load_file(option: str, path: str) -> "datasets.Dataset":
-    """Return the rows of a file with one of the endings in FILE_FORMATS.
+    """Return the rows of a file with one of the endings in FILE_FORMATS, or of a folder of `save_to_disk`.
 
     All cells of a .csv or .tsv are texts, exactly as they are in the file, or None if they are empty. The types that pandas finds
     differ between the parts of a large file, and they change texts such as 007.
     """
     import datasets
 
+    if is_saved(Path(path)):
+        return _load_saved(option, path)
     file = require_file(option, path)
     kind = FILE_FORMATS.get(file.suffix.lower(), "")
     if not kind:
         usable = ", ".join(ending for ending in FILE_FORMATS if ending in TABLES)
         raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {usable}.")
-    if kind != "parquet":
+    if kind not in ("parquet", "arrow"):
         require_utf8(option, file)
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
@@ -81,6 +89,47 @@ def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
         return read(chunksize=file.stat().st_size + 1)
 
 
+def ending_of(file: Path) -> str:
+    """Return the ending of a file without the one of its compression: .jsonl of rows.jsonl.gz."""
+    return Path(file.stem if file.suffix.lower() in COMPRESSIONS else file).suffix.lower()
+
+
+def open_plain(file: Path) -> IO[bytes]:
+    """Open a file for reading, without its compression."""
+    import pyarrow
+
+    compression = COMPRESSIONS.get(file.suffix.lower())
+    return lzma.open(file) if compression == "xz" else pyarrow.input_stream(str(file), compression=compression)
+
+
+def is_saved(folder: Path) -> bool:
+    """Return whether `save_to_disk` of datasets has written this folder: a table, or several splits."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def saved_splits(folder: Path) -> list[str]:
+    """Return the names of the splits in a folder of `save_to_disk`. Each one is a subfolder."""
+    file = folder / "dataset_dict.json"
+    return json.loads(file.read_text())["splits"] if file.is_file() else []
+
+
+def _load_saved(option: str, path: str) -> "datasets.Dataset":
+    """Return the rows of a folder of `save_to_disk`: of several splits, those for training or those for an evaluation."""
+    import datasets
+
+    if splits := saved_splits(Path(path)):
+        usual = EVAL_SPLITS if option == "--eval_file" else ("train",)
+        if not (name := next((name for name in usual if name in splits), "")):
+            raise UserError(
+                f"{option} {path}: has the splits {', '.join(splits)}. Give one of them, for example {path}/{splits[0]}."
+            )
+        return _load_saved(option, f"{path}/{name}")
+    try:
+        return datasets.load_from_disk(path)
+    except Exception as error:  # many types of datasets and pyarrow
+        raise UserError(f"{option} {path}: cannot be read as a folder of `save_to_disk`: {error}") from error
+
+
 class ColumnNames:
     """The columns of a table as its beginning shows them, without `datasets`. Later rows of a .json may have further ones."""
 
@@ -90,11 +139,11 @@ class ColumnNames:
             import pyarrow.parquet
 
             self.column_names = pyarrow.parquet.read_schema(file).names
-        elif FILE_FORMATS[file.suffix.lower()] == "csv":
+        elif FILE_FORMATS[ending_of(file)] == "csv":
             self.column_names = next(_read_cells(file))[1]
         else:
-            with file.open(encoding="utf-8-sig") as opened:
-                text = opened.read(1 << 20)
+            with open_plain(file) as opened:
+                text = opened.read(1 << 20).decode("utf-8-sig", "ignore")
             self.column_names = list(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
 
     def flatten(self) -> "ColumnNames":
@@ -103,7 +152,7 @@ class ColumnNames:
 
 
 def require_file(option: str, path: str) -> Path:
-    """Return the path of a file. Raise UserError if it is missing, a folder, empty or compressed."""
+    """Return the path of a file. Raise UserError if it is missing, a folder, empty or compressed in spite of its ending."""
     file = Path(path)
     if file.is_dir():
         raise UserError(f"{option} {path}: is a folder and not a file. {describe_folder(file)}")
@@ -111,9 +160,7 @@ def require_file(option: str, path: str) -> Path:
         found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
         near = nearest(file.name, found)
         reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
-        if any(mark in path for mark in "*?[") and found:
-            reason = "Patterns are not supported here. Give the name of one file."
-        elif path.startswith("~"):
+        if path.startswith("~"):
             reason = f"The shell did not replace ~. Use {Path(path).expanduser()}."
         raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}). {reason}")
     if file.stat().st_size == 0:
@@ -123,10 +170,11 @@ def require_file(option: str, path: str) -> Path:
     tool = next((tool for mark, tool in COMPRESSED.items() if begin.startswith(mark)), "")
     if tool == "unzip" and file.suffix.lower() not in (".zip", ".gz"):
         raise UserError(f"{option} {path}: is a zip archive or a table of Excel. Export the table as .csv in UTF-8.")
-    if tool:
-        name = file.stem if Path(file.stem).suffix else f"new{file.suffix}"
-        command = f"unzip {file.name}" if tool == "unzip" else f"{tool} < {file.name} > {name}"
-        raise UserError(f"{option} {path}: is compressed. Decompress it first, for example: {command}")
+    if tool and file.suffix.lower() not in COMPRESSIONS:
+        command = f"unzip {file.name}" if tool == "unzip" else f"{tool} < {file.name} > new{file.suffix}"
+        raise UserError(
+            f"{option} {path}: is compressed. Decompress it first, for example: {command}. Or give it its usual ending."
+        )
     return file
 
 
@@ -138,7 +186,7 @@ def describe_folder(folder: Path) -> str:
     endings = Counter("folders" if entry.is_dir() else entry.suffix or "other files" for entry in entries)
     counts = ", ".join(f"{number:,} {ending}" for ending, number in endings.most_common(4))
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return f"It was written with `save_to_disk` of datasets ({counts}). Write its rows with `to_parquet` instead."
+        return f"It was written with `save_to_disk` of datasets ({counts})."
     usable = [entry for entry in entries if entry.suffix.lower() in FILE_FORMATS and entry.is_file()]
     preferred = sorted(usable, key=lambda file: (file.suffix == ".txt", "train" not in file.name.lower()))
     return f"It contains {counts}. " + (f"Give one file, for example {preferred[0]}." if usable else "None of these can be read.")
@@ -172,16 +220,23 @@ def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
     suffix = file.suffix.lower()
     if not file.is_file():
         return {}
+    starts: Iterable[int] = ()
     if suffix in (".csv", ".tsv"):
-        starts = [line for line, _ in _read_cells(file)][1:]
+        starts = islice((line for line, _ in _read_cells(file)), 1, None)
     elif suffix in (".jsonl", *SENTENCE_FILES):
-        with file.open("rb") as lines:
-            filled = [number for number, line in enumerate(lines, start=1) if line.strip() and not line.startswith(b"-DOCSTART-")]
-        # Sentences have empty lines between them.
-        starts = [line for line, last in zip(filled, [-1, *filled]) if suffix == ".jsonl" or last < line - 1]
-    else:
-        return {}
-    return {row: line for row, line in enumerate(starts) if row in wanted}
+        starts = _find_starts(file, suffix == ".jsonl")
+    return {row: line for row, line in enumerate(islice(starts, max(wanted, default=0) + 1)) if row in wanted}
+
+
+def _find_starts(file: Path, is_row_per_line: bool) -> Iterator[int]:
+    """Yield the lines where rows begin. Sentences have empty lines between them."""
+    last = -1
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip() and not line.startswith(b"-DOCSTART-"):
+                if is_row_per_line or last < number - 1:
+                    yield number
+                last = number
 
 
 def _check_csv(option: str, file: Path) -> dict[str, Any]:
@@ -227,7 +282,7 @@ def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
     dialect = _dialect(file)
     limit = csv.field_size_limit(sys.maxsize)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        with io.TextIOWrapper(open_plain(file), encoding="utf-8-sig", newline="") as lines:
             reader, line = csv.reader(lines, delimiter=dialect["sep"], quoting=dialect["quoting"]), 1
             for cells in reader:
                 if len(cells) > 1 or (cells and cells[0].strip()):
@@ -246,7 +301,7 @@ def _find_reason(kind: str, file: Path, error: Exception) -> str:
     if kind == "csv" and "EOF inside string" in cause:
         *_, (line, _) = _read_cells(file)
         return f"the quote of a cell in line {line:,} is not closed. Close it, or write two quotes for a quote inside a cell."
-    if kind == "parquet":
+    if kind in ("parquet", "arrow"):
         with file.open("rb") as opened:
             begin = opened.read(20).decode("ascii", "replace")
         is_text = begin.isascii() and begin.isprintable()

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import io
 import json
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -18,26 +19,71 @@ from accel_ddp.phases import TOKENIZE
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn, write_once
+from accel_ddp.sources.shard_map import NARROW, SOURCE, Function, let_pages_go, load_shards, write_shards
 
 if TYPE_CHECKING:
     import datasets
 
-SOURCE = "source row"  # a temporary column: the index of the row from which a row was made
+REMEMBERED_ROWS = 10_000  # the fingerprint of a larger table is stored
 LENGTHS = "document_lengths"  # a column of rows that consist of several documents, see `pack_documents`
 
 
-def fingerprint(rows: "datasets.Dataset") -> str:
-    """Return a digest of the content. Equal rows have equal fingerprints, wherever and however they are stored."""
+class _Digest(io.RawIOBase):
+    """A stream that hashes what is written to it."""
+
+    def __init__(self) -> None:
+        self.hash, self.place = hashlib.blake2b(digest_size=16), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        self.place += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.place
+
+
+def fingerprint(rows: "datasets.Dataset", cache_dir: str = "") -> str:
+    """Return a digest of the content. Equal rows have equal fingerprints, wherever and however they are stored.
+
+    With a `cache_dir`, the digest of a large table is stored there and computed again only if its files have changed: their path,
+    size, inode or time. Reading 100 GB takes minutes.
+    """
+    key = _storage_key(rows) if cache_dir and len(rows) > REMEMBERED_ROWS else ""
+    if key:
+        write = lambda folder: (folder.mkdir(), (folder / "digest").write_text(_compute_fingerprint(rows)))
+        stored = (write_once(cache_dir, f"digest-{key}", write, "read the rows") / "digest").read_text()
+        if len(stored) == 32:
+            return stored
+    return _compute_fingerprint(rows)
+
+
+def _storage_key(rows: "datasets.Dataset") -> str:
+    """Return what identifies the files of a table and how it was made from them, or "" for a table in memory."""
+    files = [Path(file["filename"]).absolute() for file in rows.cache_files]
+    stats = [(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino) for file in files for stat in [file.stat()]]
+    # `_fingerprint` of `datasets` covers the steps from the files to this table: the columns, rows and values that were selected.
+    parts = [_digest_of_code(), stats, rows._fingerprint, rows.column_names, len(rows)]
+    return f"{mixed(0, json.dumps(parts)):016x}" if files else ""
+
+
+def _compute_fingerprint(rows: "datasets.Dataset") -> str:
     import pyarrow as pa
 
-    digest = hashlib.blake2b(digest_size=16)
+    digest = _Digest()
     for table in rows.with_format("arrow").iter(batch_size=10_000):
+        for place, field in enumerate(table.schema):  # as before these were stored in 4 bytes
+            if field.name in NARROW and field.type == pa.list_(pa.int32()):
+                table = table.set_column(place, field.name, table[field.name].cast(pa.list_(pa.int64())))
         table = table.replace_schema_metadata(None).combine_chunks()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
+        digest.place = 0
+        with pa.ipc.new_stream(pa.PythonFile(digest, mode="w"), table.schema) as stream:
             stream.write_table(table)
-        digest.update(sink.getvalue())
-    return digest.hexdigest()
+        let_pages_go()
+    return digest.hash.hexdigest()
 
 
 @cache
@@ -54,45 +100,29 @@ def _digest_of_code() -> str:
     return digest.hexdigest()
 
 
-def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any) -> str:
+def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any, cache_dir: str = "") -> str:
     """Return the name of the folder in the cache for `map_once`."""
-    parts = [_digest_of_code(), fingerprint(rows), inspect.getsource(function), depends_on]
+    parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(function), depends_on]
     return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
 
 
 def map_once(
-    rows: "datasets.Dataset", function: Callable[[dict[str, list]], dict[str, list]], *, depends_on: Any, cfg: TrainConfig
+    rows: "datasets.Dataset", function: Function, *, depends_on: Any, cfg: TrainConfig, doing: str = "tokenizing"
 ) -> "datasets.Dataset":
-    """Return `rows.map(function, batched=True)`, computed once for the same content and cached on disk.
+    """Return `rows.map(function, batched=True)`, computed once for the same content by all cores, and cached on disk.
 
     The cache key consists of the content of `rows`, the source of `function`, the source of `accel_ddp.sources` and
     `accel_ddp.tasks`, and `depends_on`: everything else that changes the result, as JSON. A function that makes several rows
-    from one returns a column SOURCE with the index of that row in the batch.
+    from one returns a column SOURCE with the index of that row in the batch. It is called in forked processes, and must not use a GPU.
     """
-    import datasets
-
+    if not len(rows):
+        return rows.remove_columns(rows.column_names)
     with phases.phase(TOKENIZE):
-        key = cache_key(rows, function, depends_on)
-        done = datasets.load_from_disk(str(write_once(cfg.cache_dir, key, partial(_map_into, rows, function, key), "tokenize")))
-    if SOURCE in done.column_names:  # a table without rows has no columns
+        key = cache_key(rows, function, depends_on, cfg.cache_dir)
+        write = partial(write_shards, rows, function, key, doing)
+        done = load_shards(write_once(cfg.cache_dir, key, write, "tokenize", keeps_parts=True))
         source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
-        done = with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
-    return done
-
-
-def _map_into(rows: "datasets.Dataset", function: Callable, key: str, folder: Path) -> None:
-    options = {"remove_columns": rows.column_names, "keep_in_memory": True, "desc": "tokenizing"}
-
-    def add_source(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        made = function(batch)
-        number = len(next(iter(made.values())))
-        # Blocks for masking mix the texts of several rows and have no SOURCE. Their row numbers are not used.
-        source = made.pop(SOURCE, range(number) if number == len(indices) else [0] * number)
-        return {**made, SOURCE: [indices[i] for i in source]}
-
-    # With `new_fingerprint`, `datasets` does not try to hash the function, which often fails.
-    done = rows.map(add_source, batched=True, with_indices=True, new_fingerprint=key, **options)
-    done.save_to_disk(str(folder))
+    return with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
@@ -101,10 +131,22 @@ def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list[
     A row counts as truncated if one of its texts has `max_length` tokens, because the original length is not stored.
     """
     for rows, name in zip(tables, ("training", "evaluation")):
-        texts = lambda ids: ids if ids and isinstance(ids[0], list) else [ids]  # a row may have several texts
-        if full := sum(any(len(text) >= max_length for text in texts(ids)) for ids in rows["input_ids"]):
+        if full := _count_full(rows, max_length):
             warn(f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach it, and longer texts are truncated.")
     return tables
+
+
+def _count_full(rows: "datasets.Dataset", max_length: int) -> int:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    number = 0
+    for table in rows.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
+        ids = table["input_ids"].combine_chunks()
+        has_several = pa.types.is_nested(ids.type.value_type)  # texts in each row
+        is_full = np.asarray(pc.list_value_length(pc.list_flatten(ids) if has_several else ids)) >= max_length
+        number += len(np.unique(np.asarray(pc.list_parent_indices(ids))[is_full])) if has_several else int(is_full.sum())
+    return number
 
 
 def pack_documents(rows: dict[str, list], room: int) -> dict[str, list]:

@@ -32,7 +32,7 @@ from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
 from accel_ddp.training import sharding
-from accel_ddp.training.losses import LossSum, WholeBatch
+from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
@@ -261,7 +261,7 @@ class Speed:
                 return str(reason)
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
-            loss = lambda batch: per_batch(model, batch).double().sum()
+            loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
             reason = "" if sharded else self._compare(padding_free, loss, batch)
         if sharded:  # a collective, and so outside of the block
             reason = self._compare(padding_free, loss, batch)

@@ -20,7 +20,7 @@ from accel_ddp.training.sharding import recover
 
 CHUNK = 1 << 28  # logits that exist at once
 
-# Returns (summed loss, its gradient with respect to the logits) for logits and labels.
+# Returns (loss of each token, gradient of their sum with respect to the logits) for logits and labels.
 Softmax = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -51,7 +51,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for here in _chunks(len(hidden), len(matrix)):
             # The labels are copied, because the loss would be compiled again for a view with another offset.
             loss, gradient = softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
-            total = total + loss
+            total = total + loss.sum()
             if wants_hidden:
                 torch.mm(gradient, matrix, out=d_hidden[here])
             if wants_weight:
@@ -73,6 +73,49 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *[(next(saved) * gradient).to(kind) if has else None for has, kind in zip(ctx.has, ctx.types)], None, None
 
 
+class _TokenLosses(torch.autograd.Function):
+    """cross_entropy(hidden @ weight.T + bias, labels) of each token. The factor of each loss is known only in the backward pass.
+
+    With a frozen head, the gradient of `hidden` is computed in the forward pass, chunk by chunk, and scaled in the backward pass.
+    The gradient of a trained head is a sum over tokens. It needs the logits again: one more product, and the memory of one chunk.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax) -> Tensor:
+        matrix = weight.to(hidden.dtype)
+        wants_hidden, *trains_head, _, _ = ctx.needs_input_grad
+        found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        d_hidden = torch.empty_like(hidden) if wants_hidden and not any(trains_head) else None
+        for here in _chunks(len(hidden), len(matrix)):
+            found[here], gradient = softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
+            if d_hidden is not None:
+                torch.mm(gradient, matrix, out=d_hidden[here])
+        ctx.softmax = softmax
+        ctx.save_for_backward(d_hidden, *((hidden, weight, bias, labels) if any(trains_head) else ()))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factors: Tensor) -> tuple:
+        d_hidden, *again = ctx.saved_tensors
+        if not again:
+            return d_hidden * factors[:, None].to(d_hidden.dtype), None, None, None, None
+        hidden, weight, bias, labels = again
+        matrix, factors = weight.to(hidden.dtype), factors[:, None].to(hidden.dtype)
+        d_hidden = torch.empty_like(hidden)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        d_weight = torch.zeros_like(weight, dtype=wide)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        for here in _chunks(len(hidden), len(matrix)):
+            _, gradient = ctx.softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
+            torch.mm(gradient, matrix, out=d_hidden[here])
+            d_weight += _product(gradient.T, hidden[here] * factors[here], wide)  # scaling logits would cost more
+            if d_bias is not None:
+                d_bias += _product(gradient.T, factors[here], wide)[:, 0]
+        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden.mul_(factors), d_weight.to(weight.dtype), d_bias, None, None
+
+
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """Return a @ b in the wide type. A GPU sums in it anyway and can write the result directly."""
     is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
@@ -82,12 +125,12 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (summed loss, its gradient with respect to the logits). Labels of -100 contribute to neither."""
+    """Return (loss of each token, gradient of their sum with respect to the logits). Both are 0 for labels of -100."""
     counts = (right >= 0)[:, None]
     place = right.clamp(min=0)[:, None]
     # In place, with conversions inside of the kernels, because memory bandwidth limits the speed.
     logarithms = F.log_softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    loss = torch.where(counts, -logarithms.gather(1, place), 0).sum()
+    loss = torch.where(counts, -logarithms.gather(1, place), 0)[:, 0]
     gradient = logarithms.exp_().scatter_add_(1, place, logarithms.new_full((1, 1), -1).expand(len(place), 1))
     return loss, torch.mul(gradient, counts, out=scores)
 
@@ -97,7 +140,7 @@ def fused_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     counts = (right >= 0)[:, None]
     place = right.clamp(min=0)[:, None]
     logarithms = scores.to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
-    loss = torch.where(counts, -logarithms.gather(1, place), 0).sum()
+    loss = torch.where(counts, -logarithms.gather(1, place), 0)[:, 0]
     is_right = torch.arange(scores.shape[1], device=scores.device) == place
     return loss, torch.where(counts, logarithms.exp() - is_right.to(logarithms.dtype), 0).to(scores.dtype)
 
@@ -137,16 +180,27 @@ class OutputHead:
         """Return the same as `losses.of_tokens(model(**inputs).logits, labels)`. Each token has a label or -100."""
         if not self._can_skip(model, inputs, batch):
             return losses.of_tokens(model(**inputs).logits, labels)
-        rows, right, _ = self._rows(model, inputs, labels, batch)
+        rows, right, _, _ = self._rows(model, inputs, labels, batch)
         return linear_cross_entropy(rows, self.head.weight, self.head.bias, right, self.softmax)
 
     def row_losses(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
         """Return the loss of each row, without gradients, for an evaluation. It is the sum over the tokens of the row."""
         if not self._can_skip(model, inputs, batch):
             return losses.of_tokens(model(**inputs).logits, labels, "rows")
-        rows, right, slots = self._rows(model, inputs, labels, batch)
+        rows, right, slots, _ = self._rows(model, inputs, labels, batch)
         found = losses_of_tokens(rows, self.head.weight, self.head.bias, right)
         return torch.where(labels != -100, found[slots].view(labels.shape), 0).sum(-1)
+
+    def row_logps(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
+        """Return the summed log-probability of the labels of each row, with gradients, in float32 or wider."""
+        if not torch.is_grad_enabled():
+            return -self.row_losses(model, inputs, labels, batch)
+        if not self._can_skip(model, inputs, batch):
+            return -losses.of_tokens(model(**inputs).logits, labels, "rows")
+        rows, right, slots, places = self._rows(model, inputs, labels, batch)
+        found = _TokenLosses.apply(rows, self.head.weight, self.head.bias, right, self.softmax)
+        spread = Move.apply(found[None], slots, places, right != -100).view(labels.shape)
+        return -torch.where(labels != -100, spread, 0).sum(-1)
 
     def _can_skip(self, model: nn.Module, inputs: dict[str, Any], batch: Any) -> bool:
         """Return whether the head can be skipped: nothing is behind it, and DDP does not search for parameters without a gradient."""
@@ -157,8 +211,13 @@ class OutputHead:
             self.is_last = self._is_last(model, inputs)
         return self.is_last
 
-    def _rows(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of the head for tokens with a label, their labels, and for each token of the batch its row."""
+    def _rows(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the inputs of the head for tokens with a label, their labels, and for each token of the batch its row.
+
+        The last tensor has for each row its token.
+        """
         self.head.forward = self._pass_through
         try:
             hidden = model(**inputs).logits.flatten(0, 1)
@@ -174,7 +233,7 @@ class OutputHead:
         places = places[:-1]
         right = torch.where(torch.arange(room, device=flat.device) <= before[-1], flat[places], -100)
         slots = before.clamp(min=0)
-        return Move.apply(hidden[None], places, slots, learned)[0].to(self.narrow), right, slots
+        return Move.apply(hidden[None], places, slots, learned)[0].to(self.narrow), right, slots, places
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside of the forward pass only

@@ -6,6 +6,9 @@ change. Between the first and the last layer there is one row of all tokens with
 texts. On a GPU in half precision it is flash attention for sequences of variable length. Elsewhere queries, keys and values are
 padded for the attention alone. That is correct on every device and in every precision, and the matrix products of the layers,
 nine tenths of the work, still contain no padding.
+
+If two texts begin with the same prompt (`batch["shared"]`), the row contains the prompt once, behind which both answers follow. Each
+answer attends to the prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
 """
 
 from contextvars import ContextVar
@@ -18,12 +21,21 @@ from torch import Tensor, nn
 from accel_ddp import compat
 from accel_ddp.training.losses import CurrentBatch
 
+LEAST_SHARED = 0.05  # of the tokens of a micro-batch; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
 REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
 
 
 class NeedsPadding(Exception):
     """The model must be computed with padding, for the reason in the message."""
+
+
+class SharedKeys(NamedTuple):
+    """The keys that texts attend to, if some of them are shared: those of each text one after the other."""
+
+    starts: Tensor  # int32: first key of each text, and the end
+    tokens: Tensor  # for each key: its token in the row
+    places: Tensor  # for each token in the row: its place among the keys, and the second place of a shared one or -1
 
 
 class Segments(NamedTuple):
@@ -38,6 +50,9 @@ class Segments(NamedTuple):
     shape: tuple[int, int]  # of the padded batch
     is_flash: bool
     numbers: Tensor | None = None  # for each position of the padded batch: the number of its text, if its rows have several
+    own: Tensor | None = None  # bool: `mask` without the tokens that the text before shares; None: nothing is shared
+    second: Tensor | None = None  # for each token in the row: the second position of a shared one, or -1
+    keys: SharedKeys | None = None  # for flash attention
 
 
 class Row(NamedTuple):
@@ -48,6 +63,8 @@ class Row(NamedTuple):
     longest: int  # at least the length of the longest text
     positions: Tensor | None = None  # of each token in its text, if the rows of the padded batch have several texts
     texts: int = 0  # at least the number of texts, if there are positions
+    shared: Tensor | None = None  # for each text: how many of its first tokens are those of the text before it
+    keys: int = 0  # at least the number of tokens, with shared ones counted twice, and of the unused end
 
 
 # Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
@@ -63,12 +80,24 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if sizes is None:
         return None
     mask, positions = current.batch["attention_mask"], current.batch.get("position_ids")
+    is_shared = positions is None and sizes.shared >= LEAST_SHARED * sizes.tokens
+    shared, used = (current.batch["shared"], sizes.tokens - sizes.shared) if is_shared else (None, sizes.tokens)
     if not mask.is_cuda:
-        return Row(mask, sizes.tokens, sizes.width, positions, sizes.texts)
-    tokens = rounded_up(sizes.tokens)
+        return Row(mask, used, sizes.width, positions, sizes.texts, shared)
+    tokens = rounded_up(used)
     # The unused end of the row is computed like a text, so it must not be longer than the longest.
-    longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - sizes.tokens).bit_length())
-    return Row(mask, tokens, longest, positions, rounded_up(sizes.texts))
+    longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - used).bit_length())
+    keys = -(-2 * (sizes.tokens + tokens - used) // tokens) * (tokens // 2)  # few different numbers; a surplus costs nothing
+    return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys)
+
+
+def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
+    """Return for each text of a batch that is padded at its end how many of its first tokens are those of the text before it.
+
+    Every second text shares tokens, and the others share none.
+    """
+    same = ((ids[0::2] == ids[1::2]) & (mask[0::2] * mask[1::2]).bool()).long().cumprod(1).sum(1)
+    return torch.stack([torch.zeros_like(same), same], 1).flatten()
 
 
 def rounded_up(number: int) -> int:
@@ -80,12 +109,13 @@ def rounded_up(number: int) -> int:
 def segments_of(row: Row, is_flash: bool) -> Segments:
     """Return the positions of the texts, computed on the device without a synchronization."""
     mask, tokens = row.mask.bool(), row.tokens
-    flat = mask.flatten()
+    own = mask if row.shared is None else mask & (torch.arange(mask.shape[1], device=mask.device) >= row.shared[:, None])
+    flat = own.flatten()
     before = flat.cumsum(0) - 1
     spill = torch.where(flat, before, tokens)  # padding is written behind the row and removed below
     places = torch.zeros(tokens + 1, dtype=torch.long, device=mask.device)
     places.scatter_(0, spill, torch.arange(len(flat), device=mask.device))
-    ends = mask.sum(1).cumsum(0)
+    ends = own.sum(1).cumsum(0)
     starts = F.pad(ends, (1, 1)).to(torch.int32)
     starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronize with the device
     numbers = None
@@ -98,22 +128,53 @@ def segments_of(row: Row, is_flash: bool) -> Segments:
         starts = starts.scatter_(0, numbers[-1:] + 1, ends[-1:]).to(torch.int32)
     real = torch.arange(tokens, device=mask.device) < ends[-1]
     slots = torch.where(flat, before, 0)
-    return Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash, numbers)
+    found = Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash, numbers)
+    return found if row.shared is None else _share(found, mask, row.keys)
+
+
+def _share(at: Segments, mask: Tensor, number: int) -> Segments:
+    """Return the segments of texts that share tokens with the text before them. `mask` includes the shared tokens."""
+    is_shared, used, tokens = mask & ~at.mask.view(mask.shape), at.starts[-2], torch.arange(len(at.places), device=mask.device)
+    slots = at.slots.view(mask.shape)
+    slots = torch.where(is_shared, slots.roll(1, 0), slots).flatten()
+    second = torch.where(is_shared.roll(-1, 0).flatten()[at.places] & at.real, at.places + mask.shape[1], -1)
+    if not at.is_flash:
+        return at._replace(slots=slots, second=second, mask=mask.flatten(), own=at.mask)
+    flat = mask.flatten()
+    before, ends = flat.cumsum(0) - 1, F.pad(mask.sum(1).cumsum(0), (1, 1))
+    total = ends[-2]
+    ends[-1:].copy_(total + len(tokens) - used)
+    order = torch.arange(number + 1, device=mask.device)
+    of_keys = torch.zeros_like(order).scatter_(0, torch.where(flat, before, number), slots)[:number]
+    of_keys = torch.where(order[:-1] < total, of_keys, (order[:-1] - total + used).clamp(max=len(tokens) - 1))
+    first = torch.where(at.real, before[at.places], tokens - used + total)
+    twice = torch.where(second < 0, -1, before[second.clamp(min=0)])
+    keys = SharedKeys(ends.to(torch.int32), of_keys, torch.stack([first, twice]))
+    return at._replace(slots=slots, second=second, mask=flat, own=at.mask, keys=keys)
 
 
 class Move(torch.autograd.Function):
-    """Moves rows: [1, from, ...] -> [1, to, ...]. The gradient is an indexing, not a sum, so that it is deterministic."""
+    """Moves rows: [1, from, ...] -> [1, to, ...]. The gradient is an indexing, not a sum, so that it is deterministic.
+
+    A row may be moved to two places. `second` is the other one, or -1.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, has_gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(back, has_gradient)
+    def forward(
+        ctx: Any, rows: Tensor, there: Tensor, back: Tensor, has_gradient: Tensor, second: Tensor | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(back, has_gradient, second)
         return rows.index_select(1, there)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        back, has_gradient = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        back, has_gradient, second = ctx.saved_tensors
         rows = gradient.index_select(1, back)
-        return rows.mul_(has_gradient.view(1, -1, *[1] * (rows.ndim - 2))), None, None, None
+        wide = lambda flags: flags.view(1, -1, *[1] * (rows.ndim - 2))
+        rows.mul_(wide(has_gradient))
+        if second is not None:
+            rows += gradient.index_select(1, second.clamp(min=0)).mul_(wide(second >= 0))
+        return rows, None, None, None, None
 
 
 def pack(padded: Tensor, at: Segments) -> Tensor:
@@ -121,61 +182,71 @@ def pack(padded: Tensor, at: Segments) -> Tensor:
     if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, which are the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
     # The result is not a view, because compiled code is specialized on whether a tensor is a view.
-    return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask)
+    return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask if at.own is None else at.own)
 
 
 def unpack(row: Tensor, at: Segments) -> Tensor:
     """[1, tokens, ...] -> [texts, width, ...]. Padding gets arbitrary finite values."""
-    return Move.apply(row, at.slots, at.places, at.real)[0].unflatten(0, at.shape)
+    return Move.apply(row, at.slots, at.places, at.real, at.second)[0].unflatten(0, at.shape)
 
 
 # Each is one operator, so a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, dropout: float, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return compat.flash_attention(q, k, v, starts, longest, dropout, causal, scale)
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
+    dropout: float, causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    k, v = (k, v) if keys is None else (k[keys], v[keys])
+    return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale)
 
 
 @_flash.register_fake
-def _(q, k, v, starts, longest, dropout, causal, scale):
+def _(q, k, v, starts, key_starts, keys, places, longest, dropout, causal, scale):
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     return torch.empty_like(q), lse, torch.empty(2, dtype=torch.uint64, device=q.device)
 
 
 @torch.library.custom_op("accel_ddp::flash_backward", mutates_args=())
 def _flash_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, longest: int, dropout: float,
-    causal: bool, random_state: Tensor, scale: float | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, key_starts: Tensor,
+    keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would cost a pass over each output
     torch.use_deterministic_algorithms(True)
+    k, v = (k, v) if keys is None else (k[keys], v[keys])
     try:
-        return compat.flash_attention_gradients(
-            gradient, q, k, v, out, lse, starts, longest, dropout, causal, random_state, scale
+        d_q, *found = compat.flash_attention_gradients(
+            gradient, q, k, v, out, lse, starts, key_starts, longest, dropout, causal, random_state, scale
         )
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills
+    if places is not None:  # a shared key has two gradients
+        first, second = places
+        add = lambda d: d[first].add_(d[second.clamp(min=0)].mul_((second >= 0).view(-1, 1, 1)))
+        found = [add(d) for d in found]
+    return d_q, *found
 
 
 @_flash_backward.register_fake
-def _(gradient, q, k, v, out, lse, starts, longest, dropout, causal, random_state, scale):
+def _(gradient, q, k, v, out, lse, starts, key_starts, keys, places, longest, dropout, causal, random_state, scale):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, starts, ctx.longest, ctx.dropout, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, starts, *output)
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.rest = inputs[7:]
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
-    q, k, v, starts, out, lse, random_state = ctx.saved_tensors
-    found = _flash_backward(gradient, q, k, v, out, lse, starts, ctx.longest, ctx.dropout, ctx.causal, random_state, ctx.scale)
-    return *found, None, None, None, None, None
+    q, k, v, *where, out, lse, random_state = ctx.saved_tensors
+    longest, dropout, causal, scale = ctx.rest
+    found = _flash_backward(gradient, q, k, v, out, lse, *where, longest, dropout, causal, random_state, scale)
+    return *found, *[None] * 8
 
 
 _flash.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -203,10 +274,13 @@ def attention(
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
         raise NeedsPadding(f"its attention has {', '.join(unknown)}")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not causal and (segments.second is not None or segments.keys is not None):
+        raise NeedsPadding("its texts share their beginnings, and its attention is not causal")
     if segments.is_flash:
         # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
-        return _flash(q, k, v, segments.starts, segments.longest, dropout, causal, scaling)[0][None], None
+        where = (segments.starts, *(segments.keys or (segments.starts, None, None)))
+        return _flash(q, k, v, *where, segments.longest, dropout, causal, scaling)[0][None], None
     heads = query.shape[1] // key.shape[1]
     q, k, v = (unpack(x.transpose(1, 2), segments).transpose(1, 2) for x in (query, key, value))
     if heads > 1:

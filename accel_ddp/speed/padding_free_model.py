@@ -194,9 +194,8 @@ class PaddingFree:
         packed = {name: self._packed(value, at) for name, value in kwargs.items()}
         packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
         # Flash attention needs no more. With the rest, every width of a padded batch would need its own CUDA graph.
-        packed["segments"] = (
-            at._replace(slots=None, places=None, real=None, mask=None, shape=None, numbers=None) if at.is_flash else at
-        )
+        rest = ("slots", "places", "real", "mask", "shape", "numbers", "own", "second")
+        packed["segments"] = at._replace(**dict.fromkeys(rest)) if at.is_flash else at
         self.given, self.packed_arguments = (args, kwargs), (tuple(self._packed(value, at) for value in args), packed)
         return self.packed_arguments
 

@@ -62,20 +62,15 @@ TEXT_LENGTH = 2048  # tokens of a row of plain text, if the model accepts as man
 class Format:
     """How the rows of a table become tokens: `kind` is "chats", "instructions" or "texts", read from `columns`."""
 
+    kept = TOKENS  # columns of the rows for training
+
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any, today: str = ""):
         self.tokenizer, self.train_on_prompts, self.train_on = tokenizer, cfg.train_on_prompts, cfg.train_on
         self.row_format = cfg.row_format
         set_template(tokenizer, cfg)
         # Runs before this option had a newline there.
         self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t") if self.row_format > 1 else "\n"
-        given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        self.kind, self.columns = choose_columns(rows, given, self.row_format)
-        ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in self.columns]
-        if ignored:
-            raise UserError(
-                f"{' '.join(ignored)}: would be ignored, because the rows are read as {self.kind} ({', '.join(self.columns)}). "
-                "Give --messages_column alone, --prompt_column with --answer_column, or --text_column alone."
-            )
+        self.kind, self.columns = self._find_columns(rows, cfg)
         if self.kind == "chats" and not tokenizer.chat_template:
             raise UserError(
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for chats, or "
@@ -102,6 +97,18 @@ class Format:
             if cfg.chat_template:
                 log.info(f"{self.template.name}: answers end with {self.template.end!r}. The template is exported with the model")
         self.date = cfg.template_date
+
+    def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
+        """Return the kind of the rows and their columns. Raise UserError if an option names a column that would be ignored."""
+        given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
+        kind, columns = choose_columns(rows, given, self.row_format)
+        ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in columns]
+        if ignored:
+            raise UserError(
+                f"{' '.join(ignored)}: would be ignored, because the rows are read as {kind} ({', '.join(columns)}). "
+                "Give --messages_column alone, --prompt_column with --answer_column, or --text_column alone."
+            )
+        return kind, columns
 
     def _find_first_ids(self, name: str) -> list[int]:
         """Return the tokens that the tokenizer puts before every text, for example a bos token. Warn about those behind it."""
@@ -135,7 +142,7 @@ class Format:
         """
         names = (*TOKENS, "length", "first", "last", "notes", "problem", SOURCE)
         done: dict[str, list] = {name: [] for name in names}
-        examples = [(number, one) for number in range(len(rows[self.columns[0]])) for one in self._render(rows, number)]
+        examples = [(number, one) for number in range(_number(rows)) for one in self._render(rows, number)]
         for (number, _), (ids, labels, notes, problem) in zip(examples, self._tokenize([one for _, one in examples])):
             if self.kind == "texts" and self.row_format > 1:
                 labels[:1] = [-100] * len(ids[:1])  # nothing predicts it
@@ -169,7 +176,7 @@ class Format:
 
         done = []
         for rows, name in zip(tables, TABLES):
-            tokens = with_row_numbers(rows.select_columns(list(TOKENS)), row_numbers(rows))
+            tokens = with_row_numbers(rows.select_columns(list(self.kept)), row_numbers(rows))
             if is_cut:
                 is_lost = _column(rows, "first") >= width  # only in rows of format 1
                 some, none = int((_column(rows, "last") > width).sum() - is_lost.sum()), int(is_lost.sum())
@@ -306,7 +313,7 @@ class Format:
 
     def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
         """Yield the last examples of the rows that can be used, with their places."""
-        rendered = ((i, self._render(rows, i)[-1]) for i in range(len(rows[self.columns[0]])))
+        rendered = ((i, self._render(rows, i)[-1]) for i in range(_number(rows)))
         return ((i, row) for i, row in rendered if not row.problem)
 
     def _render(self, rows: dict[str, list], i: int) -> list[Rendered]:
@@ -320,8 +327,11 @@ class Format:
         except UnusableRow as error:
             return [Rendered("", [], str(error))]
 
+    def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
+        return {column: values[i] for column, values in rows.items()}
+
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
-        row = {column: values[i] for column, values in rows.items()}
+        row = self._row(rows, i)
         found = read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
         if not isinstance(found, Chat) or not self.template:
             return found
@@ -394,6 +404,10 @@ class Sample(NamedTuple):
     prompt: str
     answer: str
     ids: list[int]
+
+
+def _number(rows: dict[str, list]) -> int:
+    return len(next(iter(rows.values())))
 
 
 def _column(rows: "datasets.Dataset", name: str) -> np.ndarray:

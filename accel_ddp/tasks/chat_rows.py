@@ -23,6 +23,8 @@ TEMPLATE_COLUMNS = ("documents", "chat_template_kwargs")
 SYSTEM_COLUMNS = ("system", "system_prompt")
 OPTIONAL_COLUMNS = (*SYSTEM_COLUMNS, "tools", "functions", "history", *TEMPLATE_COLUMNS)
 INPUT_COLUMNS = {"instruction": ("input", "context"), "question": ("context",)}  # what a prompt is about: Alpaca, Dolly
+LABEL_COLUMNS = ("label", "kto_tag")  # of KTO
+PROMPT, ANSWER = "prompt", "completion"  # names of the parts of whole chats
 MEDIA_COLUMNS = ("images", "videos", "audios", "image", "video", "audio")
 
 
@@ -59,17 +61,48 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
         is_whole = "user" in roles or "human" in roles
         pair = f"--prompt_column {prompt} --answer_column chosen" if prompt else "--text_column chosen"
         raise UserError(
-            "The data have preferences (columns chosen and rejected), and no recipe learns preferences yet. sft would train rejected "
-            f"answers too. To train on the chosen answers only, type {'--messages_column chosen' if is_whole else pair}."
+            "The data have preferences (columns chosen and rejected), and sft would train rejected answers too. To learn them, type "
+            "`accel-ddp run dpo` with the same --train_file or --dataset. To train on the chosen answers only, type "
+            f"{'--messages_column chosen' if is_whole else pair}."
         )
-    label = next((name for name in ("kto_tag", "label") if name in names), "")
+    label = next((name for name in LABEL_COLUMNS if name in names), "")
     values = {str(value).lower() for value in rows.select_columns([label])[:][label]} if label and prompt else set()
     if (bad := values & {"false", "0", "0.0"}) and values <= {*bad, "true", "1", "1.0", "none", "nan"}:
         raise UserError(
-            f"The data have answers that are labeled as good or bad (KTO: column {label}), and no recipe learns such labels yet. sft "
-            f"would train the answers whose {label} is {min(bad)} too. Remove these rows. If the column means something else, name the "
-            "columns to train on (--messages_column, or --prompt_column and --answer_column)."
+            f"The data have answers that are labeled as good or bad (column {label}), and sft would train the answers whose {label} is "
+            f"{min(bad)} too. To learn the labels, type `accel-ddp run dpo --loss kto` with the same --train_file or --dataset. If the "
+            "column means something else, name the columns to train on (--messages_column, or --prompt_column and --answer_column)."
         )
+
+
+def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return the columns of prompts, of answers, and of labels, which is "" for pairs. Raise UserError if the loss needs others."""
+    names = rows.column_names
+    given = ("messages_column", "prompt_column", "answer_column", "chosen_column", "rejected_column", "label_column")
+    for option in given:
+        if (column := getattr(cfg, option)) and column not in names and column != getattr(type(cfg), option):
+            raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
+    first = lambda option, *usual: getattr(cfg, option, "") or next((name for name in usual if name in names), "")
+    messages, prompt = (first(option, *USUAL_COLUMNS[option]) for option in ("messages_column", "prompt_column"))
+    answer, label = first("answer_column", *USUAL_COLUMNS["answer_column"]), first("label_column", *LABEL_COLUMNS)
+    pair = (cfg.chosen_column, cfg.rejected_column)
+    is_pair = {*pair} <= {*names}
+    prompt = prompt or (messages if is_pair or not answer else "")
+    more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in names and name not in (answer, *pair)]
+    prompts = (prompt, *more) if prompt else ()
+    if is_pair and not (cfg.loss == "kto" and cfg.label_column):
+        return prompts, pair, ""
+    if cfg.loss == "kto" and label and (answer or messages):
+        return prompts or (messages,) if messages else prompts, (answer or ANSWER,), label
+    has_labels = label and (answer or messages)
+    needed = {"chosen_column": pair[0], "rejected_column": pair[1]} if cfg.loss != "kto" else {"label_column": "label"}
+    what = "labeled answers (--answer_column, --label_column) or pairs" if cfg.loss == "kto" else "pairs of answers"
+    instead = (
+        " Labeled answers are learned with --loss kto." if has_labels else " To learn chats as they are, use `accel-ddp run sft`."
+    )
+    raise UserError(
+        f"--loss {cfg.loss}: needs {what} (--chosen_column, --rejected_column). {describe_columns(rows, needed)}{instead}"
+    )
 
 
 class Chat(NamedTuple):
@@ -263,6 +296,16 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
     if role == "assistant" and not (text.strip() or message.get("tool_calls") or message.get("reasoning_content")):
         raise UnusableRow("an answer is empty")
     return {**message, "role": role, "content": text}, int(all(weights))
+
+
+def role_of(message: Any) -> str:
+    """Return the role of a message as it stands in the data."""
+    role = message.get("role") or message.get("from") if isinstance(message, dict) else ""
+    return NEW_ROLES.get(role, role) if isinstance(role, str) else ""
+
+
+def text_of(message: Any) -> Any:
+    return message.get("content") or message.get("value") if isinstance(message, dict) else message
 
 
 def _mentions(template: str, word: str) -> bool:

@@ -15,13 +15,14 @@ from accel_ddp.sources import data, tokenization
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.metrics import regression_metrics
 
+NOTHING = 0  # the key of a negative that a row does not have; no loss counts it
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
 def text_keys(texts: list[list[str]]) -> list[list[int]]:
-    """Return an integer for each text of each row. Equal texts have equal integers, on every rank."""
+    """Return an integer for each text of each row: NOTHING for an empty text. Equal texts have equal integers, on every rank."""
     key = lambda text: int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    return [[key(text) for text in row] for row in zip(*texts)]
+    return [[key(text) if text else NOTHING for text in row] for row in zip(*texts)]
 
 
 class PairCollate(tokenization.PadCollate):
@@ -56,12 +57,12 @@ def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[
     """Return for each row the cross-entropy of its anchor's positive among the positives and negatives of all rows.
 
     `rows` are embeddings of (anchor, positive, negatives ...), and `keys` come from `text_keys`. A candidate is excluded if it
-    equals the positive or the anchor, or if it is the positive of an equal anchor. With `dimensions` (Matryoshka) the loss is the
-    mean over embeddings truncated to each of them.
+    equals the positive or the anchor, if it is the positive of an equal anchor, or if it is NOTHING. With `dimensions`
+    (Matryoshka) the loss is the mean over embeddings truncated to each of them.
     """
     number = len(keys)
     candidates = torch.cat([keys[:, 1], keys[:, 2:].flatten()])
-    excluded = (candidates == keys[:, 1:2]) | (candidates == keys[:, 0:1])
+    excluded = (candidates == keys[:, 1:2]) | (candidates == keys[:, 0:1]) | (candidates == NOTHING)
     excluded[:, :number] |= keys[:, 0] == keys[:, 0:1]
     targets = torch.arange(number, device=keys.device)
     excluded[targets, targets] = False

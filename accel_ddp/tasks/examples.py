@@ -54,12 +54,10 @@ def command(code: str, folder: str, model: str = "{folder}") -> str:
 
 def show_rows(task: Any, cfg: Any) -> str:
     """Return the first rows of step 1 as the model receives them, for `--show_example`. It draws what training draws for them."""
-    from accel_ddp.training.stream import Shuffle
-
     has_colors, items = supports_color(), task.train.items(cfg.seed)
     mark = lambda text: f"\x1b[1;32m{text}\x1b[0m" if has_colors else f"⟦{text}⟧"
     lines = [f"the first rows of step 1, as the model receives them; it learns what is {mark('marked')}:"]
-    for place, index in enumerate(Shuffle(len(task.train), cfg.seed).items(0, cfg.show_example)):
+    for place, index in enumerate(task.train.order(cfg.seed).items(0, cfg.show_example)):
         batch = task.train.collate(items.__getitems__([(place, index)]))
         batch = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
         lines += [f"--- row {place + 1}", *_describe_batch(batch, task, mark)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources import data
 from accel_ddp.sources.places import warn
@@ -81,17 +82,20 @@ class Labels:
         found = []
         for rows in (train, test):
             # `rows.unique` would copy the texts of all rows if some were set aside: 20 s for 400,000 rows, and this takes 2 s.
-            cells = (cell for row in rows[column][:] for cell in ((row or ()) if is_multi_label else (row,)))
+            cells = (cell for row in data.iter_values(rows, column) for cell in ((row or ()) if is_multi_label else (row,)))
             # `_find_values` rejects a tuple, which stands for a list or a dictionary.
             found.append({cell if isinstance(cell, Hashable) else (str(cell),) for cell in cells if not data.is_missing(cell)})
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
             raise UserError(f"--label_column {column}: contains {_describe_kinds(found[0] | found[1])}")
+        if links.label_names:
+            return cls(column, links.label_names, classes_of_model(value_of, names), is_multi_label)
         if not found[0]:
             raise UserError(f"--label_column {column}: no training row has a label.")
         used = found[0] | (found[1] if use_both else set())
         values = list(range(len(names))) if names else sorted({value_of[cell] for cell in used})
-        if is_multi_label and set(values) == {0, 1} and len({len(row) for row in train[column][:] if row is not None}) == 1:
+        widths = (len(row) for row in data.iter_values(train, column) if row is not None)
+        if is_multi_label and set(values) == {0, 1} and len({*widths}) == 1:
             raise UserError(f"--label_column {column}: contains a list of 0 and 1 for each row. Give lists of names of classes.")
         if len(values) < 2 and not is_multi_label:
             raise UserError(f"--label_column {column}: all rows have the same label {values}, so there is nothing to learn.")
@@ -141,6 +145,17 @@ class Labels:
 
         counts = torch.bincount(torch.tensor(encoded), minlength=len(self.names))
         return (len(encoded) / ((counts > 0).sum() * counts.clamp(min=1))).to(device)
+
+
+def classes_of_model(value_of: dict[Any, Any], declared: list[str] | None) -> dict[Any, int]:
+    """Return the class number of each label in the rows with which a model is evaluated: by its name, or else the label itself.
+
+    `declared` are the names that the dataset has for its class numbers.
+    """
+    known = {name: number for number, name in enumerate(links.label_names)}
+    name_of = lambda value: declared[value] if declared and value in range(len(declared)) else str(value)
+    by_name = {cell: known[name_of(value)] for cell, value in value_of.items() if name_of(value) in known}
+    return by_name or {cell: value for cell, value in value_of.items() if value in range(len(known))}
 
 
 def may_lack_classes(cfg: Any, train: "datasets.Dataset") -> bool:
@@ -225,6 +240,8 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
     `train` and `test` have the number of rows or words (`unit`) of each class.
     """
     noun = unit.removesuffix("s")
+    if links.label_names:  # nothing is learned
+        return
     if missing := [i for i in range(len(names)) if not train[i]]:
         shown = [f"{names[i]!r} ({counted(test[i], f'evaluation {noun}')})" if test[i] else repr(names[i]) for i in missing]
         has = "has" if len(missing) == 1 else "have"

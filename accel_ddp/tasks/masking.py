@@ -30,6 +30,7 @@ class MaskedBlocks(Dataset):
 
     def __init__(self, blocks: Any, tokenizer: Any, mask_share: float, seed: int | None = None):
         self.blocks, self.mask_share, self.seed, self.mask = blocks, mask_share, seed, tokenizer.mask_token_id
+        self.mixture = getattr(blocks, "mixture", None)
         self.ordinary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
 
     def __len__(self) -> int:

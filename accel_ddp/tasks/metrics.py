@@ -6,12 +6,15 @@ options of a recipe are checked with it.
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_ddp import phases
 from accel_ddp.config.option_values import Direction
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.text import did_you_mean
 
@@ -86,6 +89,7 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
 
     from accel_ddp.tasks.tables import Row, ScoreTable
 
+    report_same(predictions, references, lambda row: repr(names[row]) if row.ndim == 0 else "the same classes")
     present = _present(predictions, references)
     right = predictions == references
     accuracy = float((right.all(-1) if right.ndim > 1 else right).mean())
@@ -97,6 +101,20 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     if right.ndim == 1:  # the micro average is the accuracy
         averages.insert(0, Row("accuracy", f1=accuracy, support=averages[0].support))
     return {"accuracy": accuracy, "macro_f1": averages[1].f1}, ScoreTable(rows, averages)
+
+
+def report_same(predictions: "np.ndarray", references: "np.ndarray", describe: Callable[[Any], str]) -> None:
+    """Print a line if all items have the same prediction although their labels differ. It is repeated only if the prediction changes.
+
+    A new head does so before training, which is usual. `describe` returns the words for a prediction.
+    """
+    is_one = lambda rows: len(rows) > 0 and bool((rows == rows[:1]).all())
+    found = describe(predictions[0]) if is_one(predictions) and not is_one(references) else ""
+    if found not in ("", links.only_prediction) and (phases.HERE.step or links.label_names):
+        advice = "" if links.label_names else " If that stays so, use another --lr, more steps or --class_weights balanced."
+        text = f"warning: ONE_ANSWER: the model predicts {found} for all {len(predictions):,} evaluation items."
+        warn_on_main(text + advice, "ONE_ANSWER", phases.HERE.step)
+    links.only_prediction = found
 
 
 def _present(predictions: "np.ndarray", references: "np.ndarray") -> list[int]:

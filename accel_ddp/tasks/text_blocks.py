@@ -3,8 +3,6 @@
 The texts come from tables with a column of texts, or from .txt files with a text per line.
 """
 
-import dataclasses
-import glob
 import hashlib
 import logging
 import os
@@ -20,10 +18,11 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from accel_ddp.config.choices import choose
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import TEXT_FILES, RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import data, model_kinds, models, places, tokenization
-from accel_ddp.sources.table_files import TABLES, describe_folder, load_file, require_file, require_utf8
+from accel_ddp.sources.many_files import PATTERN, decompress, expand, find_files, read_all
+from accel_ddp.sources.table_files import ending_of, load_file, require_file, require_utf8
 
 if TYPE_CHECKING:
     import datasets
@@ -46,72 +45,63 @@ def share_rows(
     def pack(rows: dict[str, list]) -> dict[str, list]:
         return tokenization.pack_documents(rows, cfg.max_length)
 
-    return tables if reason else [tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg) for rows in tables]
+    make = lambda rows: tokenization.map_once(rows, pack, depends_on=cfg.max_length, cfg=cfg)
+    return tables if reason else [data.for_each_dataset(rows, make) for rows in tables]
 
 
 def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset"]:
-    """Return training and evaluation rows like `data.load_rows`, also from several .txt files.
+    """Return training and evaluation rows like `data.load_rows`. Many .txt files are read at once.
 
     Consecutive lines of a .txt belong together. Without `--eval_file`, the last tenth of its lines (at most 2,000) is therefore
     set aside, and not lines that are drawn at random.
     """
-    if not cfg.train_file or is_table(*cfg.train_file):
-        return data.load_rows(cfg, load_text_file)
+    if not are_texts("--train_file", cfg.train_file):
+        return data.load_rows(cfg, endings=TEXT_FILES)
+    if cfg.eval_fraction:
+        reason = "lines of .txt files belong together and cannot be chosen one by one"
+        raise UserError(
+            f"--eval_fraction {cfg.eval_fraction:g}: {reason}. Give --eval_file, or leave it out: the last tenth is used."
+        )
+    places.prepare_hub()
+    if cfg.eval_file:
+        tables = [load_lines(f"--{name}", getattr(cfg, name), cfg) for name in ("train_file", "eval_file")]
+    else:
+        rows = load_lines("--train_file", cfg.train_file, cfg)
+        if len(rows) < 2:
+            raise UserError(
+                f"--train_file {cfg.train_file[0]}: has one line, and training and evaluation need two. Give --eval_file."
+            )
+        numbers = data.dataset_numbers(rows)
+        parts = (
+            [np.arange(len(rows))] if numbers is None else np.split(np.arange(len(rows)), np.flatnonzero(np.diff(numbers)) + 1)
+        )
+        test = np.concatenate([part[-max(1, min(2000, len(part) // 10)) :] for part in parts])
+        tables = [data.select(rows, positions) for positions in (np.delete(np.arange(len(rows)), test), test)]
     # Lines are drawn in runs of 100, because blocks of unrelated lines are not the text that is to be learned.
     options = ("max_train_items", "max_eval_items")
-
-    def draw(*tables: "datasets.Dataset") -> tuple["datasets.Dataset", "datasets.Dataset"]:
-        train, test = (data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
-        return train, data.record_evaluated(test)
-
-    if cfg.eval_file:
-        return draw(*data.load_rows(dataclasses.replace(cfg, max_train_items=0, max_eval_items=0), load_text_file))
-    places.prepare_hub()
-    rows = load_text_file("--train_file", *cfg.train_file)
-    if len(rows) < 2:
-        raise UserError(
-            f"--train_file {cfg.train_file[0]}: has one line, and training and evaluation need two. Give --eval_file."
-        )
-    num_train = len(rows) - max(1, min(2000, len(rows) // 10))
-    train, test = range(num_train), range(num_train, len(rows))
-    return draw(*(data.with_row_numbers(rows.select(part), data.row_numbers(rows)[np.array(part)]) for part in (train, test)))
+    train, test = (data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
+    return train, data.record_evaluated(test)
 
 
-def load_text_file(option: str, place: str) -> "datasets.Dataset":
-    """Return the rows of a table, or the lines of .txt files in the column `text`. See `find_text_files` for `place`."""
+def load_lines(option: str, arguments: Sequence[str], cfg: RecipeConfig) -> "datasets.Dataset":
+    """Return the lines of .txt files in the column `text`, or the rows of tables."""
     import datasets
 
-    if is_table(place):
-        return load_file(option, place)
-    files = find_text_files(option, place)
-    for file in files:
-        require_utf8(option, file)
-    return datasets.load_dataset("text", data_files=[str(file.resolve()) for file in files], split="train")
+    def read(option: str, place: str) -> "datasets.Dataset":
+        files = [decompress(option, file, cfg.cache_dir) for file in find_files(option, place, (".txt",))]
+        for file in files:
+            require_utf8(option, require_file(option, file))
+        return datasets.load_dataset("text", data_files=[str(Path(file).resolve()) for file in files], split="train")
+
+    if not are_texts(option, arguments):
+        return data.attach(read_all(option, arguments, load_file, TEXT_FILES, cfg.cache_dir))
+    return data.attach(read_all(option, arguments, read, (PATTERN,), cfg.cache_dir))
 
 
-def is_table(place: str) -> bool:
-    """Return whether the file has columns, by its ending."""
-    return Path(place).suffix.lower() in TABLES
-
-
-def find_text_files(option: str, place: str) -> list[Path]:
-    """Return the .txt files that a path, a folder (with its subfolders) or a pattern names, sorted, without empty files."""
-    if Path(place).is_dir():
-        files = sorted(Path(place).rglob("*.txt"))
-    else:
-        files = [Path(place)] if Path(place).is_file() else sorted(map(Path, glob.glob(place, recursive=True)))
-    if not files and Path(place).is_dir():
-        raise UserError(f"{option} {place}: the folder contains no .txt files. {describe_folder(Path(place))}")
-    if not files and glob.has_magic(place):
-        raise UserError(f"{option} {place}: no file matches this pattern (looked in {Path.cwd()}).")
-    if not files:
-        require_file(option, place)
-    if others := [file for file in files if file.suffix != ".txt"]:
-        raise UserError(f"{option} {place}: {others[0].name} is not a .txt file. Give .txt files only, for example '*.txt'.")
-    with_text = [file for file in files if file.stat().st_size]
-    if not with_text:
-        raise UserError(f"{option} {place}: {'the file is' if len(files) == 1 else 'all files are'} empty.")
-    return with_text
+def are_texts(option: str, arguments: Sequence[str]) -> bool:
+    """Return whether these arguments of an option name .txt files only."""
+    files = expand(option, arguments, TEXT_FILES)
+    return bool(files) and all(ending_of(Path(file)) == ".txt" for _, file in files)
 
 
 def drop_other_values(tables: Sequence["datasets.Dataset"], cfg: Any) -> Sequence["datasets.Dataset"]:
@@ -190,7 +180,8 @@ def cut_into_blocks(
 
     if not any(text.strip() for some in rows.iter(1000) for text in data.read_texts(some, column)):
         raise UserError(f"--text_column {column}: all {len(rows):,} texts are empty.")
-    return tokenization.map_once(rows, cut, depends_on=[block_tokenizer.identity, column], cfg=cfg)
+    make = lambda rows: tokenization.map_once(rows, cut, depends_on=[block_tokenizer.identity, column], cfg=cfg)
+    return data.for_each_dataset(rows, make)
 
 
 class StreamedBlocks(Dataset):
@@ -211,8 +202,12 @@ class StreamedBlocks(Dataset):
     SAMPLES = 64
     MAX_UNUSED = 0.02  # blocks are made smaller until at most this fraction of the sampled tokens is beyond `max_length`
 
-    def __init__(self, option: str, place: str, block_tokenizer: BlockTokenizer):
-        self.files, self.block_tokenizer = find_text_files(option, place), block_tokenizer
+    def __init__(self, option: str, places: str | Sequence[str], block_tokenizer: BlockTokenizer):
+        places = [places] if isinstance(places, str) else places
+        self.files = [require_file(option, file) for _, file in expand(option, places, (".txt",))]
+        if other := [file for file in self.files if file.suffix != ".txt"]:
+            raise UserError(f"{option} {other[0]}: is not a .txt file, and --streaming reads no others. Convert it.")
+        self.block_tokenizer = block_tokenizer
         sizes, room = [file.stat().st_size for file in self.files], block_tokenizer.room
         self.ends, self.num_bytes = list(accumulate(sizes)), sum(sizes)
         self._open: dict[int, BinaryIO] = {}
@@ -221,7 +216,9 @@ class StreamedBlocks(Dataset):
         identity = [*(file.name for file in self.files), *map(str, sizes), *samples]
         num_tokens = len(block_tokenizer.tokenize(samples)[0])
         if num_tokens == 0:
-            raise UserError(f"{option} {place}: {len(samples)} samples of the files contain white space only, and no text.")
+            raise UserError(
+                f"{option} {' '.join(places)}: {len(samples)} samples of the files contain white space only, and no text."
+            )
         bytes_per_token = sum(len(sample.encode()) for sample in samples) / num_tokens
         for fill in np.arange(1, 0.5, -0.05):
             self.block_bytes = max(4, int(bytes_per_token * room * fill))
@@ -314,12 +311,15 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[D
     Without `--eval_file`, the last hundredth of the blocks (at most 2,000) is set aside. From fewer than 10,000 blocks, 100 are set
     aside, but at most a tenth.
     """
-    if not cfg.train_file or is_table(*cfg.train_file):
+    if not are_texts("--train_file", cfg.train_file):
         raise UserError("--streaming: reads .txt files only. Give a .txt file, a folder or a pattern with --train_file.")
-    blocks = StreamedBlocks("--train_file", *cfg.train_file, block_tokenizer)
+    if cfg.eval_fraction or data.mixture_weights(cfg):
+        name = "--eval_fraction" if cfg.eval_fraction else "weights of --train_file"
+        raise UserError(f"--streaming and {name}: blocks of large files are not rows. Leave one of them out.")
+    blocks = StreamedBlocks("--train_file", cfg.train_file, block_tokenizer)
     log.info(f"--streaming: {blocks.summary}")
     if cfg.eval_file:
-        test_blocks = StreamedBlocks("--eval_file", *cfg.eval_file, block_tokenizer)
+        test_blocks = StreamedBlocks("--eval_file", cfg.eval_file, block_tokenizer)
         train, test = range(len(blocks)), range(len(test_blocks))
     else:
         if len(blocks) < 2:

@@ -25,13 +25,13 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from accel_ddp import compat
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import IMAGE_FILES, RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE
 from accel_ddp.sources import builtin, data, models, tokenization
 from accel_ddp.sources.builtin_data import encode_png
-from accel_ddp.sources.table_files import load_file, require_file
+from accel_ddp.sources.table_files import is_saved, load_file, require_file
 from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
@@ -58,7 +58,7 @@ def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Datase
         with _open_npz("--train_file", cfg.train_file[0]) as arrays:
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
-    tables = data.load_rows(cfg, read_images)
+    tables = data.load_rows(cfg, read_images, IMAGE_FILES)
     data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
     try:
         return tuple(rows.cast_column(cfg.image_column, datasets.Image(decode=False)) for rows in tables)
@@ -69,7 +69,7 @@ def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Datase
 
 def read_images(option: str, path: str) -> "datasets.Dataset":
     """Return the columns `image` and `label` of a folder or an .npz, or the columns of a table."""
-    if Path(path).is_dir():
+    if Path(path).is_dir() and not is_saved(Path(path)):
         return _read_folder(option, path)
     if Path(path).suffix.lower() in Image.registered_extensions():
         raise UserError(f"{option} {path}: is one image. Give a folder with a subfolder for each class: FOLDER/CLASS/IMAGE.")
@@ -293,7 +293,7 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
     if path and Path(path).is_file():
         return f"image = {literal(path)}"
     if cfg.train_file:
-        place = f"{literal((cfg.eval_file or cfg.train_file)[0])}, {column}"
+        place = f"{literal(images.rows.files.plain[0])}, {column}"
         return f"from accel_ddp import vision; image = vision.load_first({place})"
     if cfg.dataset.startswith(builtin.PREFIX):
         return f'from accel_ddp.sources import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'

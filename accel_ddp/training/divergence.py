@@ -67,7 +67,7 @@ class ParameterCheck:
         is_copied = len(self._copies[0]) > 1 and bool(self._trained)
         self.is_on = cfg.check_every > 0 and this_rank.num_ranks > 1 and (is_copied or bool(self._buffers))
         if self.is_on:
-            bits = [_bits(p) for p in (*self._vectors.values(), *self._matrices.values())]
+            bits = [bits_of(p) for p in (*self._vectors.values(), *self._matrices.values())]
             self._sizes = [one.numel() if number < len(self._vectors) else len(one) for number, one in enumerate(bits)]
             random = torch.Generator().manual_seed(0)  # equal on every rank, and not the generator of dropout
             factors = torch.randint(-(2**63), 2**63 - 1, (sum(self._sizes),), generator=random, dtype=torch.int64) | 1
@@ -78,12 +78,12 @@ class ParameterCheck:
         if not self.is_on or step == self._last or not (is_needed or step % self.cfg.check_every == 0):
             return
         self._last = step
-        vectors, matrices = [_bits(p) for p in self._vectors.values()], [_bits(p).sum(-1) for p in self._matrices.values()]
+        vectors, matrices = [bits_of(p) for p in self._vectors.values()], [bits_of(p).sum(-1) for p in self._matrices.values()]
         parts = [torch.cat(some).to(torch.int64) for some in (vectors, matrices) if some]
         products = (torch.cat(parts) if parts else self._factors) * self._factors
         now = dict(self._module.named_buffers()) if self._buffers else {}  # a forward pass may have replaced them
         buffers = [now.get(name, self._factors[:1]) for name in self._buffers]
-        sums = torch.stack([products.sum().to(self.device), *(_bits(buffer).sum().to(self.device) for buffer in buffers)])
+        sums = torch.stack([products.sum().to(self.device), *(bits_of(buffer).sum().to(self.device) for buffer in buffers)])
         digests, copied = torch.zeros(2, this_rank.num_ranks, dtype=torch.int64, device=self.device), None
         digests[0, this_rank.rank] = sums[0]
         digests[1, this_rank.rank] = (sums[1:] * (2 * torch.arange(len(buffers), device=self.device) + 1)).sum()
@@ -181,7 +181,7 @@ def _join(names: list[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _bits(parameter: Tensor) -> Tensor:
+def bits_of(parameter: Tensor) -> Tensor:
     """Return the bits of a parameter as integers of at most 4 bytes: a vector, or a matrix with the same number of rows.
 
     Sums of 8-byte integers would overflow, and two changed signs in one row would then cancel each other.
@@ -199,16 +199,17 @@ def _bits(parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def weights_kept(model: nn.Module, what: str) -> Iterator[None]:
+def weights_kept(model: nn.Module, what: str) -> Iterator[dict[str, int]]:
     """Raise UserError on every rank if the block, forward passes in eval mode, changes a weight or a persistent buffer.
 
     Checkpoints and exports before and after such a pass would differ. It reads all weights twice and copies none: 8B parameters in
-    16 bits take 2 x 8 ms on an H200, and 2 x 0.2 s on 16 CPU cores. Every rank must call it.
+    16 bits take 2 x 8 ms on an H200, and 2 x 0.2 s on 16 CPU cores. Every rank must call it. It yields the
+    checksums of the weights, and nothing on ranks that have the same weights as rank 0.
     """
     # Without shards, rank 0 computes all that others compute, and only its buffers stay as they are: the others get copies of them.
     is_compared = this_rank.is_main or is_sharded(model)
     before = _checksums(model) if is_compared else {}
-    yield
+    yield before
     after = _checksums(model) if is_compared else {}
     changed = next(
         filter(None, gather_everywhere([name for name in before if after.get(name, before[name]) != before[name]])), []
@@ -221,10 +222,21 @@ def weights_kept(model: nn.Module, what: str) -> Iterator[None]:
         )
 
 
+def report_untrained(model: nn.Module, before: dict[str, int], step: int) -> None:
+    """Warn if all weights are as `weights_kept` has found them when the model was loaded. This is a collective."""
+    if all(gather_everywhere(before == (_checksums(model) if before else {}))):
+        why = "the run has ended before its first step" if not step else "check --lr, --freeze and the loss"
+        warn_on_main(
+            f"warning: UNTRAINED: no weight has changed since --model was loaded, so its export is the same model: {why}.",
+            "UNTRAINED",
+            step,
+        )
+
+
 def _checksums(model: nn.Module) -> dict[str, int]:
     """Return the sum of the bits of each tensor that is saved, of a sharded one the part of this rank."""
     state = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor) and local(value).numel()}
-    return {name: int(_in_8_bytes(_bits(tensor).flatten()).sum()) for name, tensor in state.items()}
+    return {name: int(_in_8_bytes(bits_of(tensor).flatten()).sum()) for name, tensor in state.items()}
 
 
 def _in_8_bytes(bits: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from accel_ddp.text import shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.sharding import gathered
-from accel_ddp.training.stream import CountingCollate, require_items, with_sizes
+from accel_ddp.training.stream import CountingCollate, Mixture, require_items, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers
 
 Rows = dict[str, np.ndarray]
@@ -50,6 +50,7 @@ class EvalBatches:
     def __init__(self, dataset: Any, collate: Callable[[list], Any], batch_size: int, accelerator: Accelerator, cfg: TrainConfig):
         require_items(dataset)
         self.num_items, self.device = len(dataset), accelerator.device
+        self.mixture: Mixture | None = getattr(dataset, "mixture", None)
         share: Any = range(accelerator.process_index, len(dataset), accelerator.num_processes)
         self.num_own = len(share)  # rows of this rank that count
         if links.sharding and self.num_own * accelerator.num_processes < len(dataset):
@@ -80,7 +81,7 @@ def evaluate(
 
     `measure` returns one row per item of a batch (predictions, labels, losses). `summarize` gets the rows of all items in the
     order of the data, on the main rank, and every rank returns its result. Rows may have a different width in each batch (tags,
-    generated tokens): shorter ones are filled with -100.
+    generated tokens): shorter ones are filled with -100. If the items come from several datasets, `loss/NAME` is the loss of each.
     """
     module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
     if accelerator.num_processes > 1 and compat.has_batch_norm(module):
@@ -111,7 +112,32 @@ def evaluate(
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
         raise EvaluationStopped
-    return broadcast_metrics(summarize(_in_order(shares, batches.num_items)) if shares else None)
+    rows = _in_order(shares, batches.num_items) if shares else {}
+    metrics = summarize(dict(rows)) if shares else None
+    if isinstance(metrics, Mapping) and batches.mixture:
+        metrics = {**metrics, **_by_dataset(rows, metrics, batches.mixture)}
+    return broadcast_metrics(metrics)
+
+
+def _by_dataset(rows: Rows, metrics: Mapping[str, Any], mixture: Mixture) -> dict[str, float]:
+    """Return each metric that is a mean of rows, such as the loss, for each dataset.
+
+    It is a mean over the items, or over what they have of something, such as tokens: then another column has their numbers.
+    `summarize` itself cannot be called for a part of the items, because recipes compare them with those of the whole table.
+    """
+    found: dict[str, float] = {}
+    columns = {name: values for name, values in rows.items() if values.shape == mixture.numbers.shape}
+    weights = [np.ones(len(mixture.numbers)), *(some for some in columns.values() if some.dtype.kind in "iu" and some.any())]
+    for name in [name for name, value in metrics.items() if name in columns and isinstance(value, numbers.Real)]:
+        values = columns[name].astype(np.float64)
+        mean = lambda weights, these=slice(None), values=values: float(values[these].sum() / (weights[these].sum() or math.nan))
+        if (used := next((some for some in weights if math.isclose(mean(some), metrics[name], rel_tol=1e-5)), None)) is None:
+            continue
+        for at, dataset in enumerate(mixture.names):
+            these = mixture.numbers == at
+            if used[these].sum() > 0:
+                found[f"{name}/{dataset}"] = mean(used, these)
+    return found
 
 
 @torch.no_grad()

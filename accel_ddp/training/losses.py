@@ -5,7 +5,7 @@ compared with every other one, on whatever rank and in whatever micro-batch. `up
 `CurrentBatch` before they call the model. Code that changes how a model computes, such as `speed`, reads it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -77,9 +77,27 @@ def of_classes(
     return losses.sum() if reduction == "sum" else losses
 
 
-def checked(loss: Any) -> Tensor:
-    """Return what a loss function has returned. Raise UserError if it is not one number with a gradient."""
-    reason = ""
+def loss_of(found: Any) -> Any:
+    """Return the loss without the numbers that a loss function may return with it, see `LossSum`."""
+    return found[0] if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping) else found
+
+
+def numbers_of(found: Any) -> dict[str, tuple[Any, Any]]:
+    """Return (sum, number) of each number that a loss function returned with its loss. The number is None: all items."""
+    if loss_of(found) is found:
+        return {}
+    if used := [name for name in found[1] if not isinstance(name, str) or name in RESERVED]:
+        raise UserError(
+            f"The loss function returned a number named {used[0]!r}, which the log cannot store. Choose another name."
+        )
+    if len(found[1]) > MOST_NUMBERS:
+        raise UserError(f"The loss function returned {len(found[1])} numbers. Return at most {MOST_NUMBERS}.")
+    return {name: value if isinstance(value, tuple) else (value, None) for name, value in found[1].items()}
+
+
+def checked(found: Any) -> Tensor:
+    """Return the loss that a loss function has returned. Raise UserError if it is not one number with a gradient."""
+    loss, reason = loss_of(found), ""
     if not isinstance(loss, Tensor):
         reason = f"a {type(loss).__name__}, which has no gradient. Return a tensor, without .item() and float()"
     elif loss.numel() != 1:
@@ -95,7 +113,13 @@ def checked(loss: Any) -> Tensor:
 
 
 MicroBatch = Any
-LossSum = Callable[[nn.Module, MicroBatch], Tensor]
+# Returns the loss, summed over the items of a micro-batch, or (loss, {name: sum}) with numbers to log as means over the items of a
+# step. A sum may be (sum, number) if not all items count. Every micro-batch must have the same names.
+LossSum = Callable[[nn.Module, MicroBatch], Any]
+MOST_NUMBERS = 64
+# Names of other fields of the event `update` of log.jsonl.
+RESERVED = ("event", "step", "time", "repeated", "loss", "grad_norm", "lr", "items", "samples_per_second", "tokens",
+            "tokens_per_second", "tflops", "mfu", "epoch")  # fmt: skip
 
 
 class WholeBatch:

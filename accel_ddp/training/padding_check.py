@@ -267,7 +267,7 @@ class _Compute:
         finally:
             hook.remove()
         has_decoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-        return _of_first(_main_tensor(outputs[-1]), batch, len(places), has_decoder)
+        return _without_padding(_main_tensor(outputs[-1]), batch, has_decoder)
 
 
 def _require_memory(size: int, device: torch.device) -> None:
@@ -293,7 +293,8 @@ def _choose_texts(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfi
     """
     if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
         return []
-    places, lengths = np.arange(len(train)), train.part_lengths
+    lengths = train.part_lengths
+    places = np.arange(len(train.dataset))
     if lengths is None:  # the last block of a text is shorter than the others
         places = np.unique([*range(min(TRIED, len(train))), len(train) - 1])
         lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).sizes.tokens] for place in places])
@@ -321,15 +322,12 @@ def _main_tensor(output: Any) -> Tensor:
     return next(value for value in in_order if isinstance(value, Tensor))
 
 
-def _of_first(output: Tensor, batch: Any, number: int, has_decoder: bool) -> Tensor:
-    """Return the part of the output that belongs to the first of `number` items, without padding."""
-    texts = len(batch["attention_mask"])
+def _without_padding(output: Tensor, batch: Any, has_decoder: bool) -> Tensor:
+    """Return the output as one row without padding, which begins with the texts of the first item."""
     mask = batch["labels"] != -100 if has_decoder and "labels" in batch else batch["attention_mask"].bool()
     if output.ndim > 2 and output.shape[:2] == mask.shape:
-        return output[: texts // number][mask[: texts // number]].flatten()
-    if len(output) == texts:
-        return output[: texts // number].flatten()
-    return output.flatten()  # the tokens that are predicted, as one row; those of the first text come first
+        return output[mask].flatten()
+    return output.flatten()
 
 
 def _distance(alone: Tensor, padded: Tensor) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel_ddp import phases
 from accel_ddp.phases import Split, Timing
+from accel_ddp.training.losses import MOST_NUMBERS
 from accel_ddp.training.update import UpdateStats
 
 # The fields of `RankSample` that describe the machine. They follow those of `Timing`.
@@ -67,6 +68,8 @@ class Numbers(NamedTuple):
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
     local_loss: float
     ranks: Sequence[RankSample] = ()  # of every rank, in steps that are logged
+    rows: dict[str, int] = {}  # of a mixture: `rows/NAME`, those of each dataset since the first step
+    means: dict[str, float] = {}  # of the numbers that the loss function returned, over all items of the step
 
 
 class LateReader:
@@ -79,14 +82,13 @@ class LateReader:
     def __init__(self, device: torch.device, num_ranks: int = 1):
         self.on_gpu = device.type == "cuda"
         self.waiting: deque[tuple[int, float, UpdateStats, Tensor, Any]] = deque()
-        size = 7 + num_ranks * len(RankSample._fields)
+        size = 7 + num_ranks * len(RankSample._fields) + MOST_NUMBERS
         self.free = [torch.empty(size, dtype=torch.float64, pin_memory=True) for _ in range(3)] if self.on_gpu else []
 
     def push(self, step: int, lr: float, stats: UpdateStats) -> None:
         on_device = [value.to(stats.loss.dtype) for value in stats[:7] if isinstance(value, Tensor)]
         values, copied = torch.stack(on_device), None
-        if isinstance(stats.samples, Tensor):
-            values = torch.cat([values, stats.samples])
+        values = torch.cat([values, *(part for part in (stats.samples, stats.means) if isinstance(part, Tensor))])
         if self.on_gpu:
             pinned = self.free.pop()
             pinned[: len(values)].copy_(values, non_blocking=True)
@@ -107,12 +109,13 @@ class LateReader:
             loss, grad_norm, items, votes, tokens, flops, local_loss = on_host
             samples = stats.samples
             if isinstance(samples, Tensor):
-                samples = values[known : known + len(samples)].tolist()
+                samples, known = values[known : known + len(samples)].tolist(), known + len(samples)
+            means = dict(zip(stats.names, values[known : known + len(stats.names)].tolist()))
             if copied:
                 self.free.append(values)
             items = int(items) if float(items).is_integer() else items  # a `count` may add up weights
             more = (items, int(votes), int(tokens), flops, local_loss, split_samples(samples))
-            yield Numbers(step, lr, loss, grad_norm, *more)
+            yield Numbers(step, lr, loss, grad_norm, *more, {name: mean for name, mean in means.items() if mean == mean})
 
 
 class Pace(NamedTuple):

@@ -1,7 +1,9 @@
 """The training items as an endless shuffled stream. The step determines the position in it, so that no state is saved."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,12 +57,134 @@ class Shuffle:
         while outside.any():
             left, right = values[outside] >> shift, values[outside] & mask
             for key in keys:
-                noise = (right ^ key) * np.uint64(0x9E3779B97F4A7C15)  # multiply and fold: a cheap hash of good quality
-                noise = (noise ^ (noise >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-                left, right = right, left ^ ((noise >> np.uint64(32)) & mask)
+                left, right = right, left ^ (_hashed(right, key) & mask)
             values[outside] = (left << shift) | right
             outside = values >= self.num_items
         return values
+
+
+def _hashed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Return 32 bits for each value: multiply and fold, a cheap hash of good quality."""
+    noise = (values ^ key) * np.uint64(0x9E3779B97F4A7C15)
+    noise = (noise ^ (noise >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    return noise >> np.uint64(32)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The datasets that rows come from. Tables of rows have it as their attribute `mixture`, if they come from several datasets.
+
+    With `weights`, which are the probabilities of a training row up to a factor, training mixes the datasets in these proportions.
+    """
+
+    names: tuple[str, ...]
+    numbers: np.ndarray  # the dataset of each row
+    weights: tuple[float, ...] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of rows of each dataset."""
+        return np.bincount(self.numbers, minlength=len(self.names)).tolist()
+
+
+class MixedShuffle:
+    """Like `Shuffle`, the order of a mixture: which dataset each position takes its row from, and which of its rows.
+
+    Each dataset has its own `Shuffle`, and begins its next epoch when all of its rows were seen, whatever the others do. A tree of
+    two-way splits deals positions to datasets: of its first n positions, a split passes round(n * share) to one side and the rest to
+    the other, so all counts are found directly. They differ from n * weight by about 1 at most. Then the datasets of each BLOCK of
+    positions are permuted, because the tree alone is periodic.
+    """
+
+    BLOCK, CHUNK, ONE = 16, 1 << 16, 1 << 40
+
+    def __init__(self, mixture: Mixture, seed: int):
+        self.names, self.sizes, self.seed = mixture.names, mixture.sizes, seed
+        if empty := [name for name, size in zip(self.names, self.sizes) if not size]:
+            raise UserError(
+                f"--train_file: no training rows of {empty[0]} are left. Give it more rows, or leave it out of the mixture."
+            )
+        total = sum(mixture.weights)
+        self.shares = [weight / total for weight in mixture.weights]
+        numbers = mixture.numbers
+        is_sorted = (numbers[1:] >= numbers[:-1]).all()
+        self.rows = None if is_sorted else np.argsort(numbers, kind="stable")  # by dataset
+        self.firsts = np.cumsum([0, *self.sizes])[:-1]
+        self.orders = [Shuffle(size, mixed(seed, "dataset", number)) for number, size in enumerate(self.sizes)]
+        nodes: list[tuple[float, int, Any]] = [(weight, number, number) for number, weight in enumerate(mixture.weights)]
+        heapq.heapify(nodes)  # the two smallest are joined until one is left, as in a Huffman code: large weights have few splits
+        while len(nodes) > 1:
+            (a, _, left), (b, _, right) = heapq.heappop(nodes), heapq.heappop(nodes)
+            node = max(1, round(a / (a + b) * self.ONE)), left, right
+            heapq.heappush(nodes, (a + b, len(self.names) + len(nodes), node))
+        self.tree = nodes[0][2]
+        self._cached: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def items(self, position: int, number: int) -> list[int]:
+        """Return the indices of `number` rows, starting at `position` of the endless stream."""
+        found = np.empty(number, dtype=np.int64)
+        done = 0
+        while done < number:
+            datasets, before = self._chunk_at(position + done)
+            inside = (position + done) % self.CHUNK
+            part = datasets[inside : inside + number - done]
+            for dataset in np.unique(part).tolist():
+                at = np.flatnonzero(part == dataset)
+                first = int(before[dataset] + (datasets[:inside] == dataset).sum())
+                found[done + at] = self.firsts[dataset] + np.array(self.orders[dataset].items(first, len(at)))
+            done += len(part)
+        return (found if self.rows is None else self.rows[found]).tolist()
+
+    def counts(self, position: int) -> dict[str, int]:
+        """Return how many of the rows before `position` come from each dataset."""
+        datasets, before = self._chunk_at(position)
+        counts = before + np.bincount(datasets[: position % self.CHUNK], minlength=len(self.names))
+        return dict(zip(self.names, counts.tolist()))
+
+    def _chunk_at(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the dataset of each position of a chunk, and the rows of each dataset before the chunk."""
+        chunk = position // self.CHUNK
+        if self._cached is None or self._cached[0] != chunk:
+            before = np.zeros(len(self.names), dtype=np.int64)
+            datasets = self._deal(self.tree, chunk * self.CHUNK, self.CHUNK, before).reshape(-1, self.BLOCK)
+            places = np.arange(chunk * self.CHUNK, (chunk + 1) * self.CHUNK, dtype=np.uint64)
+            noise = _hashed(places, np.uint64(mixed(self.seed, "mixture"))).reshape(-1, self.BLOCK)
+            datasets = np.take_along_axis(datasets, noise.argsort(axis=1, kind="stable"), axis=1).ravel()
+            self._cached = chunk, datasets, before
+        return self._cached[1], self._cached[2]
+
+    def _deal(self, node: Any, first: int, number: int, before: np.ndarray) -> np.ndarray:
+        """Return the datasets of `number` positions of a node, from its position `first` on. `before` gets its rows before `first`."""
+        if isinstance(node, int):
+            before[node] = first
+            return np.full(number, node, dtype=np.int32)
+        share, left, right = node
+        done, rest = divmod(first * share + self.ONE // 2, self.ONE)  # exact: Python's integers have any size
+        is_left = np.diff((rest + np.arange(number + 1) * share) // self.ONE) > 0
+        datasets = np.empty(number, dtype=np.int32)
+        datasets[is_left] = self._deal(left, done, int(is_left.sum()), before)
+        datasets[~is_left] = self._deal(right, first - done, int((~is_left).sum()), before)
+        return datasets
+
+    def describe(self, num_rows: int) -> tuple[str, list[str]]:
+        """Return what `num_rows` training rows consist of, and warnings about datasets that are seen too often or in part only."""
+        epochs = {name: seen / size for (name, seen), size in zip(self.counts(num_rows).items(), self.sizes)}
+        usual, mean_size = num_rows / sum(self.sizes), sum(self.sizes) / len(self.sizes)
+        parts, warnings = [], []
+        for share, size, (name, times) in zip(self.shares, self.sizes, epochs.items()):
+            parts.append(f"{name}: {share * 100:.3g} % of the rows, {times:.3g} epochs of {size:,}")
+            if times > max(4, 2 * usual):
+                warnings.append(
+                    f"{name}: its {size:,} rows are repeated {times:.1f} times. Give it a lower weight, or more rows."
+                )
+            elif times < 1 <= usual and size <= mean_size:
+                warnings.append(
+                    f"{name}: is small, and {1 - times:.0%} of its {size:,} rows are never used. Give it a higher weight."
+                )
+        return "; ".join(parts), warnings
+
+
+Order = Shuffle | MixedShuffle
 
 
 class Sizes(NamedTuple):
@@ -71,6 +195,7 @@ class Sizes(NamedTuple):
     squares: int  # the sum of the squared lengths, which is proportional to the cost of attention
     width: int  # tokens of the longest text, with padding
     targets: int  # labels other than -100, if each token has a label; otherwise 0
+    shared: int = 0  # tokens at the beginning of a text that the text before it has too, see `padding_free.shared_tokens`
 
 
 class Batch(dict):
@@ -103,6 +228,9 @@ class TrainBatches:
     the end of an epoch.
     """
 
+    knows_lengths = True  # of all items, before they are read
+    state = ""  # what a checkpoint must contain to continue, if the step is not enough
+
     def __init__(
         self,
         dataset: Any,
@@ -118,7 +246,12 @@ class TrainBatches:
         """
         require_items(dataset)
         self.dataset, self.collate, self._measure_lengths = dataset, collate, lengths or count_tokens
-        self.identity = {"items": len(dataset), "fingerprint": fingerprint}
+        self.identity: dict[str, Any] = {"items": len(dataset), "fingerprint": fingerprint}
+        mixture = getattr(dataset, "mixture", None)
+        self.mixture: Mixture | None = mixture if mixture and mixture.weights else None
+        self._order: MixedShuffle | None = None
+        if self.mixture:  # without names: renamed files have the same content
+            self.identity["mixture"] = [[weight, size] for weight, size in zip(self.mixture.weights, self.mixture.sizes)]
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -134,15 +267,40 @@ class TrainBatches:
         """The tokens of each item, or None if they are not known."""
         return None if self.part_lengths is None else self.part_lengths.sum(1)
 
+    def order(self, seed: int) -> Order:
+        """Return which item each position of the stream has."""
+        return self._mixed_order(seed) or Shuffle(len(self.dataset), seed)
+
+    def _mixed_order(self, seed: int) -> MixedShuffle | None:
+        if self.mixture and (self._order is None or self._order.seed != seed):
+            self._order = MixedShuffle(self.mixture, seed)
+        return self._order
+
+    def counts(self, step: int, cfg: TrainConfig) -> dict[str, int]:
+        """Return the rows of each dataset of a mixture in the first `step` steps, as `rows/NAME`. Without a mixture it is empty."""
+        order = self._mixed_order(cfg.seed)
+        return {f"rows/{name}": number for name, number in order.counts(step * cfg.global_batch_size).items()} if order else {}
+
+    def describe(self, total_steps: int, cfg: TrainConfig) -> tuple[str, list[str]]:
+        """Return lines about how often the items are seen, and warnings."""
+        rows = total_steps * cfg.global_batch_size
+        text = f"{total_steps} steps = {rows / len(self):.2f} epochs of {len(self):,} items"
+        mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
+        return "\n".join(filter(None, (text, mixed_text))), warnings
+
     def items(self, seed: int) -> Dataset:
         """Return the items of the stream, by (position in the stream, index in the dataset)."""
-        return _SeededItems(self.dataset, seed)
+        return _SeededItems(self.by_index(), seed)
+
+    def by_index(self) -> Any:
+        """Return what has the items of the stream by their indices."""
+        return self.dataset
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
         micro, count = cfg.split(accelerator.num_processes)
-        order = Shuffle(len(self.dataset), cfg.seed)
-        stream = _GlobalMicroBatches(order, step, micro, count, accelerator.num_processes, self.lengths)
+        lengths = self.lengths if self.knows_lengths else None
+        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, lengths)
         loader = DataLoader(
             self.items(cfg.seed),
             batch_sampler=stream,
@@ -165,7 +323,7 @@ class TrainBatches:
         """
         places = range(number)
         if longest and self.lengths is not None:
-            order = np.argsort(-self.lengths, kind="stable").tolist()
+            order = np.argsort(-self.lengths, kind="stable")[:number].tolist()
             widest = self.part_lengths.argmax(0).tolist()
             places = list(dict.fromkeys([*widest, *order] if number > len(widest) else order))[:number]
         return self.batch_of([places[i % len(places)] % len(self.dataset) for i in range(number)], accelerator, cfg)
@@ -184,21 +342,30 @@ def count_tokens(dataset: Any, columns: tuple[str, ...] = ("input_ids",)) -> np.
     """
     if not _has_plain_rows(dataset) or not set(columns) <= set(dataset.column_names):
         return None
-    tables = list(dataset.select_columns(list(columns)).with_format("arrow").iter(10_000))
-    found = [_list_lengths([table[name].combine_chunks() for table in tables]) for name in columns]
+    sizes = [
+        [_list_lengths(table[name].combine_chunks()) for name in columns]
+        for table in dataset.select_columns(list(columns)).with_format("arrow").iter(10_000)
+    ]
+    found = [_join_lengths(of_one) for of_one in zip(*sizes)]
     return found[0] if len(found) == 1 else np.stack([of_one.reshape(len(of_one), -1).sum(1) for of_one in found], axis=1)
 
 
-def _list_lengths(chunks: list[Any]) -> np.ndarray:
-    """Return the length of each list of a column, or the lengths of the lists inside of it."""
+def _list_lengths(column: Any) -> list[np.ndarray]:
+    """Return the length of each list of a column, and if there are lists inside of them, their lengths."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    each = np.concatenate([np.asarray(pc.list_value_length(chunk)) for chunk in chunks])
-    if not pa.types.is_nested(chunks[0].type.value_type):
+    lists = [column, pc.list_flatten(column)] if pa.types.is_nested(column.type.value_type) else [column]
+    return [np.asarray(pc.list_value_length(some)) for some in lists]
+
+
+def _join_lengths(parts: Sequence[list[np.ndarray]]) -> np.ndarray:
+    """Return the lengths of all parts of a column: one for each row, or one for each list inside of it."""
+    each, *more = (np.concatenate(arrays) for arrays in zip(*parts))
+    if not more:
         return each
-    inner = np.concatenate([np.asarray(pc.list_value_length(pc.list_flatten(chunk))) for chunk in chunks])
-    if len(set(each.tolist())) == 1:
+    inner = more[0]
+    if len(each) and (each == each[0]).all():
         return inner.reshape(len(each), -1)
     sums, ends = np.concatenate([[0], np.cumsum(inner)]), np.cumsum(each)
     return sums[ends] - sums[ends - each]  # rows have different numbers of texts
@@ -214,7 +381,7 @@ class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
 
     drop_last = False  # Accelerate reads it
 
-    def __init__(self, order: Shuffle, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
+    def __init__(self, order: Order, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
         self.order, self.step, self.lengths = order, step, lengths
         self.batch_size = micro * num_ranks  # Accelerate reads it
         self.groups = count * num_ranks  # micro-batches of a step, over all ranks
@@ -288,7 +455,8 @@ class CountingCollate:
         texts, squares = lengths.numel(), int((lengths**2).sum())
         if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
             texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets)}
+        shared = int(batch["shared"].sum()) if "shared" in batch else 0
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared)}
 
 
 def with_sizes(batch: Any) -> Any:

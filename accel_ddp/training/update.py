@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
-from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked
+from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.sharding import Lockstep
 from accel_ddp.training.step_times import sync_after_backward
@@ -48,6 +48,8 @@ class UpdateStats(NamedTuple):
     flops: Tensor | float  # over all ranks
     local_loss: Tensor  # the sum of this rank, to identify the rank whose loss is not finite
     samples: Tensor | Sequence[float] = ()  # one `RankSample` after the other; empty in steps that are not logged
+    names: tuple[str, ...] = ()  # of the numbers that the loss function returned with its loss
+    means: Tensor | Sequence[float] = ()  # of these numbers, over all items of all ranks; NaN if no item counts
 
 
 class Carry(NamedTuple):
@@ -85,11 +87,13 @@ def update(
     enter(FORWARD)
     num_ranks, device = accelerator.num_processes, accelerator.device
     rates, used = _learning_rates(optimizer), _of_ddp(model)
-    if isinstance(loss_sum, WholeBatch):
+    if hasattr(loss_sum, "for_step"):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
     _settle_buckets(accelerator, model, optimizer, batches[0], loss_sum)
     buffers = _copy_buffers(model) if cfg.on_nonfinite == "skip" else {}
-    sums = _Sums(sum(count(batch) for batch in batches), carry, num_ranks, device)
+    counts = [count(batch) for batch in batches]
+    sums = _Sums(sum(counts), carry, num_ranks, device)
+    numbers = _Numbers(sums.dtype)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
     if lockstep:
         lockstep.begin_step()
@@ -101,7 +105,9 @@ def update(
         with _synchronizing(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
             enter(FORWARD)
             with CurrentBatch(batch):
-                loss = checked(loss_sum(model, batch))
+                found = loss_sum(model, batch)
+            loss = checked(found)
+            numbers.add(numbers_of(found), counts[i], loss)
             if i == 0:
                 _check_no_gradients(optimizer)
             # DDP averages gradients over ranks. We want their sum, hence num_ranks.
@@ -131,11 +137,13 @@ def update(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # The norm is logged, so it is computed even if nothing is clipped.
     grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm or float("inf"))).to(device)
-    mean_loss = _sum_of_ranks(total, lockstep or used, num_ranks) * (weight / num_ranks)
+    sum_of_losses, means = _sum_of_ranks(total, numbers.sums, lockstep or used, num_ranks)
+    mean_loss = sum_of_losses * (weight / num_ranks)
     _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
-    return UpdateStats(mean_loss, grad_norm, sums.items, sums.votes, sums.tokens, sums.flops, total, sums.samples)
+    more = (sums.samples, numbers.names or (), means)
+    return UpdateStats(mean_loss, grad_norm, sums.items, sums.votes, sums.tokens, sums.flops, total, *more)
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
@@ -176,16 +184,50 @@ class _Sums:
         return self.items.to(self.dtype) if isinstance(self.items, Tensor) else self.items or math.nan
 
 
-def _sum_of_ranks(loss: Tensor, used: "Lockstep | _DdpParameters | None", num_ranks: int) -> Tensor:
-    """Return the sum of the losses of all ranks. A parameter that no rank has used in this step gets no gradient."""
-    if num_ranks == 1:
-        return loss
-    summed = torch.cat([loss.reshape(1), used.counts(loss.device, loss.dtype)]) if used else loss.clone().reshape(1)
-    with phases.phase(SYNC):
-        dist.all_reduce(summed)
-    for parameter in used.find_unused(summed[1:]) if used else ():
-        parameter.grad = None  # as on one rank: the optimizer leaves it as it is
-    return summed[0]
+class _Numbers:
+    """The numbers that a loss function returns with its losses, summed over micro-batches. Every rank has the same names."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.names: tuple[str, ...] | None = None  # of the first micro-batch
+        self.sums: Tensor | None = None  # the sums, and then how many items each one is over
+
+    def add(self, numbers: dict[str, tuple[Any, Any]], items: Tensor | float, loss: Tensor) -> None:
+        """Add the numbers of a micro-batch of `items`. They stay on the device of the loss."""
+        self.names = (*numbers,) if self.names is None else self.names
+        if (*numbers,) != self.names:
+            raise UserError(
+                f"The loss function returned the numbers {', '.join(numbers) or '(none)'} for a micro-batch and "
+                f"{', '.join(self.names) or '(none)'} for another one. Return the same names for every micro-batch."
+            )
+        if numbers:
+            values = [value for value, _ in numbers.values()] + [items if n is None else n for _, n in numbers.values()]
+            place = {"dtype": self.dtype, "device": loss.device}
+            # `torch.tensor` would copy from the host.
+            row = [v.detach().to(**place).reshape(()) if isinstance(v, Tensor) else torch.full((), v, **place) for v in values]
+            self.sums = torch.stack(row) if self.sums is None else self.sums + torch.stack(row)
+
+
+def _sum_of_ranks(
+    loss: Tensor, numbers: Tensor | None, used: "Lockstep | _DdpParameters | None", num_ranks: int
+) -> tuple[Tensor, Tensor | Sequence[float]]:
+    """Return the sum of the losses of all ranks, and the means of `numbers`: sums, and what they are divided by.
+
+    A parameter that no rank has used in this step gets no gradient.
+    """
+    first = 1 + (0 if numbers is None else len(numbers))
+    if num_ranks > 1:
+        parts = [loss.reshape(1), *([] if numbers is None else [numbers])]
+        summed = torch.cat([*parts, used.counts(loss.device, loss.dtype)] if used else parts).clone()
+        with phases.phase(SYNC):
+            dist.all_reduce(summed)
+        for parameter in used.find_unused(summed[first:]) if used else ():
+            parameter.grad = None  # as on one rank: the optimizer leaves it as it is
+        loss, numbers = summed[0], None if numbers is None else summed[1:first]
+    if numbers is None:
+        return loss, ()
+    above, below = numbers.chunk(2)
+    return loss, above / below
 
 
 def _step_if_finite(

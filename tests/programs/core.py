@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import base
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +15,7 @@ from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.tasks import metrics
 from accel_ddp.training import evaluation, optim
 from accel_ddp.training.hook import Hook
-from accel_ddp.training.stream import TrainBatches
+from accel_ddp.training.stream import Mixture, TrainBatches
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,14 @@ def rows() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return texts
 
 
+class Mixed(list):
+    """Items of three datasets, which are not in order."""
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.mixture = Mixture(("a", "b", "c"), np.array([0, 1, 1, 2, 0] * 20 + [1]), (5.0, 1.0, 2.0))
+
+
 def collate(items: list) -> dict[str, torch.Tensor]:
     pad = nn.utils.rnn.pad_sequence
     ids, labels = zip(*items)
@@ -44,7 +53,10 @@ def collate(items: list) -> dict[str, torch.Tensor]:
 
 
 def loss_sum(model, batch):
-    return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+    """Return the loss, the number of right labels, and the mean logit of the class 0 over the tokens with this label."""
+    logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
+    numbers = {"right": (logits.argmax(-1) == labels).sum(), "logit": (logits[labels == 0, 0].sum(), (labels == 0).sum())}
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), numbers
 
 
 def count(batch):
@@ -61,13 +73,15 @@ def new_model(dtype: torch.dtype, dropout: float = 0.0, scale: float = 1.0) -> n
 
 
 class History(Hook):
-    """The loss and the gradient norm of each step."""
+    """The loss, the gradient norm and the numbers of `loss_sum` of each step."""
 
     def __init__(self):
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.means = [], [], []
 
     def on_update(self, numbers, rate):
+        self.means.append(numbers.means)
         self.losses.append(numbers.loss)
+        self.rows = numbers.rows
         self.norms.append(numbers.grad_norm)
 
 
@@ -88,15 +102,16 @@ class Noisy(torch.utils.data.Dataset):
         return torch.tensor([index, random.random(), numpy.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, **changes):
+def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, **changes):
     """Return the weights after the last step, and the losses and gradient norms of all steps."""
     cfg = dataclasses.replace(cfg, **changes)
     model, history = new_model(dtype, dropout, scale), History()
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=TrainBatches(rows(), collate),
+        accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=TrainBatches(kind(rows()), collate),
         loss_sum=loss_sum, count=count, hooks=[history],
     )  # fmt: skip
-    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, "losses": history.losses, "norms": history.norms}
+    numbers = {"losses": history.losses, "norms": history.norms, "means": history.means, "rows": history.rows}
+    return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, **numbers}
 
 
 def stream(accelerator, cfg, dataset, num_steps, first=0, **changes) -> torch.Tensor:
@@ -132,7 +147,7 @@ def evaluate(accelerator, cfg) -> dict[str, float]:
         scores, _ = metrics.class_metrics(rows["predictions"], rows["references"], ["a", "b", "c"])
         return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"])}
 
-    batches = evaluation.EvalBatches(items, collate_pairs, 1, accelerator, cfg)
+    batches = evaluation.EvalBatches(Mixed(items), collate_pairs, 1, accelerator, cfg)
     return {**evaluation.evaluate(accelerator, model, batches, measure, summarize), "labels": labels}
 
 
@@ -147,6 +162,8 @@ def main(cfg: Config) -> None:
     results["float32, sgd"] = train(accelerator, cfg, torch.float32, scale=0.05, optimizer="sgd", lr=0.1, micro_batch_size=2)
     results["dropout"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2)
     results["resumed"] = train_with_resume(accelerator, cfg)
+    results["mixed"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, kind=Mixed)
+    results["mixed, resumed"] = train_with_resume(accelerator, cfg, kind=Mixed)
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
     results["order from 3"] = stream(accelerator, cfg, torch.arange(101), num_steps=6, first=3)
     for workers in (0, 2):
@@ -181,9 +198,9 @@ def metrics_that_differ_between_ranks(accelerator, cfg):
     return gather_objects(found)
 
 
-def train_with_resume(accelerator, cfg):
+def train_with_resume(accelerator, cfg, kind=list):
     """Train 5 steps with dropout, resume from the checkpoint, and return the results after 9 steps."""
-    common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": cfg.output_dir + "_resumed", "lr_schedule": "constant"}
+    common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{kind.__name__}", "kind": kind}
     train(accelerator, cfg, steps=5, **common)
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
     return train(accelerator, cfg, steps=9, resume="auto", **common)

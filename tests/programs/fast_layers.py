@@ -11,6 +11,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.seeds import seed_torch
 from accel_ddp.speed import linear_cross_entropy
 from accel_ddp.speed.attach import attach
+from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
@@ -41,6 +42,10 @@ def collate(kind):
         if kind == "packed":  # each row consists of documents of 13 tokens
             batch["position_ids"] = torch.arange(ids.shape[1]) % 13 * mask
             labels[batch["position_ids"] == 0] = -100
+        if kind == "pairs":  # every second text begins like the one before it
+            for first, second, length in zip(ids[0::2], ids[1::2], torch.minimum(*mask.sum(1).view(-1, 2).T).tolist()):
+                second[: length - 1] = first[: length - 1]
+            batch |= {"labels": torch.where(mask.bool(), ids, -100), "shared": shared_tokens(ids, mask)}
         return batch
 
     return padded
@@ -65,7 +70,8 @@ def compute(kind, padding_free, compile_option, dropout, times):
             return losses.cross_entropy(model(**inputs).logits, batch["labels"])
         if padding_free == "off":
             return losses.of_tokens(model(**inputs, use_cache=False).logits, losses.next_tokens(batch["labels"]))
-        return head.loss_sum(model, {**inputs, "use_cache": False}, losses.next_tokens(batch["labels"]), batch)
+        given = model, {**inputs, "use_cache": False}, losses.next_tokens(batch["labels"]), batch
+        return -head.row_logps(*given).sum() if kind == "pairs" else head.loss_sum(*given)
 
     cfg = TrainConfig(padding_free=padding_free, compile=compile_option)
     train = TrainBatches(Rows(kind), collate(kind))
@@ -112,7 +118,7 @@ def difference(a, b):
 
 
 found = {}
-for kind in sys.argv[1:] or ("bert", "llama", "packed"):
+for kind in sys.argv[1:] or ("bert", "llama", "packed", "pairs"):
     (padded,), _ = compute(kind, "off", "off", 0.0, 1)
     (plain,), plain_twice = compute(kind, "on", "off", 0.0, 1)
     captured, captured_twice = compute(kind, "on", "auto", 0.0, 3)

@@ -54,17 +54,18 @@ class Case:
     broken_compiler: bool = False  # of the last rank, in its second layer
     plan: ShardingPlan | None = PLAIN  # None: DDP
     precision: str = "no"
+    of_rows: bool = False  # the loss is computed from the log-probabilities of rows
 
 
 CASES = {
     "sharded": Case(),
     "ddp": Case(plan=None),
-    "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False)),
+    "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False), of_rows=True),
     "checkpointed": Case(tied=True, checkpointing=True),
-    "lora": Case(lora=("q_proj", "down_proj")),
+    "lora": Case(lora=("q_proj", "down_proj"), of_rows=True),
     "lora on the head": Case(lora=("v_proj", "lm_head")),
     "in fit": Case(in_fit=True, plan=ShardingPlan(activation_checkpointing=True)),
-    "offloaded": Case(plan=ShardingPlan(cpu_offload=True)),
+    "offloaded": Case(plan=ShardingPlan(cpu_offload=True), of_rows=True),
     "broken compiler": Case(broken_compiler=True),
     "bf16": Case(precision="bf16"),
     "bf16 ddp": Case(plan=None, precision="bf16"),
@@ -144,7 +145,8 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
     head = linear_cross_entropy.OutputHead(model)
 
     def loss_sum(model, batch):
-        return head.loss_sum(model, inputs_of(batch), losses.next_tokens(batch["labels"]), batch)
+        given = model, inputs_of(batch), losses.next_tokens(batch["labels"]), batch
+        return -head.row_logps(*given).sum() if case.of_rows else head.loss_sum(*given)
 
     optimizer = optim.build(model, cfg)
     speed = accel_ddp.attach(accelerator, cfg, model, train, loss_sum, STEPS)

@@ -1,0 +1,43 @@
+"""The options of recipes that train a causal language model on chats, prompts and answers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from accel_ddp.config.option_values import check_template
+from accel_ddp.config.options import option
+from accel_ddp.config.train_config import RecipeConfig
+
+
+@dataclass(kw_only=True)
+class ChatConfig(RecipeConfig):
+    """How rows become chats and tokens, and what is chosen by the size of the model and its memory."""
+
+    model: str = option("builtin:tiny-llama", "Hub name, folder, or built-in (pretrained: builtin:SmolLM2-135M-Instruct)")
+    messages_column: str = option("", "column of chats; default: messages or conversations", group="data")
+    prompt_column: str = option("", "column of prompts; default: prompt, instruction (with input) or question", group="data")
+    answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
+    separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
+    max_length: int | Literal["auto"] = option(
+        "auto", "tokens per row; longer rows are truncated; auto: as the data need, up to the model's limit", group="data", at_least=1,
+        legacy="auto",
+    )  # fmt: skip
+    chat_template: str = option(
+        "", "for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file", group="data"
+    )
+    template_date: str = option(
+        "auto", "YYYY-MM-DD, for chat templates that write the date; auto: today", group="data", legacy="auto"
+    )
+    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
+    micro_batch_size: int | Literal["auto"] = "auto"
+    eval_batch_size: int | Literal["auto"] = option(
+        "auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
+    )
+    gradient_checkpointing: bool | Literal["auto"] = option(
+        "auto",
+        "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
+        legacy=False,
+    )
+
+    def validate(self) -> None:
+        super().validate()
+        check_template(self.chat_template)

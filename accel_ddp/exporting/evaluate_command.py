@@ -1,0 +1,165 @@
+"""`accel-ddp evaluate`: the metrics of a run, a checkpoint, an exported folder or any other model, as a recipe measures them.
+
+The recipe itself evaluates, in a run with `--evaluate_only` and the model's options. Its folder is a temporary one, so the folder
+that is evaluated is only read. This process imports no torch: it starts the ranks, waits, and compares the result.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_ddp.config.options import properties_of
+from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.doctor.check_options import load_recipe_config
+from accel_ddp.errors import USER_ERROR, UserError
+from accel_ddp.nodes import recipe_files
+from accel_ddp.records.files import replace_file
+from accel_ddp.saving.checkpoint_format import read_facts, read_json
+from accel_ddp.text import table
+from accel_ddp.words import find_options, group_values, without
+
+HELP = """usage: accel-ddp evaluate MODEL_OR_RUN [--eval_file FILE] [--output FILE] [--recipe NAME] [options of the recipe]
+
+Evaluate a model with the metrics of its recipe, on all GPUs of this machine. Nothing is written into its folder.
+
+  accel-ddp evaluate runs/classify/1                       the best checkpoint, else the newest, with the run's evaluation rows
+  accel-ddp evaluate runs/classify/1/step_00000100         a particular checkpoint
+  accel-ddp evaluate runs/classify/1/model --eval_file test.csv --output metrics.json
+  accel-ddp evaluate me/my-model --recipe classify --eval_file test.csv
+
+MODEL_OR_RUN comes first. --eval_file replaces the evaluation rows, --output writes the metrics as JSON, and --recipe names the recipe
+(or the path of your script) of a model that accel-ddp has not trained. Options of the recipe, such as --eval_batch_size, and options
+for processes, such as --num_processes 2 or --config_file fsdp.yaml, are those of `accel-ddp run`."""
+
+OF_TRAINING = {"saving", "logging", "multi-node"}  # groups of options that an evaluation does not need
+# The model's files state these, or they name files of another machine.
+OF_FILES = (
+    "model", "lora_r", "lora_alpha", "lora_dropout", "lora_targets", "freeze", "ema_decay", "cache_dir", "chat_template"
+)  # fmt: skip
+OF_ROWS = ("dataset", "train_split", "eval_split", "eval_fraction", "train_file", "max_train_items")
+
+
+def main(words: list[str]) -> int:
+    """Evaluate a model, print its metrics, and return the exit code."""
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP, file=sys.stdout if words else sys.stderr)
+        return 0 if words else USER_ERROR
+    place, words = words[0], words[1:]
+    if place.startswith("-"):
+        raise UserError(f"{place}: name the model or run first, for example: accel-ddp evaluate runs/classify/1 {place} ...")
+    own = find_options(words, ["recipe", "output"])
+    if lacking := [option.name for option in own if not option.value]:
+        raise UserError(f"--{lacking[0]}: needs a value.")
+    given, words = {option.name: option.value or "" for option in own}, without(words, own)
+    output = Path(given.get("output") or "-")
+    if "output" in given and (output.is_dir() or not output.absolute().parent.is_dir()):
+        raise UserError(f"--output {output}: {'is a folder' if output.is_dir() else 'its folder does not exist'}. Name a file.")
+    place = next((one for one in (place, f"{place}/model") if read_facts(one)), place)  # a run may have lost its checkpoints
+    facts = read_facts(place)
+    script = _script_of(place, given.get("recipe", ""), facts)
+    cfg = load_recipe_config([str(script)])
+    if cfg is None:
+        raise UserError(f"--recipe {script}: its options cannot be read. It needs a Config that `accel_ddp.entry.run` gets.")
+    options = _options_of(place, facts, cfg, words)
+    with tempfile.TemporaryDirectory(prefix="accel_ddp_evaluate_") as folder:
+        config, run = Path(folder, "options.yaml"), Path(folder, "run")
+        config.write_text(json.dumps(options))
+        ours = ["--config", str(config), "--evaluate_only", facts.get("checkpoint", place), "--output_dir", str(run)]
+        code = _wait([sys.executable, "-m", "accel_ddp.cli", "run", str(script), *ours, *words])
+        if code:
+            return code
+        metrics = (read_json(run / "evaluations.json") or {}).get(str(facts.get("step", 0) if "checkpoint" in facts else 0))
+    if not metrics:
+        raise UserError(f"{script.name}: has no evaluation. Give `accel_ddp.train` a task with `evaluate`, or `fit` a function.")
+    before = facts.get("metrics", {}) if _has_same_rows(words, facts.get("options", {}), cfg) else {}
+    print(*_describe(facts.get("checkpoint", place), metrics, before), sep="\n")
+    if "output" in given:
+        result = {"model": facts.get("checkpoint", place), "recipe": script.name, "metrics": metrics}
+        replace_file(output, json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
+    """Return the recipe that evaluates. Raise UserError if there is no such model, or if its recipe is not known."""
+    is_name = not place.startswith((".", "/", "~")) and place.count("/") < 2
+    if not Path(place).exists() and not (recipe and is_name):
+        hint = " For a model of the Hub, add its recipe: --recipe classify." if is_name else ""
+        raise UserError(f"{place}: there is no such folder.{hint}")
+    if recipe:
+        return recipe_files.recipe_path(recipe)
+    if not facts:
+        names = ", ".join(recipe_files.recipe_names())
+        raise UserError(
+            f"{place}: is not a run with a checkpoint, nor an exported model of accel-ddp. For another model, add --recipe: {names}."
+        )
+    name = facts.get("recipe", "")
+    if Path(name).stem in recipe_files.recipe_names():
+        return recipe_files.recipe_path(Path(name).stem)
+    found = next((path for path in (Path(name), Path("recipes") / name) if name and path.is_file()), None)
+    if found is None:
+        raise UserError(
+            f"{place}: was trained with {name}, which is not in this folder. Name the script: --recipe FOLDER/{name}."
+        )
+    return found
+
+
+def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the evaluation, for a config file. Words of the user override them."""
+    is_checkpoint, stored = "checkpoint" in facts, facts.get("options", {})
+    properties, types, defaults = properties_of(type(cfg)), typing.get_type_hints(type(cfg)), as_plain_dict(cfg)
+    kept = {name for name, found in properties.items() if found.group not in OF_TRAINING}
+    options = {name: value for name, value in stored.items() if name in kept and value != defaults[name] and value is not None}
+    options |= {name: _values(name, value) for name, value in options.items() if typing.get_origin(types[name]) is tuple}
+    if not is_checkpoint:
+        options = {name: value for name, value in options.items() if name not in OF_FILES}
+    named = dict(group_values(words)).get("eval_file") or options.get("eval_file")
+    if named and "eval_file" in types:  # the training rows may be missing here, and are not needed
+        options = {name: value for name, value in options.items() if name not in OF_ROWS} | {
+            "train_file": named,
+            "eval_file": named,
+        }
+    elif not is_checkpoint and (missing := [one for one in options.get("train_file", ()) if not Path(one).exists()]):
+        raise UserError(
+            f"{place}: was trained with {missing[0]}, which is not here. Give the rows to evaluate: --eval_file FILE."
+        )
+    return options | ({"resume": facts["checkpoint"]} if is_checkpoint else {"model": place} if "model" in types else {})
+
+
+def _values(name: str, text: str) -> list[str]:
+    """Return the values of an option that `as_plain_dict` has joined."""
+    return text.split("\n" if name.endswith("_file") else None)
+
+
+def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfig) -> bool:
+    """Return whether the rows are those of the evaluations in training, as far as the options tell."""
+    of_data = {name for name, found in properties_of(type(cfg)).items() if found.group == "data"}
+    given = {name: values for name, values in group_values(words) if name in of_data}
+    names = lambda values: [Path(one).name for one in values]
+    before = _values("eval_file", stored.get("eval_file") or "")
+    return not given or (given.keys() == {"eval_file"} and names(given["eval_file"]) == names(before))
+
+
+def _describe(place: str, metrics: dict[str, float], before: dict[str, float]) -> list[str]:
+    """Return lines with the metrics, and how much they differ from the evaluation in training."""
+    shared = [name for name in metrics if name in before]
+    if not shared:
+        return [f"{place}:", *table([[name, f"{value:.4f}"] for name, value in metrics.items()], 1)]
+    differences = {name: metrics[name] - before[name] for name in shared}
+    rows = [[name, f"{metrics[name]:.4f}", f"{before[name]:.4f}", f"{differences[name]:+.1e}"] for name in shared]
+    equal = "equal to the evaluation in training" if not any(differences.values()) else "compared with the evaluation in training"
+    return [f"{place}: {equal}", *table([["", "now", "in training", "difference"], *rows], 1)]
+
+
+def _wait(command: list[str]) -> int:
+    """Run a command and return its exit code. It gets Ctrl-C from the terminal, and SIGTERM from this process."""
+    process = subprocess.Popen(command)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: process.send_signal(number) if number == signal.SIGTERM else None)
+    code = process.wait()
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,368 @@
+"""Preferences: rows with a better and a worse answer or with a labeled answer, the losses that learn them, and their metrics.
+
+A pair becomes one item of two texts, its chosen and its rejected answer behind the same prompt. For KTO an item is a labeled answer.
+Its second text is its prompt with the answer of another row, from which `z` is estimated.
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_ddp import phases
+from accel_ddp.errors import UserError
+from accel_ddp.phases import SYNC
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.seeds import dropout_seed, seed_forward
+from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
+from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
+from accel_ddp.speed.padding_free import shared_tokens
+from accel_ddp.tasks import chat, tables
+from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
+from accel_ddp.training.losses import CurrentBatch, next_tokens
+from accel_ddp.training.stream import CountingCollate, with_sizes
+
+if TYPE_CHECKING:
+    import datasets
+
+log = logging.getLogger(__name__)
+TRUE, FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
+DISTANCE = 0.382  # of the other row of KTO, as a part of the table: neither the neighbor nor the other half has the same prompt
+METRICS = {  # of an evaluation, by the names of a step
+    "rewards/accuracies": "reward_accuracy", "rewards/margins": "reward_margin", "rewards/chosen": "reward_chosen",
+    "rewards/rejected": "reward_rejected", "logps/chosen": "logp_chosen", "logps/rejected": "logp_rejected",
+}  # fmt: skip
+
+
+class Preferences(chat.Format):
+    """How rows with preferences become tokens, with the templates and masks of `Format`."""
+
+    kept = ("input_ids", "labels", "good")
+
+    def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
+        self.is_kto = cfg.loss == "kto"
+        self.prompts, self.answers, self.label = choose_preference_columns(rows, cfg)
+        if self.is_kto and not self.label:
+            log.info(f"--loss kto: each pair becomes two rows: {self.answers[0]} is desirable, {self.answers[1]} is not")
+        # What is read of a whole chat has no column of its own.
+        used = [name for name in (*self.prompts, *self.answers, self.label) if name in rows.column_names]
+        return "instructions", (*used,)
+
+    @property
+    def identity(self) -> list[Any]:
+        return [*super().identity, self.prompts, self.answers, self.label, self.is_kto]
+
+    def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
+        return chat.Format.first_prompt(self._sides()[0], rows)
+
+    def _sides(self) -> list["Preferences"]:
+        """Return the formats of the chosen and of the rejected answer, or of the labeled one."""
+        made = []
+        for answer in self.answers:
+            side = copy.copy(self)
+            side.columns = (*(self.prompts or (PROMPT,)), answer)
+            made.append(side)
+        return made
+
+    def encode(self, rows: dict[str, list]) -> dict[str, list]:
+        """Return `input_ids` and `labels` with a list for each text of an item, `good` (0: not desirable), and what `finish` reads."""
+        sides = [_by_row(chat.Format.encode(side, rows)) for side in self._sides()]
+        names = (*self.kept, "length", "first", "last", "notes", "problem", SOURCE)
+        done: dict[str, list] = {name: [] for name in names}
+        for i, texts in enumerate(zip(*sides)):
+            problems = {text["problem"]: 0 for text in texts if text["problem"]}
+            good = [1, 0] if len(texts) > 1 else [0]
+            if self.label:
+                found, problem = read_label(rows[self.label][i], self.label)
+                good, problems = [found], problems | ({problem: 0} if problem else {})
+            elif not problems and texts[0]["input_ids"] == texts[1]["input_ids"]:
+                problems = {f"its {self.answers[0]} and {self.answers[1]} are the same": 0}
+            items = [[text] for text in texts] if self.is_kto else [texts]
+            for one, item in zip(good, items):
+                most = [max(text[name] for text in texts) for name in ("length", "first", "last")]
+                notes = texts[0]["notes"] | texts[-1]["notes"]
+                parts = ([text[name] for text in item] for name in ("input_ids", "labels"))
+                for name, value in zip(names, (*parts, one, *most, notes, "\n".join(problems), i)):
+                    done[name].append(value)
+        return done
+
+    def finish(self, given: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
+        done = super().finish(given, cfg)
+        if not self.is_kto:
+            return [with_row_numbers(rows.remove_columns("good"), row_numbers(rows)) for rows in done]
+        self._check_balance(np.array(done[0]["good"][:]), cfg)
+        return [self._add_others(rows, cfg) for rows in done]
+
+    def _check_balance(self, good: np.ndarray, cfg: Any) -> None:
+        """Raise UserError if all training rows have the same label, and print the advice of KTO's authors for unequal numbers."""
+        number, others = int(good.sum()), int((1 - good).sum())
+        if not number or not others:
+            what = "desirable" if number else "undesirable"
+            raise UserError(
+                f"--loss kto: all {len(good):,} training rows are {what}. KTO compares both kinds: add rows of the other."
+            )
+        weights = cfg.desirable_weight * number / (cfg.undesirable_weight * others)
+        if not 1 <= weights <= 4 / 3:
+            lowest, highest = (f"{ratio * cfg.undesirable_weight * others / number:.3g}" for ratio in (1, 4 / 3))
+            log.info(
+                f"{number:,} rows are desirable and {others:,} are not. KTO's authors advise --desirable_weight {lowest} to {highest}, "
+                f"so that both kinds weigh about the same (now {cfg.desirable_weight:g})"
+            )
+
+    def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
+        cut = {name: [[text[:width] for text in item] for item in rows[name]] for name in ("input_ids", "labels")}
+        return {**cut, "good": rows["good"], SOURCE: [*range(len(rows["good"]))]}
+
+    def _add_others(self, rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
+        """Return rows with a second text: the tokens of the prompt, and of the answer of the row DISTANCE further on."""
+        number, width = len(rows), cfg.max_length
+        distance = max(1, int(DISTANCE * number))
+
+        def add(some: dict[str, list]) -> dict[str, list]:
+            others = rows[[(place + distance) % number for place in some["place"]]]
+            for ids, labels, *other in zip(some["input_ids"], some["labels"], others["input_ids"], others["labels"]):
+                first, begin = (next(i for i, label in enumerate(one[0]) if label != -100) for one in (labels, other[1]))
+                ids.append((ids[0][:first] + other[0][0][begin:])[:width])
+                labels.append(([-100] * first + other[1][0][begin:])[:width])
+            return {name: some[name] for name in self.kept}
+
+        placed = with_row_numbers(rows.add_column("place", np.arange(number)), row_numbers(rows))
+        return map_once(placed, add, depends_on=[width, distance], cfg=cfg)
+
+    def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
+        """Return a row with a prompt and answers, also if these are parts of whole chats. Raise UnusableRow if the prompts differ."""
+        row = super()._row(rows, i)
+        if self.label and len(self.prompts) == 1 and self.answers == (ANSWER,) and ANSWER not in row:
+            messages = _whole_chat(row[self.prompts[0]])
+            at = next((i for i in range(len(messages) - 1, -1, -1) if role_of(messages[i]) == "assistant"), len(messages) - 1)
+            return {**row, self.prompts[0]: messages[:at], ANSWER: messages[at:]}
+        chats = [_whole_chat(row[answer]) for answer in self.answers]
+        if not any(role_of(message) == "user" for messages in chats for message in messages):
+            if not self.prompts:
+                raise UnusableRow(f"its {self.answers[0]} is no chat with a user's message, and there is no column of prompts")
+            return row
+        shortest = min(map(len, chats)) - 1
+        same = next((i for i in range(shortest) if chats[0][i] != chats[-1][i]), shortest)
+        if any(role_of(message) == "user" for messages in chats for message in messages[same:]):
+            raise UnusableRow(
+                f"the prompts of its {' and '.join(self.answers)} differ (they must be the same up to the last answer)"
+            )
+        prompt = row[self.prompts[0]] if self.prompts else None
+        if isinstance(prompt, str) and not any(prompt.strip() == str(text_of(one)).strip() for one in chats[0][:same]):
+            raise UnusableRow(f"its {self.prompts[0]} is not the prompt in its {self.answers[0]}")
+        parts = dict(zip(self.answers, (messages[same:] for messages in chats)))
+        return {**row, **parts, (*self.prompts, PROMPT)[0]: chats[0][:same]}
+
+
+def read_label(value: Any, column: str) -> tuple[int, str]:
+    """Return whether an answer is desirable, as 1 or 0, and why the label cannot be used, or ""."""
+    text = str(value).strip().lower()
+    if text in TRUE or text in FALSE:
+        return int(text in TRUE), ""
+    return 0, f"it has no {column}" if is_missing(value) else f"its {column} is neither 0 nor 1\t{value!r:.40}"
+
+
+def _by_row(made: dict[str, list]) -> list[dict[str, Any]]:
+    """Return one text for each row. An answer of several turns has several, if the template rewrites earlier turns."""
+    found: dict[int, dict[str, Any]] = {}
+    for values in zip(*made.values()):
+        text = dict(zip(made, values))
+        if (row := text.pop(SOURCE)) in found:
+            reason = "the chat template rewrites earlier turns, so an answer of several turns is not one text (keep its last one)"
+            text = {**text, "problem": reason}
+        found[row] = text
+    return [*found.values()]
+
+
+def _whole_chat(value: Any) -> list[Any]:
+    """Return the messages of a chat, also of a text in the form of Anthropic's hh-rlhf."""
+    if isinstance(value, str) and value.startswith("\n\nHuman:"):
+        parts = re.split(r"\n\n(Human|Assistant): ?", value)[1:]
+        roles = {"Human": "user", "Assistant": "assistant"}
+        return [{"role": roles[role], "content": text} for role, text in zip(parts[::2], parts[1::2])]
+    return without_none(value) if isinstance(value, list) else []
+
+
+def first_texts(rows: "datasets.Dataset") -> "datasets.Dataset":
+    """Return the first texts of the first items, as rows of one text each."""
+    some = rows[:1000]
+    return type(rows).from_dict({name: [item[0] for item in some[name]] for name in ("input_ids", "labels")})
+
+
+class ItemCollate(PadCollate):
+    """Pads items of two texts: both texts of item 0, then of item 1, ... together. For KTO, the second texts are apart (`other`)."""
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        texts = [[{"input_ids": a, "labels": b} for a, b in zip(row["input_ids"], row["labels"])] for row in rows]
+        if "good" not in rows[0]:
+            batch = super().__call__([text for item in texts for text in item])
+            batch["shared"] = shared_tokens(batch["input_ids"], batch["attention_mask"])  # the layers compute them once
+            return batch
+        batch = super().__call__([item[0] for item in texts])
+        batch["good"] = torch.tensor([row["good"] for row in rows])
+        batch["other"] = CountingCollate(super().__call__)([item[1] for item in texts])
+        return batch
+
+
+def inputs_of(batch: Any) -> dict[str, Any]:
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+
+
+class TextLogps:
+    """Computes the summed log-probabilities of the answers of a micro-batch: (items, 2). `head` is an `OutputHead`."""
+
+    def __init__(self, head: Any):
+        self.head = head
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        if "other" not in batch:
+            return self.of_texts(model, batch).view(-1, 2)
+        return torch.stack([self.of_texts(model, batch), self.of_others(model, batch)], 1)
+
+    def of_texts(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.head.row_logps(model, inputs_of(batch), next_tokens(batch["labels"]), batch)
+
+    def of_others(self, model: nn.Module, batch: Any) -> Tensor:
+        other = with_sizes(batch["other"])
+        with CurrentBatch(other):
+            return self.of_texts(model, other)
+
+
+def answer_tokens(batch: Any) -> Tensor:
+    """Return the number of tokens of each answer: (items, 2), for KTO (items, 1)."""
+    return (batch["labels"][:, 1:] != -100).sum(-1).view(-1, 1 if "other" in batch else 2)
+
+
+def pair_losses(cfg: Any, policy: Tensor, reference: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of each pair, and the rewards of both answers: (pairs, 2). The first answer is the chosen one.
+
+    `policy` and `reference` are summed log-probabilities, and `tokens` are the lengths of the answers. The formulas are those of the
+    papers: IPO uses sums, ORPO's likelihood is over the chosen answer without its prompt, and label smoothing is cDPO.
+    """
+    means = policy / tokens
+    if reference is None:
+        rewards = cfg.beta * means
+        a = means.clamp(max=-1e-7)  # an answer of probability 1 has infinite odds
+        odds = a - torch.log(-torch.expm1(a))
+        margin = odds[:, 0] - odds[:, 1] if cfg.loss == "orpo" else rewards[:, 0] - rewards[:, 1] - cfg.gamma
+        losses = -F.logsigmoid(margin)
+        losses = cfg.beta * losses - means[:, 0] if cfg.loss == "orpo" else losses
+    else:
+        rewards = cfg.beta * (policy - reference)
+        margin = rewards[:, 0] - rewards[:, 1]
+        smooth = getattr(cfg, "label_smoothing", 0.0)
+        if cfg.loss == "ipo":
+            losses = (margin / cfg.beta - 1 / (2 * cfg.beta)).square()
+        else:
+            losses = -(1 - smooth) * F.logsigmoid(margin) - smooth * F.logsigmoid(-margin)
+    return losses - cfg.sft_weight * means[:, 0] if cfg.sft_weight else losses, rewards.detach()
+
+
+def kto_losses(
+    cfg: Any, policy: Tensor, reference: Tensor, tokens: Tensor, good: Tensor, z: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the reward of each labeled answer. All are of shape (items,). `z` has no gradient."""
+    rewards, good = cfg.beta * (policy - reference), good.to(policy)
+    weights = cfg.desirable_weight * good + cfg.undesirable_weight * (1 - good)
+    losses = weights * torch.sigmoid((1 - 2 * good) * (rewards - cfg.beta * z))
+    return losses - cfg.sft_weight * good * policy / tokens if cfg.sft_weight else losses, rewards.detach()
+
+
+def pair_numbers(policy: Tensor, rewards: Tensor) -> dict[str, Any]:
+    """Return what training logs about pairs, as sums. A tie counts as wrong."""
+    better, worse = rewards.unbind(1)
+    sums = {"rewards/accuracies": (better > worse).sum(), "rewards/margins": (better - worse).sum()}
+    sums |= {"rewards/chosen": better.sum(), "rewards/rejected": worse.sum()}
+    return sums | {"logps/chosen": policy[:, 0].detach().sum(), "logps/rejected": policy[:, 1].detach().sum()}
+
+
+def kto_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tensor | float) -> dict[str, Any]:
+    """Return what training logs about labeled answers, as sums and numbers. A reward at the threshold counts as wrong."""
+    sums: dict[str, Any] = {"rewards/accuracies": ((2 * good - 1) * (rewards - threshold) > 0).sum()}
+    for name, part in (("chosen", good), ("rejected", 1 - good)):
+        sums[f"rewards/{name}"] = (rewards * part).sum(), part.sum()
+        sums[f"logps/{name}"] = (policy.detach() * part).sum(), part.sum()
+    return sums
+
+
+class KtoLoss:
+    """The loss of KTO. `z`, the same for all items of a step, is estimated from their second texts before the first micro-batch.
+
+    It is max(0, mean of log p - log p_reference) over the global batch, without gradient, so it depends neither on the number of ranks
+    nor on the micro-batch size.
+    """
+
+    def __init__(self, cfg: Any, logps: TextLogps, reference: Callable[[nn.Module, Any], Tensor]):
+        self.cfg, self.logps, self.reference = cfg, logps, reference
+
+    def __call__(self, model: nn.Module, batch: Any, z: Tensor | float = 0.0, reference: Tensor | None = None) -> Any:
+        reference = self.reference(model, batch) if reference is None else reference
+        policy, good = self.logps.of_texts(model, batch), batch["good"]
+        losses, rewards = kto_losses(self.cfg, policy, reference[:, 0], answer_tokens(batch)[:, 0], good, z)
+        numbers = kto_numbers(policy, rewards, good, self.cfg.beta * z)
+        return losses.sum(), {**numbers, "kl": z * len(good)}
+
+    @torch.no_grad()
+    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Any], seed: int) -> Callable:
+        """Return the loss function of a step."""
+        module, references = accelerator.unwrap_model(model), {}
+        total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        for i, batch in enumerate(batches):
+            seed_forward(dropout_seed(seed, i, accelerator.process_index, accelerator.num_processes), accelerator.device)
+            with CurrentBatch(batch):
+                references[id(batch)] = self.reference(model, batch)
+                gap = self.logps.of_others(module, batch) - references[id(batch)][:, 1]
+            total += torch.stack([gap.sum(dtype=torch.float64), torch.full_like(total[0], len(gap))])
+        if accelerator.num_processes > 1:
+            with phases.phase(SYNC):
+                dist.all_reduce(total)
+        z = (total[0] / total[1]).clamp(min=0)
+        return lambda model, batch: self(model, batch, z, references[id(batch)])
+
+
+def summarize(cfg: Any, rows: dict[str, np.ndarray]) -> tuple[dict[str, float], np.ndarray]:
+    """Return the metrics of all evaluation items, and their rewards. For KTO, `z` is estimated from all items."""
+    known = {name: torch.from_numpy(values).double() for name, values in rows.items()}
+    policy, reference, tokens = known["policy"], known.get("reference"), known["tokens"]
+    if "good" not in rows:
+        losses, rewards = pair_losses(cfg, policy, reference, tokens)
+        numbers = pair_numbers(policy, rewards)
+    else:
+        good = known["good"]
+        z = (policy - reference)[:, 1].mean().clamp(min=0)
+        losses, rewards = kto_losses(cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)
+        numbers = kto_numbers(policy[:, 0], rewards, good, cfg.beta * z)
+    ratio = lambda value: float(value[0] / value[1]) if isinstance(value, tuple) else float(value / len(losses))
+    found = {METRICS[name]: ratio(value) for name, value in numbers.items()}
+    found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
+    # Without an evaluation row of a kind, KTO has no mean of its rewards.
+    return {"loss": float(losses.mean()), **{name: value for name, value in found.items() if value == value}}, rewards.numpy()
+
+
+def make_tables(
+    rows: dict[str, np.ndarray], rewards: np.ndarray, number: int, decode: Callable[[list[int], int], list[str]]
+) -> dict[str, Table]:
+    """Return `number` pairs of each group: ordered correctly, wrongly, and those with the lowest margin. `decode` returns texts.
+
+    For KTO, an answer is ordered correctly if its reward is on the right side of the mean of all.
+    """
+    if not number:
+        return {}
+    if "good" in rows:
+        margins = (rewards - rewards.mean()) * (2 * rows["good"] - 1)
+        describe = lambda items: {"answer": decode(items, 0), "desirable": rows["good"][items].tolist()}
+        columns = {"reward": rewards}
+    else:
+        margins = rewards[:, 0] - rewards[:, 1]
+        describe = lambda items: {"chosen": decode(items, 0), "rejected": decode(items, 1)}
+        columns = {"reward_chosen": rewards[:, 0], "reward_rejected": rewards[:, 1]}
+    groups = {"is_correct": margins > 0, "certainty": -margins, "worst": "lowest margin"}
+    return tables.of_predictions(number, describe, **groups, columns={**columns, "margin": margins})

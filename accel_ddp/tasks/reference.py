@@ -1,0 +1,231 @@
+"""The log-probabilities of a reference: the model as it was before training, with which losses of preferences compare it.
+
+`stored` computes them once, before training, and keeps them in the cache. The others compute one more forward pass in every step:
+`adapters` without the new adapters, `copy` with the weights as they were. All three give the same numbers, up to rounding.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from accel_ddp.config.choices import choose
+from accel_ddp.errors import UserError
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
+from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.shards import is_first_copy, is_sharded, local
+from accel_ddp.records.files import replace_file
+from accel_ddp.saving.state_tensors import has_adapters
+from accel_ddp.seeds import mixed
+from accel_ddp.sources.adapters import find_adapters
+from accel_ddp.sources.data import row_numbers, with_row_numbers
+from accel_ddp.speed.attach import Speed
+from accel_ddp.training.divergence import bits_of
+from accel_ddp.training.evaluation import EvalBatches, evaluate
+from accel_ddp.training.padding_check import forget_peak
+from accel_ddp.training.sharding import reshard
+from accel_ddp.training.stream import TrainBatches
+
+if TYPE_CHECKING:
+    import datasets
+
+COLUMN = "reference"  # of rows with stored values: a number for each text of a row
+PART = 20_000  # rows after which values are kept, in case the process is killed
+
+
+def choose_reference(cfg: Any, num_rows: int) -> None:
+    """Set `--reference auto`. Call it before `fit_memory`, because a copy needs memory."""
+    if cfg.reference != "auto":
+        return
+    share = cfg.total_steps(num_rows) * cfg.global_batch_size / max(1, num_rows)
+    if share >= 1:
+        choose(cfg, "reference", "stored", f"training reads each row {share:.1f} times, and one pass before it is enough")
+        return
+    is_new = cfg.lora_r and not find_adapters(cfg.model, cfg.cache_dir)
+    choose(cfg, "reference", "adapters" if is_new else "copy", f"training reads only {share:.0%} of the rows")
+
+
+class Reference:
+    """Returns the log-probabilities of the texts of a micro-batch under the model as it was before training.
+
+    Make it after the model and before `fit`, on every rank. Train and evaluate on its `rows` with its `collate`: with
+    `--reference stored` they have one more column.
+    """
+
+    def __init__(
+        self, cfg: Any, accelerator: Accelerator, model: nn.Module, rows: Sequence["datasets.Dataset"], fingerprints: Sequence[str],
+        collate: Callable[[list], Any], logps: Callable[[nn.Module, Any], Tensor],
+    ):  # fmt: skip
+        """`rows` and their `fingerprints` are for training and for evaluation.
+
+        `logps(model, batch)` returns the log-probabilities of shape (items, texts of an item).
+        """
+        choose_reference(cfg, len(rows[0]))
+        self.cfg, self.accelerator, self.rows, self.collate, self._logps = cfg, accelerator, list(rows), collate, logps
+        self._layers: list[Any] = []  # with adapters
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []  # trained parameters as they were
+        if not getattr(model, "is_quantized", False) and not is_sharded(model):
+            model.to(accelerator.device)
+        if cfg.reference == "adapters":
+            self._layers = _layers_with_adapters(model, cfg)
+        elif cfg.reference == "copy":
+            self._kept = [(p, local(p).detach().clone()) for p in model.parameters() if p.requires_grad]
+        else:
+            self.rows, self.collate = self._store(model, fingerprints), _Collate(collate)
+
+    def logps(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return what `logps(model, batch)` returned before training. Call it before the forward pass of the model itself."""
+        if COLUMN in batch:
+            return batch[COLUMN]
+        module = model.module if hasattr(model, "module") else model  # without DDP, which expects a backward pass
+        was_training = module.training
+        module.eval()
+        with torch.no_grad(), self._as_before(module):
+            found = self._logps(module, batch)
+        module.train(was_training)
+        return found
+
+    @contextlib.contextmanager
+    def _as_before(self, model: nn.Module) -> Iterator[None]:
+        """Let the model compute as before training inside of the block: without adapters, or with the weights as they were."""
+        for layer in self._layers:  # not by peft's context manager, which changes `requires_grad` too
+            layer._disable_adapters = True
+        self._swap(model)
+        try:
+            yield
+        finally:
+            self._swap(model)
+            for layer in self._layers:
+                layer._disable_adapters = False
+
+    def _swap(self, model: nn.Module) -> None:
+        """Exchange trained parameters and their copies. Those of a sharded model stay at their addresses, which FSDP knows."""
+        sharded = bool(self._kept) and is_sharded(model)
+        for i, (p, kept) in enumerate(self._kept):
+            if sharded:
+                now = local(p.detach()).clone()
+                local(p.detach()).copy_(kept)
+                kept.copy_(now)
+            else:
+                self._kept[i] = p, p.data
+                p.data = kept
+        if sharded:  # what a pass has left gathered
+            reshard(model)
+
+    def _store(self, model: nn.Module, fingerprints: Sequence[str]) -> list["datasets.Dataset"]:
+        """Return the rows with a column of values. All ranks compute those that the main rank has not in its cache."""
+        cfg, folder = self.cfg, Path(self.cfg.cache_dir).expanduser() / "reference"
+        key = [_digest(model), self.accelerator.mixed_precision, cfg.dtype, cfg.quantize, cfg.attn_implementation]
+        files = [folder / f"{mixed(0, json.dumps([*key, one])):016x}.npy" for one in fingerprints]
+        with together("read --cache_dir"):
+            folder.mkdir(parents=True, exist_ok=True)
+            own = [hashlib.blake2b(file.read_bytes()).hexdigest() if file.exists() else "" for file in files]
+        stored, speed, made = gather_everywhere(own), None, []
+        for rows, file, known, what in zip(self.rows, files, zip(*stored), ("training", "evaluation")):
+            if len(set(known)) > 1 or not known[0]:  # nodes have different values, or none
+                values = broadcast_object(_read(file))
+                if values is None:
+                    if speed is None:
+                        train = TrainBatches(self.rows[0], self.collate)
+                        speed = Speed(self.accelerator, cfg, model, train, lambda *given: self._logps(*given).sum())
+                        speed.remove_padding()
+                    values = self._compute(model, rows, file, what)
+                with together("store the log-probabilities of the reference"):
+                    _write(file, values)
+            made.append(_with_column(rows, np.load(file, mmap_mode="r")))
+        if speed and speed.padding_free:  # `fit` decides again, with the loss
+            speed.padding_free.remove()
+        forget_peak(self.accelerator.device)
+        return made
+
+    def _compute(self, model: nn.Module, rows: "datasets.Dataset", file: Path, what: str) -> np.ndarray:
+        """Return the values of all rows. Those that a killed process has left are read."""
+        drafts, parts, began = [], [], time.monotonic()
+        for first in range(0, len(rows), PART):
+            some = rows.select(range(first, min(first + PART, len(rows))))
+            drafts.append(file.with_name(f"{file.stem}.{first}.part.npy"))
+            part = broadcast_object(_read(drafts[-1]))
+            if part is None:
+                batches = EvalBatches(some, self.collate, self.cfg.eval_batch_size, self.accelerator, self.cfg)
+                found: list[np.ndarray] = []  # on the main rank
+                with self.accelerator.autocast():  # which Accelerate adds to the model only later
+                    measure = lambda model, batch: {"logps": self._logps(model, batch)}
+                    evaluate(
+                        self.accelerator, model, batches, measure, lambda rows, found=found: found.append(rows["logps"]) or {}
+                    )
+                part = broadcast_object(found[0] if found else None)
+                if this_rank.is_main:
+                    with contextlib.suppress(OSError):  # then there is nothing to read after a kill
+                        _write(drafts[-1], part)
+            parts.append(part)
+            done, seconds = first + len(some), time.monotonic() - began
+            print_on_main(f"reference: log-probabilities of {done:,} of {len(rows):,} {what} rows in {seconds:.1f} s")
+        for draft in drafts if this_rank.is_main else ():
+            draft.unlink(missing_ok=True)
+        return np.concatenate(parts)
+
+
+class _Collate:
+    """Collates rows without their stored values, and adds these as one tensor."""
+
+    def __init__(self, collate: Callable[[list], Any]):
+        self.collate = collate
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Any:
+        batch = self.collate([{name: value for name, value in row.items() if name != COLUMN} for row in rows])
+        batch[COLUMN] = torch.tensor([row[COLUMN] for row in rows])
+        return batch
+
+
+def _layers_with_adapters(model: nn.Module, cfg: Any) -> list[Any]:
+    """Return the layers whose adapters can be switched off. Raise UserError if the model without them is not the reference."""
+    why = "" if has_adapters(model) else "needs adapters, which --lora_r adds"
+    if getattr(model, "_adapters", None):
+        why = f"--model {cfg.model} contains adapters, which are trained further. Without them it is another model"
+    if why:
+        raise UserError(f"--reference adapters: {why}. Use --reference stored or copy.")
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a digest of all weights. For a sharded model this is a collective."""
+    sharded = is_sharded(model)
+    held = [(name, p) for name, p in model.named_parameters() if local(p).numel() and (not sharded or is_first_copy(p))]
+    own = {name: int(bits_of(p).sum()) for name, p in held}
+    shares = gather_everywhere(own) if sharded else [own]
+    sums = {name: sum(share.get(name, 0) for share in shares) for name, _ in model.named_parameters()}
+    return hashlib.blake2b(json.dumps(sums).encode(), digest_size=16).hexdigest()
+
+
+def _read(file: Path) -> np.ndarray | None:
+    """Return the values of a file on the main rank, or None if there are none."""
+    if this_rank.is_main:
+        with contextlib.suppress(OSError, ValueError):
+            return np.load(file)
+    return None
+
+
+def _write(file: Path, values: np.ndarray) -> None:
+    content = io.BytesIO()
+    np.save(content, values)
+    replace_file(file, content.getvalue(), has_rivals=True)
+
+
+def _with_column(rows: "datasets.Dataset", values: np.ndarray) -> "datasets.Dataset":
+    """Return the rows with their values. Both stay memory-mapped."""
+    import pyarrow as pa
+
+    column = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    made = rows.add_column(COLUMN, column, new_fingerprint=f"{rows._fingerprint}-{COLUMN}")
+    return with_row_numbers(made, row_numbers(rows))

@@ -1,0 +1,157 @@
+r"""Train a reward model from pairs of answers: the chosen answer gets a higher score than the rejected one (Bradley-Terry).
+
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/reward.py
+    accelerate launch --config_file accelerate_configs/local.yaml recipes/reward.py \
+        --model Qwen/Qwen2.5-0.5B-Instruct --train_file pairs.jsonl --center_rewards 0.01 --lr 1e-5
+
+Rows have a prompt and a chosen and a rejected answer, as texts or messages, and optionally a margin. The loss of a pair is
+-log sigmoid(s_chosen - s_rejected - margin). A score is read at the last token that is not padding, behind the whole chat, so a chat
+that is too long is refused and never cut.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import accel_ddp
+from accel_ddp.config.chat_options import ChatConfig
+from accel_ddp.config.options import option
+from accel_ddp.entry import run
+
+
+@dataclass(kw_only=True)
+class Config(ChatConfig):
+    dataset: str = "builtin:preferences"
+    prompt_column: str = option(
+        "", "column of prompts; default: prompt, instruction or question; chats may include their prompts"
+    )
+    chosen_column: str = option("chosen", "column of the better answers", group="data")
+    rejected_column: str = option("rejected", "column of the worse answers", group="data")
+    margin_column: str = option(
+        "", "column of the margins by which scores are to differ; default: margin, if there is one", group="data"
+    )
+    max_length: int | Literal["auto"] = option(
+        "auto",
+        "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: as the data need",
+    )
+    center_rewards: float = option(
+        0.0, "weight of (s_chosen + s_rejected)^2, which keeps scores around 0; 0.01 is usual", group="training", at_least=0,
+        also=("center_rewards_coefficient",),
+    )  # fmt: skip
+    epochs: float = 1.0
+    global_batch_size: int = option(32, "pairs per optimizer update, over all ranks; the result depends on it")
+    lr: float | Literal["auto"] = option(
+        "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy="auto"
+    )
+    warmup_ratio: float = 0.1
+    best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
+    # What `sft` and `dpo` have as options.
+    train_on_prompts, train_on, row_format, packing, loss, label_column = False, "all", 2, "off", "reward", ""
+
+    def check_columns(self, *tables):
+        for rows in tables:
+            accel_ddp.ranking.margin_column(rows, self)
+
+    def metric_directions(self):
+        return {"accuracy": "max", "margin": "max", "loss": "min"}
+
+
+class Task:
+    """What is learned: the model, the data, the summed loss, the pairs over which it is averaged, and the metrics."""
+
+    model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
+    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
+
+    def __init__(self, cfg: Config, accelerator):
+        self.cfg, self.accelerator = cfg, accelerator
+        today = accel_ddp.chat.agree_on_today()
+        with accel_ddp.together("load the data") as facts:
+            width = 0 if cfg.max_length == "auto" else cfg.max_length
+            self.processor = accel_ddp.models.load_tokenizer(cfg, width, self.model_class)
+            rows, self.chosen = build_data(cfg, self.processor, today)
+            fingerprint = accel_ddp.tokenization.fingerprint(rows[0])
+            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1])
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
+        with accel_ddp.together("load the model"):
+            self.model = build_model(cfg, accelerator, self.processor)
+        train_rows, self.eval_rows = rows
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.ranking.ListCollate)
+        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
+        self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+
+    def loss_sum(self, model, batch):
+        """Return the summed loss of pairs, and sums for the log."""
+        scores = accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
+        losses = accel_ddp.ranking.preference_losses(scores, batch["margin"], self.cfg.center_rewards)
+        apart = (scores[:, 0] - scores[:, 1]).detach()
+        return losses.sum(), {"accuracy": (apart > 0).sum(), "margin": apart.sum()}
+
+    def count(self, batch):
+        return len(batch["margin"])
+
+    def evaluate(self, model):
+        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+
+    def measure(self, model, batch):
+        """Return one row per pair. `evaluate` puts the rows of all ranks in order."""
+        return {"scores": accel_ddp.ranking.score_texts(model, batch).view(-1, 2), "margin": batch["margin"]}
+
+    def summarize(self, rows):
+        """Return the metrics of all pairs. This runs on the main rank."""
+        self.scores = rows["scores"]  # for `tables`
+        return accel_ddp.ranking.summarize_pairs(rows["scores"], rows["margin"], self.cfg.center_rewards)
+
+    def tables(self):
+        """Return the tables of the last evaluation. This runs on the main rank."""
+        return accel_ddp.preferences.make_tables({}, self.scores, self.cfg.log_predictions, self.decode)
+
+    def decode(self, items, text):
+        """Return one of the texts of some evaluation items, with their prompts."""
+        return [self.processor.decode(ids[text]) for ids in self.eval_rows[items]["input_ids"]]
+
+    @property
+    def example(self):
+        """Python code that prints the score of the first chosen answer with the exported model in {folder}."""
+        chat, inputs = accel_ddp.examples.literal(self.chosen), 'return_tensors="pt"'
+        inputs = (
+            f"t({chat}, {inputs})"
+            if isinstance(self.chosen, str)
+            else f"t.apply_chat_template({chat}, return_dict=True, {inputs})"
+        )
+        return (
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer; t = AutoTokenizer.from_pretrained({folder}); "
+            "m = AutoModelForSequenceClassification.from_pretrained({folder}, num_labels=1, pad_token_id=t.pad_token_id); "
+            f"print(m(**{inputs}).logits.item())"
+        )
+
+
+def build_data(cfg: Config, tokenizer, today):
+    """Return rows with `input_ids` of the chosen and the rejected answer and `margin`, and the first chosen answer with its prompt."""
+    tables = accel_ddp.data.load_rows(cfg)
+    form = accel_ddp.ranking.RewardPairs(tables[0], tokenizer, cfg, today)
+    form.require_columns(tables[1])
+
+    def encode(rows):
+        return form.encode(rows)
+
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
+    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
+    usable = form.finish(encoded, cfg)
+    return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]))
+
+
+def build_model(cfg: Config, accelerator, tokenizer):
+    from transformers import AutoModelForSequenceClassification
+
+    head = {"num_labels": 1, "problem_type": "regression", "pad_token_id": tokenizer.pad_token_id}
+    model = accel_ddp.models.load(AutoModelForSequenceClassification, cfg, tokenizer, **head, ignore_mismatched_sizes=True)
+    # The model finds the last token of a text by it. It is exported, so that others read the same score.
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_CLS")
+
+
+def main(cfg: Config):
+    return accel_ddp.train(cfg, Task)
+
+
+if __name__ == "__main__":
+    run(Config, main)

@@ -1,0 +1,142 @@
+"""Tests of `accel-ddp evaluate` without ranks, and of what a run says about evaluations that show a mistake."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from accel_ddp import phases
+from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.errors import UserError
+from accel_ddp.exporting import evaluate_command, export
+from accel_ddp.observe.progress import find_worse
+from accel_ddp.ranks.process import links
+from accel_ddp.tasks import labels, metrics, tagging
+from accel_ddp.training.divergence import report_untrained, weights_kept
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """Return an exported folder that names its recipe and its options, but has no weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    options = {"train_file": "gone.csv", "text_column": "review", "lora_r": 4, "metrics": "f1 mcc", "keep_best": True}
+    (folder / "accel_ddp.json").write_text(json.dumps({"recipe": "classify.py", "options": options, "metrics": {"loss": 1.0}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--eval_file", "rows.csv"], "name the model or run first"),
+        (["./gone"], "./gone: there is no such folder."),
+        (["me/model"], "For a model of the Hub, add its recipe: --recipe classify"),
+        (["empty"], "is not a run with a checkpoint, nor an exported model"),
+        (["empty", "--recipe", "clasify"], "'clasify' is not a recipe. Did you mean 'classify'"),
+        ([".", "--output"], "--output: needs a value"),
+        (["EXPORTED"], "was trained with gone.csv, which is not here. Give the rows to evaluate: --eval_file FILE"),
+        (["EXPORTED", "--output", "no/such/folder.json"], "its folder does not exist"),
+    ],
+)
+def test_a_wrong_command_says_what_to_type_before_a_rank_starts(words, message, exported, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError) as error:
+        evaluate_command.main([str(exported) if word == "EXPORTED" else word for word in words])
+    assert message in str(error.value)
+
+
+def test_an_exported_model_is_evaluated_with_the_options_that_describe_its_rows(exported):
+    from recipes.classify import Config
+
+    facts = export.read_facts(exported)
+    options = evaluate_command._options_of(str(exported), facts, Config(), ["--eval_file", "a b.csv", "c.csv"])
+    files = ["a b.csv", "c.csv"]
+    assert options == {
+        **{"text_column": "review", "metrics": ["f1", "mcc"], "model": str(exported)},
+        **{"train_file": files, "eval_file": files},
+    }
+    same = lambda *words: evaluate_command._has_same_rows(words, {"eval_file": "c.csv"}, Config())
+    assert [same(), same("--eval_file", "/x/c.csv"), same("--eval_batch_size", "2")] == [True] * 3
+    assert [same("--eval_file", "d.csv"), same("--max_eval_items", "3")] == [False] * 2
+    lines = evaluate_command._describe("here", {"loss": 1.5, "f1": 0.5}, {"loss": 1.0, "f1": 0.5})
+    assert lines[1:3] == ["         now  in training  difference", "loss  1.5000       1.0000    +5.0e-01"]
+
+
+def test_labels_of_evaluation_rows_are_those_of_the_model(monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(links, "label_names", ["bad", "good", "mixed"])
+    table = lambda values: datasets.Dataset.from_dict({"label": values})
+    made = lambda rows: labels.Labels.from_rows(rows, rows, "label")
+    found = made(table(["good", "good", "new"]))
+    assert (found.names, found.class_ids) == (["bad", "good", "mixed"], {"good": 1})
+    assert "'new'" in found.find_problems({"label": ["good", "new"]})[1]
+    assert made(table([2, 1])).class_ids == {2: 2, 1: 1}
+    declared = table([0, 1]).cast_column("label", datasets.ClassLabel(names=["good", "bad"]))
+    assert made(declared).class_ids == {0: 1, 1: 0}
+    tags = tagging.Tags.from_rows(table([["good"], ["mixed"]]), table([["good"]]), "label")
+    assert tags.tag_ids == {"good": 1, "mixed": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluations", "expected"),
+    [
+        ({}, {0: {"loss": 1.2}, 3: {"loss": 1.9}}, ["loss rose from 1.2 before training to 1.9. Use a lower --lr"]),
+        (
+            {},
+            {0: {"loss": 1.2}, 1: {"loss": 1.1}, 3: {"loss": 1.9}},
+            ["Step 1 was better: --keep_best --best_metric loss keeps it"],
+        ),
+        ({}, {0: {"loss": 1.2}, 3: {"loss": 1.1}}, []),
+        ({}, {0: {"loss": 1.2}, 3: {"loss": float("nan")}}, ["loss rose from 1.2 before training to nan"]),
+        (
+            {"best_metric": "f1:max"},
+            {0: {"f1": 0.5, "loss": 1.0}, 3: {"f1": 0.4, "loss": 2.0}},
+            ["f1 fell from 0.5", "loss rose"],
+        ),
+        (
+            {"best_metric": "f1:max", "keep_best": True},
+            {0: {"f1": 0.5}, 3: {"f1": 0.5}},
+            ["no checkpoint was better than the model"],
+        ),
+        ({"best_metric": "f1:max", "keep_best": True}, {0: {"f1": 0.5}, 3: {"f1": 0.6}}, []),
+    ],
+)
+def test_metrics_that_are_worse_than_before_training_are_named(options, evaluations, expected):
+    lines = list(find_worse(RecipeConfig(**options), evaluations, evaluations[3]))
+    assert len(lines) == len(expected)
+    assert all(line.startswith("warning: WORSE: ") and words in line for line, words in zip(lines, expected))
+
+
+def test_one_prediction_for_all_items_is_reported_once_until_it_changes(monkeypatch, capsys):
+    monkeypatch.setattr(links, "only_prediction", "")
+    monkeypatch.setattr(phases.HERE, "step", 5)
+    truth, names = np.array([0, 1, 1]), ["bad", "good"]
+    reported = []
+    for answers in ([1, 1, 1], [1, 1, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0]):
+        metrics.class_metrics(np.array(answers), truth, names)
+        reported.append(capsys.readouterr().out)
+    assert [bool(text) for text in reported] == [True, False, True, False, True]
+    assert "predicts 'good' for all 3 evaluation items" in reported[0]
+    metrics.class_metrics(np.array([[1, 0], [1, 0]]), np.array([[1, 0], [0, 1]]), names)
+    assert "predicts the same classes" in capsys.readouterr().out
+    tagging.score_entities([["O", "O"], ["O"]], [["O", "B-X"], ["O"]])
+    assert "predicts 'O' for all 3" in capsys.readouterr().out
+    metrics.class_metrics(np.array([1, 1]), np.array([1, 1]), names)
+    monkeypatch.setattr(phases.HERE, "step", 0)  # a new head before training
+    metrics.class_metrics(np.array([1, 1, 1]), truth, names)
+    assert not capsys.readouterr().out
+
+
+def test_weights_that_have_not_changed_are_reported(capsys):
+    model = torch.nn.Linear(2, 2)
+    with weights_kept(model, "a pass") as before:
+        pass
+    report_untrained(model, before, 0)
+    assert "UNTRAINED: no weight has changed since --model was loaded" in capsys.readouterr().out
+    with torch.no_grad():
+        model.bias[0] += 1e-6
+    report_untrained(model, before, 3)
+    assert not capsys.readouterr().out
