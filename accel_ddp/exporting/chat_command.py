@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.config.option_values import CHAT_TEMPLATES, check_template
+from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import trained_model
-from accel_ddp.exporting.predict_command import add_model_options
+from accel_ddp.exporting.predict_command import add_model_options, check_options
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, read_tools
 
 HELP = """/reset         forget the conversation
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Run `accel-ddp chat` and return its exit code."""
     given = build_parser().parse_args(words)
-    check_template(given.chat_template)
+    check_options(given)
     try:
         tools = read_tools(Path(given.tools).read_text("utf-8"), "tools") if given.tools else []
     except (OSError, UnicodeDecodeError, UnusableRow) as error:
