@@ -280,6 +280,9 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     write(Path("scored.jsonl"), [{"text": "a film", "score": 1}])
     Path("there.jsonl").write_text("mine")
     Path("empty").mkdir()
+    Path("run").mkdir()
+    Path("run/config.json").write_text('{"lr": 1}')
+    Path("run/log.jsonl").write_text("{}")
     shutil.copytree(tiny_model, "no_weights", ignore=lambda *_: ["model.safetensors"])
     shutil.copytree(models.locate("builtin:tiny-llama", cache), "base_model")
     Path("base_model/chat_template.jinja").unlink()
@@ -294,7 +297,8 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
         (["predict", tiny_model, *rows, "--text_column", "txt"], "--text_column txt: there is no such column. The data have: text"),
         (["predict", tiny_model, *rows, "--columns", "id"], "--columns id: there is no such column"),
         (["predict", "./nothing", *rows], "./nothing: there is no such folder"),
-        (["predict", "empty", *rows], "is neither a model (it has no config.json) nor a run"),
+        (["predict", "empty", *rows], "is neither a model (with a config.json) nor a run"),
+        (["predict", "run", *rows], "is neither a model (with a config.json) nor a run with a checkpoint"),
         (["predict", "no_weights", *rows], "the folder has no weights"),
         (["chat", tiny_model], "predicts labels and cannot chat. Use: accel-ddp predict"),
         (["chat", "base_model"], "has no chat template. Give the one of its training (--chat_template plain"),
@@ -305,6 +309,8 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
         assert expected in capsys.readouterr().err
         assert not Path("new.jsonl.partial").exists()
     assert Path("there.jsonl").read_text() == "mine"
+    shutil.copytree(tiny_model, "run/model")
+    assert trained_model.find("run", tmp_path).place == "run/model"
     words = ["predict", tiny_model, *rows, "--text_column", "x"]
     code = f"import sys\nfrom accel_ddp import cli\nassert cli.main({words}) == 2\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.sources.builtin import from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
@@ -41,8 +42,7 @@ def find(name: str, scratch: Path) -> TrainedModel:
     """Return the model that `name` means. A checkpoint is exported into `scratch`. Raise UserError if there is no such model."""
     try:
         folder = Path(name).expanduser()
-        is_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
-        place = locate(str(_of_run(folder, scratch)) if folder.is_dir() and not is_model else name, RecipeConfig.cache_dir)
+        place = locate(str(_of_run(folder, scratch)) if folder.is_dir() else name, RecipeConfig.cache_dir)
         if not Path(place).is_dir():
             from accel_ddp.sources.adapters import find_adapters
 
@@ -68,11 +68,14 @@ def find(name: str, scratch: Path) -> TrainedModel:
 
 
 def _of_run(folder: Path, scratch: Path) -> Path:
-    """Return the model that a run has exported, or that of its best or newest checkpoint."""
-    if any((folder / "model" / file).is_file() for file in (CONFIG, ADAPTER_CONFIG)):
+    """Return the model that a run has exported, or that of its best or newest checkpoint, or the folder itself if it is no run."""
+    is_model = lambda place: any((place / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
+    if is_model(folder / "model"):
         return folder / "model"
     if not (folder / checkpoint_format.MANIFEST).is_file() and not checkpoint_format.list_checkpoints(folder):
-        raise UserError(f"{folder}: is neither a model (it has no config.json) nor a run with a checkpoint.")
+        if not is_model(folder) or (folder / run_log.FILE).is_file():  # the config.json of a run has its options
+            raise UserError(f"{folder}: is neither a model (with a config.json) nor a run with a checkpoint.")
+        return folder
     if not (scratch / "model").is_dir():
         from accel_ddp.exporting.export import from_checkpoint
 
