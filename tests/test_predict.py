@@ -110,6 +110,7 @@ def test_labels_numbers_and_tags_are_those_of_pipelines(folder_of, tmp_path):
         assert row["score"] == pytest.approx([one["score"] for one in expected], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
     from sentence_transformers import CrossEncoder
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
@@ -174,7 +175,7 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
     rows = write(tmp_path / "chats.jsonl", [{"messages": [*chat, {"role": "assistant", "content": "No."}]} for chat in chats])
     found = predict_here(tmp_path / "a.jsonl", folder, "--input", rows, "--max_new_tokens", 6)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    for chat, row in zip(chats, found):
+    for chat, row in list(zip(chats, found))[::5]:
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         made = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert row["prediction"] == tokenizer.decode(made, skip_special_tokens=True)
@@ -190,7 +191,7 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
     rows = write(tmp_path / "sources.jsonl", [{"source": text} for text in TEXTS])
     found = predict_here(tmp_path / "c.jsonl", folder, "--input", rows, "--prefix", "say: ", "--max_new_tokens", 5)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
-    for row in found:
+    for row in found[::5]:
         made = model.generate(**tokenizer(f"say: {row['source']}", return_tensors="pt"), max_new_tokens=5, do_sample=False)
         assert row["prediction"] == tokenizer.decode(made[0], skip_special_tokens=True)
 
