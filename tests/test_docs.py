@@ -223,7 +223,8 @@ def parse(words: list[str]) -> bool:
             recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
         elif command in ("predict", "chat"):
-            return bool({"predict": predict_command, "chat": chat_command}[command].parse(rest))
+            {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
+            return True
         elif command == "copy":
             recipe_files.recipe_path(rest[0])
         if rest[at:]:
@@ -283,7 +284,12 @@ def test_options_in_the_text_exist():
     import argparse
 
     parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
-    parsers += [build_estimate_parser(), *launcher_parsers().values()]
+    parsers += [
+        build_estimate_parser(),
+        predict_command.build_parser(),
+        chat_command.build_parser(),
+        *launcher_parsers().values(),
+    ]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
     for file in ("cli.py", "launch/launch_command.py", "observe/profile_summary.py"):
         names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))

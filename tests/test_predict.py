@@ -34,7 +34,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def predict_here(output: Path, *words: object) -> list[dict]:
     """Do in this process what the processes of the command do, one shard after the other. Return the rows of the output."""
-    given = predict_command.parse([str(word) for word in words] + ["--output", str(output)])
+    given = predict_command.build_parser().parse_args([*map(str, words), "--output", str(output)])
     options = {name: value for name, value in vars(given).items() if name not in predict_command.NO_EFFECT}
     partial = output.with_name(f"{output.name}.partial")
     partial.mkdir()
@@ -110,6 +110,7 @@ def test_labels_numbers_and_tags_are_those_of_pipelines(folder_of, tmp_path):
         assert row["score"] == pytest.approx([one["score"] for one in expected], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
     from sentence_transformers import CrossEncoder
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
@@ -174,7 +175,7 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
     rows = write(tmp_path / "chats.jsonl", [{"messages": [*chat, {"role": "assistant", "content": "No."}]} for chat in chats])
     found = predict_here(tmp_path / "a.jsonl", folder, "--input", rows, "--max_new_tokens", 6)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    for chat, row in zip(chats, found):
+    for chat, row in list(zip(chats, found))[::5]:
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         made = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert row["prediction"] == tokenizer.decode(made, skip_special_tokens=True)
@@ -190,7 +191,7 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
     rows = write(tmp_path / "sources.jsonl", [{"source": text} for text in TEXTS])
     found = predict_here(tmp_path / "c.jsonl", folder, "--input", rows, "--prefix", "say: ", "--max_new_tokens", 5)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
-    for row in found:
+    for row in found[::5]:
         made = model.generate(**tokenizer(f"say: {row['source']}", return_tensors="pt"), max_new_tokens=5, do_sample=False)
         assert row["prediction"] == tokenizer.decode(made[0], skip_special_tokens=True)
 
@@ -198,7 +199,8 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
 def test_samples_have_the_probabilities_of_the_model():
     scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     number = 4000
-    noise = predictors.RowNoise(0, list(range(number)), torch.device("cpu"))
+    options = {"temperature": 1.0, "top_p": 1.0, "seed": 0}
+    noise = predictors.sampling(options, list(range(number)), torch.device("cpu"))["logits_processor"]
     counts = torch.bincount(noise(None, scores.expand(number, 4)).argmax(-1), minlength=4) / number
     assert torch.allclose(counts, scores.exp(), atol=0.03)
 
@@ -256,7 +258,9 @@ def test_rows_that_cannot_be_used_are_named_or_have_no_prediction_in_every_forma
 
     texts = [*TEXTS[:3], "", None, 'ü, "quoted"']
     rows = write(tmp_path / "rows.jsonl", [{"text": text, "when": i} for i, text in enumerate(texts)])
-    with pytest.raises(UserError, match=r"its text is empty: .*rows.jsonl, row 4, .*rows.jsonl, row 5\n.*--skip_broken"):
+    with pytest.raises(
+        UserError, match=r"2 of 6 rows of .*rows.jsonl cannot be used:\n  its text is empty: row 4, row 5\n.*--skip_broken"
+    ):
         predict_here(tmp_path / "refused.jsonl", tiny_model, "--input", rows)
     found = predict_here(tmp_path / "a.jsonl", tiny_model, "--input", rows, "--skip_broken")
     assert [row["prediction"] is None for row in found] == [False, False, False, True, True, False]
@@ -277,6 +281,9 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     write(Path("scored.jsonl"), [{"text": "a film", "score": 1}])
     Path("there.jsonl").write_text("mine")
     Path("empty").mkdir()
+    Path("run").mkdir()
+    Path("run/config.json").write_text('{"lr": 1}')
+    Path("run/log.jsonl").write_text("{}")
     shutil.copytree(tiny_model, "no_weights", ignore=lambda *_: ["model.safetensors"])
     shutil.copytree(models.locate("builtin:tiny-llama", cache), "base_model")
     Path("base_model/chat_template.jinja").unlink()
@@ -291,7 +298,8 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
         (["predict", tiny_model, *rows, "--text_column", "txt"], "--text_column txt: there is no such column. The data have: text"),
         (["predict", tiny_model, *rows, "--columns", "id"], "--columns id: there is no such column"),
         (["predict", "./nothing", *rows], "./nothing: there is no such folder"),
-        (["predict", "empty", *rows], "is neither a model (it has no config.json) nor a run"),
+        (["predict", "empty", *rows], "is neither a model (with a config.json) nor a run"),
+        (["predict", "run", *rows], "is neither a model (with a config.json) nor a run with a checkpoint"),
         (["predict", "no_weights", *rows], "the folder has no weights"),
         (["chat", tiny_model], "predicts labels and cannot chat. Use: accel-ddp predict"),
         (["chat", "base_model"], "has no chat template. Give the one of its training (--chat_template plain"),
@@ -302,6 +310,8 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
         assert expected in capsys.readouterr().err
         assert not Path("new.jsonl.partial").exists()
     assert Path("there.jsonl").read_text() == "mine"
+    shutil.copytree(tiny_model, "run/model")
+    assert trained_model.find("run", tmp_path).place == "run/model"
     words = ["predict", tiny_model, *rows, "--text_column", "x"]
     code = f"import sys\nfrom accel_ddp import cli\nassert cli.main({words}) == 2\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -362,8 +372,8 @@ def test_three_processes_and_killed_ones_write_the_same_bytes(cache, tmp_path):
     psutil.Process(run.processes[0].pid).children()[0].kill()
     ended = run.ended(60)
     assert ended.codes == [1]
-    where = r"(in rows [\d,]+ to [\d,]+|while it loaded the model)"  # the other process may be faster
-    assert re.search(rf"process 0 failed {where} \(exit code -9\). The same command continues.", ended.text), ended.text
+    where = r"in rows [\d,]+ to [\d,]+ or before them"
+    assert re.search(rf"process 0 failed \(exit code -9\), {where}. The same command continues.", ended.text), ended.text
     run = begin(3)
     workers = psutil.Process(run.processes[0].pid).children()
     run.processes[0].kill()

@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.config.option_values import CHAT_TEMPLATES, check_template
+from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import trained_model
-from accel_ddp.exporting.predict_command import add_model_options
+from accel_ddp.exporting.predict_command import add_model_options, check_options
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, read_tools
 
 HELP = """/reset         forget the conversation
@@ -23,20 +23,20 @@ HELP = """/reset         forget the conversation
 CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\[?\{")  # where the calls of an answer begin
 
 
-def parse(words: list[str]) -> argparse.Namespace:
-    """Return the options."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(prog="accel-ddp chat", description=__doc__.partition(":")[2])
     add_model_options(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     parser.add_argument("--tools", default="", metavar="FILE", help="a JSON file with a list of tools that the model may call")
     parser.add_argument("--plain", action="store_true", help="continue each text, without a chat template and without history")
-    return parser.parse_args(words)
+    return parser
 
 
 def main(words: list[str]) -> int:
     """Run `accel-ddp chat` and return its exit code."""
-    given = parse(words)
-    check_template(given.chat_template)
+    given = build_parser().parse_args(words)
+    check_options(given)
     try:
         tools = read_tools(Path(given.tools).read_text("utf-8"), "tools") if given.tools else []
     except (OSError, UnicodeDecodeError, UnusableRow) as error:

@@ -4,10 +4,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_ddp.config.train_config import IMAGE_FILES, TABLE_FILES, RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting.trained_model import TrainedModel
 from accel_ddp.sources import data
-from accel_ddp.sources.table_files import load_file
+from accel_ddp.sources.table_files import SENTENCE_FILES, load_file
 from accel_ddp.tasks.chat_rows import INPUT_COLUMNS, USUAL_COLUMNS, UnusableRow, read_json, read_row
 from accel_ddp.text import counted, listed
 
@@ -25,7 +26,7 @@ COLUMNS = {
 }  # fmt: skip
 PREFIXES = {"source_column": "prefix", "anchor_column": "anchor_prefix", "positive_column": "positive_prefix"}
 SHARD_ROWS = {"answers": 256, "texts": 256, "images": 256}  # the most; others have 1,000
-CORRECT = "Correct them, or give --skip_broken: such rows get no prediction."
+CORRECT = "Correct them, or give --skip_broken: they get no prediction."
 ANSWER = "\0answer"  # a column that stands for the answer that is predicted
 
 
@@ -37,11 +38,12 @@ class InputRows:
         self.files = self.table = self._load(options["input"])
         self.separator = found.option("separator", "").replace(r"\n", "\n").replace(r"\t", "\t")
         self.columns: dict[str, str] = {}
-        for option, names in COLUMNS[self.kind].items():
-            if not (self.columns and self.kind == "answers") and "messages_column" not in self.columns:
-                self._choose(option, names, options)
-        wanted = next(iter(COLUMNS[self.kind]))
-        if not self.columns or (wanted not in self.columns and wanted != "messages_column"):
+        known, is_chat = COLUMNS[self.kind], self.kind in ("answers", "rewards")
+        wanted = next(iter(known))
+        for option in [option for option in known if is_chat and options[option]] or known:
+            if not is_chat or not self.columns or "prompt_column" in self.columns:  # the first kind of columns that exists
+                self._choose(option, known[option], options)
+        if not self.columns or (wanted not in self.columns and not is_chat):
             raise UserError(f"--{wanted}: which column has the inputs? {data.describe_columns(self.table, {'': 'text'})}")
         if self.kind == "images":
             import datasets
@@ -52,10 +54,16 @@ class InputRows:
         self.num_shards = -(-len(self.table) // self.shard_rows)
 
     def _load(self, paths: list[str]) -> "datasets.Dataset":
-        load: Any = {"images": _read_images}.get(self.kind, load_file)
-        if self.kind == "tags":
+        load, endings = load_file, RecipeConfig.file_endings
+        if self.kind == "images":
+            from accel_ddp.tasks.vision import Image
+
+            load, endings = _read_images, (*IMAGE_FILES, " ".join(Image.registered_extensions()))
+        elif self.kind == "tags":
             from accel_ddp.tasks.tagging import load_words as load
-        return data._read_files("--input", tuple(paths), load)
+
+            endings = (f"{TABLE_FILES} {' '.join(SENTENCE_FILES)}", ".txt")
+        return data.read_all("--input", paths, load, endings, RecipeConfig.cache_dir)
 
     def _choose(self, option: str, names: tuple[str, ...], options: dict[str, Any]) -> None:
         """Choose the column of an option: the given one, the one of the training, or a usual one."""
@@ -120,21 +128,17 @@ class InputRows:
 
     def describe(self, broken: dict[int, str]) -> str:
         """Return the reasons why rows cannot be used, with the first rows of each."""
-        kinds: dict[str, list[str]] = {}
-        for number, problem in list(broken.items())[:100]:
-            reason, _, detail = problem.partition("\n")[0].partition("\t")
-            kinds.setdefault(reason, []).append(data.place_of(self.files, number) + (f" ({detail})" if detail else ""))
-        lines = [f"  {reason}: {listed(places, 5)}" for reason, places in kinds.items()]
-        return "\n".join([f"{counted(len(broken), 'row')} of --input cannot be used:", *lines])
+        head = f"{len(broken):,} of {counted(len(self.files), 'row')} of {listed(self.files.files.paths)} cannot be used:"
+        return "\n".join([head, *(f"  {kind}" for kind in data.describe_kinds(broken, self.files.files)), CORRECT])
 
     def check(self, skips: bool) -> None:
         """Raise UserError if rows cannot be used, or print them if they are skipped. Images are decoded later."""
         read = ((shard, self.read(shard)[1]) for shard in map(self.shard, range(self.num_shards)) if self.kind != "images")
         broken = {number: problem for shard, problems in read for number, problem in zip(shard, problems) if problem}
         if broken and not skips:
-            raise UserError(f"{self.describe(broken)}\n{CORRECT}")
+            raise UserError(self.describe(broken))
         if broken:
-            print(f"--skip_broken: {self.describe(broken)}", file=sys.stderr)
+            print(f"--skip_broken: {counted(len(broken), 'row')} cannot be used and get no prediction.", file=sys.stderr)
 
 
 def _read_images(option: str, path: str) -> "datasets.Dataset":

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.exporting import trained_model
-from accel_ddp.exporting.predict_rows import CORRECT, InputRows
+from accel_ddp.exporting.predict_rows import InputRows
 from accel_ddp.exporting.trained_model import TrainedModel
 from accel_ddp.seeds import mixed
+from accel_ddp.sources import models
 from accel_ddp.sources.data import place_of
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow
 from accel_ddp.tasks.chat_template import TEMPLATES, Template, encode_marked, set_template
@@ -30,7 +31,7 @@ MOST_NEW = 256  # tokens of an answer
 class Encoded(NamedTuple):
     """An input of the model."""
 
-    inputs: dict[str, Any]
+    inputs: Any
     length: int = 1
     places: list[int] = []  # of the first token of each word, or of the masks
     room: int = 0  # tokens that may be generated
@@ -48,7 +49,7 @@ class Predictor:
 
             self.tokenizer, self.processor = None, AutoImageProcessor.from_pretrained(found.place)
         else:
-            self.tokenizer = trained_model.load_tokenizer(found)
+            self.tokenizer = models.load_tokenizer(RecipeConfig(model=found.place))
             self.tokenizer.padding_side = "left" if self.kind == "answers" else "right"
         if self.kind in ("answers", "rewards"):
             self.prompts = Prompts(self.tokenizer, found, options["chat_template"])
@@ -75,7 +76,7 @@ class Predictor:
                 picture = vision.decode(vision.read_content(item)).convert(vision.image_mode(self.model))
             except Exception as error:  # many types, which depend on the format
                 raise UnusableRow(f"its image cannot be read\t{error}") from error
-            return Encoded(dict(self.processor(picture, return_tensors="pt")))
+            return Encoded(self.processor(picture, return_tensors="pt")["pixel_values"])
         if self.kind in ("answers", "rewards"):
             ids, is_whole = self.prompts.ids(item, self.kind == "rewards"), self.kind == "rewards"
             if len(ids) - is_whole >= self.limit:
@@ -100,7 +101,7 @@ class Predictor:
         made: list[list[int]] = []
         for number in sorted(rows, key=lambda i: (-rows[i].length, i)):
             first = rows[made[-1][0]] if made else None
-            is_full = not first or len(made[-1]) >= most or first.length * (len(made[-1]) + 1) > tokens
+            is_full = not first or len(made[-1]) >= most or (first.length + first.room) * (len(made[-1]) + 1) > tokens
             if is_full or first.room != rows[number].room:
                 made.append([])
             made[-1].append(number)
@@ -111,9 +112,9 @@ class Predictor:
         """Return a prediction for each input. Without enough memory the batch is halved."""
         try:
             if self.kind == "images":
-                pixels = torch.cat([one.inputs["pixel_values"] for one in batch])
-                return self.compute({"pixel_values": pixels.to(self.device, self.model.dtype)}, batch, numbers)
-            inputs = self.tokenizer.pad([one.inputs for one in batch], return_tensors="pt").to(self.device)
+                inputs = {"pixel_values": torch.cat([one.inputs for one in batch]).to(self.device, self.model.dtype)}
+            else:
+                inputs = self.tokenizer.pad([one.inputs for one in batch], return_tensors="pt").to(self.device)
             return self.compute(inputs, batch, numbers)
         except torch.OutOfMemoryError:
             if len(batch) == 1:
@@ -124,7 +125,7 @@ class Predictor:
 
     def _best(self, scores: Tensor, name: Callable[[int], str]) -> tuple[Any, Any]:
         """Return the best classes and their probabilities, `--top_k` of them or one."""
-        values, indices = scores.topk(min(self.options["top_k"], len(scores)))
+        values, indices = scores.topk(min(max(self.options["top_k"], 1), len(scores)))
         names = [name(i) for i in indices.tolist()]
         return (names, values.tolist()) if self.options["top_k"] > 1 else (names[0], values.item())
 
@@ -162,8 +163,6 @@ class Predictor:
         hidden, mask = self.model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
         if self.pooling == "mean":
             pooled = (hidden * mask).sum(1) / mask.sum(1)
-        elif self.pooling == "max":
-            pooled = hidden.masked_fill(mask == 0, -torch.inf).amax(1)
         else:
             place = mask.sum(1) - 1 if self.pooling == "lasttoken" else mask.sum(1) * 0
             pooled = hidden.take_along_dim(place[..., None], 1)[:, 0]
@@ -197,7 +196,7 @@ class Prompts:
             return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
         if self.template is None:
             raise UnusableRow(f"it is a chat, and the model has no template (--chat_template {', '.join(TEMPLATES)} or a file)")
-        chat = self.template._mark(self.template._convert(item))  # control tokens in texts stay texts, as in training
+        chat = self.template.mark(self.template.convert(item))  # control tokens in texts stay texts, as in training
         return encode_marked(self.tokenizer, self.template.render(chat, prompt=not is_whole)[0])
 
 
@@ -218,46 +217,37 @@ def generation_config(model: Any, tokenizer: Any, options: dict[str, Any]) -> An
     return config
 
 
-class RowNoise:
-    """Adds Gumbel noise to the scores, so the best token is a sample. The noise of a row depends on the seed and its number only."""
-
-    def __init__(self, seed: int, numbers: list[int], device: torch.device):
-        self.generators = [torch.Generator(device).manual_seed(mixed(seed, "answer", number)) for number in numbers]
-
-    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        noise = [torch.empty_like(scores[0], dtype=torch.float32).exponential_(generator=one) for one in self.generators]
-        return scores.float() - torch.stack(noise).log()
-
-
 def sampling(options: dict[str, Any], numbers: list[int], device: torch.device) -> dict[str, Any]:
-    """Return the options of `generate` with which a greedy search samples, if `--temperature` asks for it."""
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+    """Return the options of `generate` with which a greedy search samples, if `--temperature` asks for it.
 
+    Gumbel noise is added to the scores, so the best token is a sample. The noise of a row depends on the seed and its number only.
+    """
     if not options["temperature"]:
         return {}
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+    generators = [torch.Generator(device).manual_seed(mixed(options["seed"], "answer", number)) for number in numbers]
+
+    def add_noise(input_ids: Any, scores: Tensor) -> Tensor:
+        noise = [torch.empty_like(scores[0], dtype=torch.float32).exponential_(generator=one) for one in generators]
+        return scores.float() - torch.stack(noise).log()
+
     top_p = [TopPLogitsWarper(options["top_p"])] if options["top_p"] < 1 else []
-    noise = RowNoise(options["seed"], numbers, device)
-    return {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(options["temperature"]), *top_p, noise])}
+    return {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(options["temperature"]), *top_p, add_noise])}
 
 
 def read_modules(found: TrainedModel) -> tuple[str, bool, int | None]:
     """Return pooling, whether vectors are normalized, and the most tokens of a text, from the files of sentence-transformers."""
-    modules = trained_model.read(found.place, "modules.json") or []
-    kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
-    config = (
-        (trained_model.read(found.place, f"{modules[1]['path']}/config.json") or {}) if modules[1:] else {"pooling_mode": "mean"}
-    )
-    modes = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens", "lasttoken": "lasttoken"}
+    read = lambda file: trained_model.read(found.place, file) or {}
+    kinds = {str(module["type"]).rpartition(".")[2]: module["path"] for module in read("modules.json")}
+    config = read(f"{kinds['Pooling']}/config.json") if "Pooling" in kinds else {"pooling_mode": "mean"}
+    modes = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
     chosen = [name for name, mode in modes.items() if config.get(f"pooling_mode_{mode}") or config.get("pooling_mode") == name]
-    if kinds not in ([], ["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or len(chosen) != 1:
+    if {*kinds} - {"Transformer", "Pooling", "Normalize"} or len(chosen) != 1:
         raise UserError(
             f"{found.name}: its modules ({', '.join(kinds)}) are not supported. Use `encode` of sentence-transformers."
         )
-    return (
-        chosen[0],
-        "Normalize" in kinds,
-        (trained_model.read(found.place, "sentence_bert_config.json") or {}).get("max_seq_length"),
-    )
+    return chosen[0], "Normalize" in kinds, read("sentence_bert_config.json").get("max_seq_length")
 
 
 class Worker:
@@ -278,7 +268,7 @@ class Worker:
             except UnusableRow as error:
                 problem = str(error)
             if problem and not self.options["skip_broken"]:
-                raise UserError(f"{self.rows.describe({number: problem})}\n{CORRECT}")
+                raise UserError(self.rows.describe({number: problem}))
         found: dict[int, Any] = {}
         for batch in self.predictor.batches(encoded):
             try:
@@ -296,24 +286,18 @@ class Worker:
         path.with_suffix(".tmp").rename(path)
 
 
-def main(partial: Path) -> int:
-    """Write the shards whose numbers the parent writes to stdin, until it closes the pipe. Return the exit code.
-
-    Each one is answered with a line of JSON: {} when the shard is written, or an error of the user.
-    """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries may print
+def main(partial: Path, first: int, step: int) -> int:
+    """Write the shards `first`, `first + step`, ... that do not exist. Return the exit code."""
     try:
         worker = Worker(partial)
-        print("{}", file=answers, flush=True)
-        for line in sys.stdin:
-            worker.write(int(line))
-            print("{}", file=answers, flush=True)
+        for shard in range(first, worker.rows.num_shards, step):
+            if not worker.rows.path(partial, shard).is_file():
+                worker.write(shard)
     except UserError as error:
-        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+        print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -6,22 +6,20 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.sources.builtin import from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-# What a model predicts, by the ending of its class, and the class of transformers that loads it.
-KINDS = {
-    "ForSequenceClassification": "labels", "ForTokenClassification": "tags", "ForImageClassification": "images",
-    "ForMaskedLM": "masks", "ForPreTraining": "masks", "ForCausalLM": "answers", "LMHeadModel": "answers", "Model": "vectors",
+# What a model predicts, and the ending of its class. AutoModel with the same ending loads it.
+HEADS = {
+    "labels": "ForSequenceClassification", "tags": "ForTokenClassification", "images": "ForImageClassification",
+    "masks": "ForMaskedLM", "answers": "ForCausalLM", "texts": "ForSeq2SeqLM", "rewards": "ForSequenceClassification", "vectors": "",
 }  # fmt: skip
-CLASSES = {
-    "labels": "AutoModelForSequenceClassification", "tags": "AutoModelForTokenClassification", "masks": "AutoModelForMaskedLM",
-    "images": "AutoModelForImageClassification", "answers": "AutoModelForCausalLM", "texts": "AutoModelForSeq2SeqLM",
-    "rewards": "AutoModelForSequenceClassification", "vectors": "AutoModel",
-}  # fmt: skip
+ALSO = {"ForPreTraining": "masks", "LMHeadModel": "answers", "Model": "vectors"}
 
 
 class TrainedModel(NamedTuple):
@@ -29,7 +27,7 @@ class TrainedModel(NamedTuple):
 
     name: str  # as the user has typed it
     place: str  # a folder, or a name on the Hub
-    kind: str  # a key of CLASSES
+    kind: str  # a key of HEADS
     config: dict[str, Any]  # of the whole model
     base: str  # the model below the adapters, or ""
     facts: dict[str, Any]  # how it was trained, see `read_facts`
@@ -44,17 +42,16 @@ def find(name: str, scratch: Path) -> TrainedModel:
     """Return the model that `name` means. A checkpoint is exported into `scratch`. Raise UserError if there is no such model."""
     try:
         folder = Path(name).expanduser()
-        is_model = any((folder / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
-        place = locate(str(_of_run(folder, scratch)) if folder.is_dir() and not is_model else name)
+        place = locate(str(_of_run(folder, scratch)) if folder.is_dir() else name, RecipeConfig.cache_dir)
         if not Path(place).is_dir():
             from accel_ddp.sources.adapters import find_adapters
 
-            adapters = find_adapters(name, "~/.cache/accel_ddp")
+            adapters = find_adapters(name, RecipeConfig.cache_dir)
             place = adapters.place if adapters else place
         config, base = read(place, CONFIG), ""
         if not config and (adapter := read(place, ADAPTER_CONFIG)):
             base = str(adapter.get("base_model_name_or_path") or "")
-            config = read(place, f"base/{CONFIG}") or read(locate(base), CONFIG)
+            config = read(place, f"base/{CONFIG}") or read(locate(base, RecipeConfig.cache_dir), CONFIG)
         if not config:
             from transformers import AutoConfig
 
@@ -71,11 +68,14 @@ def find(name: str, scratch: Path) -> TrainedModel:
 
 
 def _of_run(folder: Path, scratch: Path) -> Path:
-    """Return the model that a run has exported, or that of its best or newest checkpoint."""
-    if any((folder / "model" / file).is_file() for file in (CONFIG, ADAPTER_CONFIG)):
+    """Return the model that a run has exported, or that of its best or newest checkpoint, or the folder itself if it is no run."""
+    is_model = lambda place: any((place / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
+    if is_model(folder / "model"):
         return folder / "model"
     if not (folder / checkpoint_format.MANIFEST).is_file() and not checkpoint_format.list_checkpoints(folder):
-        raise UserError(f"{folder}: is neither a model (it has no config.json) nor a run with a checkpoint.")
+        if not is_model(folder) or (folder / run_log.FILE).is_file():  # the config.json of a run has its options
+            raise UserError(f"{folder}: is neither a model (with a config.json) nor a run with a checkpoint.")
+        return folder
     if not (scratch / "model").is_dir():
         from accel_ddp.exporting.export import from_checkpoint
 
@@ -103,11 +103,12 @@ def read(place: str, file: str) -> Any:
 
 def _kind(name: str, config: dict[str, Any], place: str) -> str:
     architecture = (config.get("architectures") or [""])[0]
-    kind = next((kind for ending, kind in KINDS.items() if architecture.endswith(ending)), "")
+    endings = {**ALSO, **{ending: kind for kind, ending in HEADS.items() if ending and kind != "rewards"}}
+    kind = next((kind for ending, kind in endings.items() if architecture.endswith(ending)), "")
     if kind in ("", "vectors") and config.get("is_encoder_decoder"):
         kind = "texts"
     if not kind:
-        known = f"Known are classes that end with {', '.join(KINDS)}, and encoder-decoder models"
+        known = f"Known are classes that end with {', '.join(endings)}, and encoder-decoder models"
         raise UserError(f"{name}: the class {architecture!r} of its config is not supported. {known}.")
     return "vectors" if kind in ("masks", "answers") and read(place, "modules.json") else kind
 
@@ -121,7 +122,7 @@ def load(found: TrainedModel, dtype: str, device: Any) -> Any:
         from accel_ddp.tasks import vision as vision  # registers its models with transformers
     stored = found.config.get("dtype") or found.config.get("torch_dtype") or "float32"
     dtype = (stored if device.type == "cuda" else "float32") if dtype == "auto" else dtype
-    auto_class, options = getattr(transformers, CLASSES[found.kind]), {"dtype": getattr(torch, dtype)}
+    auto_class, options = getattr(transformers, f"AutoModel{HEADS[found.kind]}"), {"dtype": getattr(torch, dtype)}
     if not found.base:
         return from_pretrained(auto_class, found.name, found.place, **options).eval().to(device)
     import peft
@@ -129,16 +130,8 @@ def load(found: TrainedModel, dtype: str, device: Any) -> Any:
     own = Path(found.place) / "base"  # the config with the labels of the run
     if own.is_dir():
         options |= {"config": transformers.AutoConfig.from_pretrained(own), "ignore_mismatched_sizes": True}
-    model = from_pretrained(auto_class, found.base, locate(found.base), **options)
+    model = from_pretrained(auto_class, found.base, locate(found.base, RecipeConfig.cache_dir), **options)
     model = peft.PeftModel.from_pretrained(model, found.place).get_base_model()  # its layers have the adapters
     if (own / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(own)
     return model.eval().to(device)
-
-
-def load_tokenizer(found: TrainedModel) -> Any:
-    """Return the tokenizer, with a padding token."""
-    from accel_ddp.config.train_config import RecipeConfig
-    from accel_ddp.sources import models
-
-    return models.load_tokenizer(RecipeConfig(model=found.place))

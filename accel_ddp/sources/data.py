@@ -451,11 +451,11 @@ def _describe_broken(tables: list["datasets.Dataset"], problems: list[dict[int, 
         if broken:
             total = len(np.unique(np.concatenate([row_numbers(rows) for rows, _ in own])))
             lines.append(f"{len(broken):,} of {counted(total, 'row')} of {place} cannot be used:")
-            lines += [f"  {kind}" for kind in _describe_kinds(broken, getattr(own[0][0], "files", None))]
+            lines += [f"  {kind}" for kind in describe_kinds(broken, getattr(own[0][0], "files", None))]
     return "\n".join(lines)
 
 
-def _describe_kinds(broken: dict[int, str], files: Files | None) -> list[str]:
+def describe_kinds(broken: dict[int, str], files: Files | None) -> list[str]:
     """Return each kind of problem with its number of rows and its first rows. Rows and lines count from 1."""
     kinds: dict[str, list[tuple[int, str]]] = {}
     for number in sorted(broken):

@@ -188,7 +188,7 @@ class Template:
     def _try(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False) -> str:
         """Return the text of a chat, or "" if the template rejects it."""
         try:
-            return self.render(self._convert(Chat(messages, tools)), prompt=prompt)[0]
+            return self.render(self.convert(Chat(messages, tools)), prompt=prompt)[0]
         except UnusableRow:
             return ""
 
@@ -211,7 +211,7 @@ class Template:
             raise UnusableRow(f"the chat template rejects it: {str(error) or type(error).__name__}") from error
         return texts[0], spans[0] if spans else []
 
-    def _convert(self, chat: Chat) -> Chat:
+    def convert(self, chat: Chat) -> Chat:
         """Return the chat with tool calls in the form that the template accepts."""
         messages = list(chat.messages)
         for i, message in enumerate(messages):
@@ -230,8 +230,8 @@ class Template:
         """
         if used := [name for name in RESERVED if name in given.template_options]:
             raise UnusableRow(f"its chat_template_kwargs contain `{used[0]}`, which is no option of a template (remove it)")
-        plain = self._convert(given)
-        chat = plain if self.is_old else self._mark(plain)
+        plain = self.convert(given)
+        chat = plain if self.is_old else self.mark(plain)
         notes = CONTROL * (chat is not plain)
         text, spans = self.render(chat)
         if notes and unmarked(text) != self.render(plain)[0]:
@@ -342,7 +342,7 @@ class Template:
             raise UnusableRow(f"{self.name} does not use `{ignored[0]}` (remove it, or give another --chat_template)")
         return notes
 
-    def _mark(self, chat: Chat) -> Chat:
+    def mark(self, chat: Chat) -> Chat:
         """Return the chat with marks around control tokens that stand literally in its texts, or the chat itself if there are none."""
         patterns = [self.foreign if message["role"] == "assistant" else self.literals for message in chat.messages]
         messages = [{**mark(one, pattern), "role": one["role"]} for one, pattern in zip(chat.messages, patterns)]
