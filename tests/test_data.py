@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from accel_ddp.config.parsing import parse_config
-from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
+from accel_ddp.saving.resume import check_options
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import data
 from accel_ddp.sources.many_files import hash_rows
@@ -159,6 +160,22 @@ def test_a_mixture_states_how_often_each_dataset_is_seen():
     assert [warning.split(" rows are ")[1][:17] for warning in warnings] == ["repeated 11.1 tim"]
     mixture = Mixture(mixture.names, mixture.numbers, (1, 8, 0.01))
     assert "c: is small, and 99% of its 90 rows are never used" in MixedShuffle(mixture, 0).describe(1100)[1][1]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "reason"),
+    [
+        ([[0.5, 3], [0.5, 2]], "the weights of --train_file were 0.7 0.3 and are now 0.5 0.5"),
+        (None, "the weights of --train_file were 0.7 0.3 and are now none"),
+        ([[0.7, 4], [0.3, 1]], r"the datasets of --train_file had 3 \+ 2 rows and now have 4 \+ 1"),
+    ],
+)
+def test_another_mixture_of_the_same_rows_is_refused_at_a_resume(mixture, reason):
+    cfg, known = TrainConfig(steps=3), {"items": 5, "fingerprint": "f"}
+    saved = {"config": as_plain_dict(cfg), "step": 1, "data": {**known, "mixture": [[0.7, 3], [0.3, 2]]}}
+    check_options(cfg, saved, data=saved["data"])
+    with pytest.raises(UserError, match=reason):
+        check_options(cfg, saved, data=known | ({"mixture": mixture} if mixture else {}))
 
 
 def table(**columns):

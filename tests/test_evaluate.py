@@ -12,7 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.exporting import evaluate_command, export
 from accel_ddp.observe.progress import find_worse
 from accel_ddp.ranks.process import links
-from accel_ddp.tasks import labels, metrics, ranking, tagging
+from accel_ddp.tasks import labels, metrics, tagging
 from accel_ddp.training.divergence import report_untrained, weights_kept
 
 

@@ -155,7 +155,11 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
     files = [file for _, file in many_files.expand("--train_file", cfg.train_file, (" ".join(KINDS),))]
     source = partial(_open, files, cfg.dataset, cfg.train_split)
     skipped = 0 if cfg.eval_file or cfg.eval_split else cfg.max_eval_items
-    first = list(islice(source(), skipped + HEAD))
+    opened = source()
+    try:
+        first = list(islice(opened, skipped + HEAD))
+    except Exception as error:  # many types of datasets, pyarrow and fsspec
+        raise UserError(f"--streaming: the first rows cannot be read: {error!s:.300}") from error
     if len(first) <= skipped:
         raise UserError(
             f"--streaming --max_eval_items {skipped}: the data have {len(first):,} rows, and none is left to be trained."
