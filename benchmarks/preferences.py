@@ -183,7 +183,7 @@ def train_with_ours(variant: str, spec: dict[str, Any], folder: Path, options: a
         "model": spec["model"], "train_file": spec["train_file"], "eval_file": spec["eval_file"], "max_length": spec["max_length"],
         "loss": "dpo", "beta": BETA, "lora_r": 16, "lora_alpha": 16, "lora_targets": "all-linear",
         "global_batch_size": spec["batch"], "micro_batch_size": spec["batch"], "gradient_checkpointing": "false",
-        "eval_batch_size": 1, "max_eval_items": 2, "steps": spec["steps"], "lr": spec["lr"], "lr_schedule": "linear",
+        "eval_batch_size": 16, "max_eval_items": 32, "steps": spec["steps"], "lr": spec["lr"], "lr_schedule": "linear",
         "warmup_steps": spec["warmup_steps"], "weight_decay": 0.01, "log_every": 1, "eval_every": NEVER, "save_every": NEVER,
         "merge_adapters": "off", "output_dir": folder / "run", **OURS[variant], **dict(zip(options.more[::2], options.more[1::2])),
     }  # fmt: skip
