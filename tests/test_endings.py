@@ -213,6 +213,13 @@ try:
         facts |= {} if is_first else {"the labels": "of rank 1 only"}
 except UserError as error:
     print(f"differ: {error}, left: {links.store.check(['wait/7/facts'])}")
+with agreement.together("outer") as facts:
+    facts["files"] = "the same"
+    with agreement.together("inner"):
+        pass
+outer = f"wait/{links.num_waits - 1}/{this_rank.rank}"
+agreement.broadcast_object(None)
+print(f"facts of the last wait: {links.store.check([outer])}")  # the other rank may still read them
 try:
     with agreement.together("load"):
         if not is_first:
@@ -229,6 +236,7 @@ def test_waits_leave_no_keys_and_ask_the_store_rarely_and_an_error_of_one_rank_r
     ended = run_ranks(2, tmp_path / "waits.py").well()
     for text in ended.texts:
         assert "kept [5, 6]," in text
+        assert "facts of the last wait: True" in text
         assert text.count("raised: this file is damaged") == 1
         assert re.search(r"differ: the labels on rank 1 \(.*\) differ from those on rank 0 .*, left: False", text), text
     asked, seconds = re.search(r"asked (\d+) times in (\S+) s", ended.texts[0]).groups()

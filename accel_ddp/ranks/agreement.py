@@ -113,10 +113,13 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
         store.set(f"{key}/{this_rank.rank}", json.dumps(mine))
         if facts:
             store.set(f"{key}/facts", "")
-        # Every rank has passed the wait before this one, and has read the facts of the one before that.
-        store.delete_key(f"wait/{links.num_waits - 2}/{this_rank.rank}")
-        if this_rank.is_main:
-            store.delete_key(f"wait/{links.num_waits - 2}/facts")
+        # Every rank arrived at the last wait that this one passed, and has read the facts of those that passed before it. Of nested
+        # waits the inner one passes first, although it has the higher number.
+        while len(links.passed_waits) > 1:
+            old = links.passed_waits.pop(0)
+            store.delete_key(f"{old}/{this_rank.rank}")
+            if this_rank.is_main:
+                store.delete_key(f"{old}/facts")
     barrier = dist.barrier(group=links.slow_group, async_op=True)  # fails when a rank dies
     began = reported = asked = time.monotonic()
     while not barrier.is_completed():
@@ -135,6 +138,7 @@ def _wait_for_all(key: str, what: str, facts: dict[str, str] | None = None) -> N
     except RuntimeError:
         _raise_failure_of_other(key)  # this is the reason, if that rank ended before the store was asked again
         raise
+    links.passed_waits.append(key)
 
 
 def _raise_failure_of_other(key: str) -> None:

@@ -73,6 +73,7 @@ class Connections:
         self.store: dist.Store | None = None  # messages between ranks outside of any collective
         self.slow_group: dist.ProcessGroup | None = None  # gloo without a timeout, for waits of unknown length
         self.num_waits = 0  # numbers the waits of `agreement`, in the same order on every rank
+        self.passed_waits: list[str] = []  # whose keys are still in the store, in the order in which they passed
         self.node = estimate_node(place.rank, place.local_rank, place.local_ranks)  # until the ranks have numbered their nodes
         self.nodes = [(place.host, place.num_ranks)]  # host and number of ranks of each node
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `restarts`

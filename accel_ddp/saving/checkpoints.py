@@ -335,7 +335,7 @@ class Checkpoints:
         known = {int(at): metrics for at, metrics in {**evaluations, **run["evaluations"]}.items()}
         self.evaluations = {at: known[at] for at in sorted(known) if at <= run["step"]}
         self._rank_steps()
-        if this_rank.is_local_main:
+        if this_rank.is_local_main and not self.cfg.evaluate_only:
             for later in checkpoint_format.list_checkpoints(self.folder):  # the run must continue from the newest one
                 if checkpoint_format.step_of(later) > run["step"]:
                     resume.set_aside(later, self.folder, "later")

@@ -59,7 +59,8 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
     from filelock import FileLock, Timeout
 
     final = Path(cache_dir).expanduser() / name
-    partial = final.with_name(f".{final.name}.partial" if keeps_parts else f".{final.name}.partial.{os.getpid()}")
+    # Without working locks nodes do not disturb each other, and the folder that is complete first is used.
+    partial = final.with_name(f".{final.name}.partial.{this_rank.host if keeps_parts else os.getpid()}")
     lock, began, seconds = FileLock(f"{final}.lock"), time.monotonic(), REPORT_AFTER
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
             text = f"--cache_dir {cache_dir}: cannot be written: {error.strerror or error}. Give another folder."
             raise UserError(text) from error
     finally:
-        if not keeps_parts:
+        if not keeps_parts or final.exists():
             shutil.rmtree(partial, ignore_errors=True)
     return final
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SOURCE = "source row"  # a temporary column: the index of the row from which a row was made
 BATCH = 1000  # rows of one call of the function; packed rows depend on it
 SHARD_ROWS = 4 * BATCH  # a table with more rows is mapped by several processes, and a killed run repeats so many rows per core
+LONGEST = 8000  # characters of an error of a worker
 MOST_SHARDS = 500  # of a table, each of which is a file that stays open
 NARROW = ("labels", "words")  # lists of token numbers, stored in 4 bytes instead of 8; see `tokenization.fingerprint`
 _SHARD = re.compile(r"(\d{5})-(\w{16})\.arrow")
@@ -162,8 +163,10 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
             for number in iter(todo.get, None):
                 write(number, report)
         except BaseException as error:
-            is_known = isinstance(error, UserError | OSError)  # others may not be picklable
-            errors.put((error if is_known else RuntimeError(f"{type(error).__name__}: {error}"), traceback.format_exc()))
+            # Others may not be picklable, and a pipe takes 64 KB before somebody reads.
+            is_known = isinstance(error, UserError | OSError) and len(str(error)) < LONGEST
+            other = RuntimeError(f"{type(error).__name__}: {error}"[:LONGEST])
+            errors.put((error if is_known else other, traceback.format_exc()[-LONGEST:]))
             sys.exit(1)
 
     ending.run(Moment.FORK)

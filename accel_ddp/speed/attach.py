@@ -229,7 +229,7 @@ class Speed:
         tokens = sum(size.tokens + (size.targets if self._has_decoder else 0) for size in sizes)
         if self._flops is None:
             return float(tokens), 0.0
-        return float(tokens), float(sum(self._flops.count(s.tokens, s.squares, s.targets, s.texts) for s in sizes))
+        return float(tokens), float(sum(self._flops.count(s.tokens - s.shared, s.squares, s.targets, s.texts) for s in sizes))
 
     # ---- what `attach` does
 

@@ -29,6 +29,7 @@ from accel_ddp.sources.table_files import TABLES, load_file
 from accel_ddp.tasks.contrastive import NOTHING
 from accel_ddp.training.evaluation import EvalBatches
 from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.training.padding_check import without_tf32
 from accel_ddp.training.sharding import gathered
 from accel_ddp.training.stream import TrainBatches, count_tokens
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 COLUMN = "texts of --negatives_file"  # a temporary column of the training rows
 BLOCK = 1 << 27  # scores that are computed at once
+SAME = 1e-4  # cosines that differ by less may belong to the same tokens
 
 
 # ---- from a file
@@ -117,11 +119,12 @@ class MinedBatches(TrainBatches):
     def __init__(self, rows: "datasets.Dataset", collate: Callable, fingerprint: str, cfg: Any, mine: Callable[[], np.ndarray]):
         self.rows, self.mine, self.own_lengths = rows, mine, count_tokens(rows)
         # Trials before the first mining compute the longest texts.
-        longest = np.full((len(rows), cfg.mine_negatives), self.own_lengths[:, 1].argmax())
+        longest = np.broadcast_to(self.own_lengths[:, 1].argmax(), (len(rows), cfg.mine_negatives))
         super().__init__(RowsWithNegatives(rows, longest), collate, fingerprint, self._count)
 
     def _count(self, dataset: RowsWithNegatives) -> np.ndarray:
-        return np.concatenate([self.own_lengths, self.own_lengths[:, 1][dataset.negatives]], axis=1)
+        lengths = np.where(dataset.negatives < 0, 1, self.own_lengths[:, 1][dataset.negatives])
+        return np.concatenate([self.own_lengths, lengths], axis=1)
 
     def items(self, seed: int) -> Any:
         return TrainBatches(self.rows, self.collate).items(seed)  # before the first mining there are no negatives to show
@@ -141,7 +144,8 @@ class MinedBatches(TrainBatches):
         stored, is_kept = None, False
         with together("read mined negatives"):
             places = [Path(folder) / name for folder in (cfg.output_dir, folder_of_resume(cfg)) if folder]
-            there = next((path for path in places if path.is_file()), None) if this_rank.is_main and step else None
+            # At `begin` the weights are those that mine them. A file of that name may be of a run that was set aside.
+            there = next((path for path in places if path.is_file()), None) if this_rank.is_main and step > begin else None
             if this_rank.is_main and not step:  # an earlier run that had no checkpoint may have left some
                 for path in Path(cfg.output_dir).glob("negatives_*.npy"):
                     path.unlink()
@@ -213,24 +217,28 @@ def hardest(
     """Return for each anchor the rows of the `number` positives with the highest cosines, which are not its own; -1: there is none.
 
     `rows` are embeddings of anchors and positives, `keys` come from `text_keys`. Texts that equal the anchor or a positive of an equal
-    anchor are left out, and those whose cosine is above the one of the anchor's own positive minus `margin`. Of equal cosines the first
-    row is taken.
+    anchor are left out, and those whose cosine is above the one of the anchor's own positive minus `margin`. The margin is at least
+    SAME, because other texts with the same tokens have the same cosine up to rounding. Of equal cosines the first row is taken.
     """
     unit = F.normalize(rows.float(), dim=-1)
     first = np.sort(np.unique(keys[:, 1], return_index=True)[1])  # a row for each distinct positive
     column = {key: place for place, key in enumerate(keys[first, 1].tolist())}
-    own: dict[int, list[int]] = {}
+    own: dict[int, set[int]] = {}
     for anchor, positive in keys.tolist():
-        own.setdefault(anchor, [column[anchor]] if anchor in column else []).append(column[positive])
+        own.setdefault(anchor, {column[anchor]} if anchor in column else set()).add(column[positive])
     candidates = unit[first, 1].to(device)
     found = np.full((len(unit), number), -1, dtype=np.int32)
     step = max(1, min(1024, block // len(first)))
     for start in range(0, len(unit), step):
+        phases.enter(METRICS)  # the monitor sees that it goes on
         anchors = unit[start : start + step].to(device)
-        scores = anchors[:, 0] @ candidates.T
-        scores[scores > ((anchors[:, 0] * anchors[:, 1]).sum(-1) - margin)[:, None]] = -torch.inf
-        left_out = [(i, place) for i, key in enumerate(keys[start : start + step, 0].tolist()) for place in own[key]]
-        scores[tuple(torch.tensor(left_out, device=device).T)] = -torch.inf
+        with without_tf32():
+            scores = anchors[:, 0] @ candidates.T
+        scores[scores > ((anchors[:, 0] * anchors[:, 1]).sum(-1) - max(margin, SAME))[:, None]] = -torch.inf
+        distinct, which = np.unique(keys[start : start + step, 0], return_inverse=True)
+        for number_of, key in enumerate(distinct.tolist()):
+            at = torch.from_numpy(np.flatnonzero(which == number_of)).to(device)
+            scores[at[:, None], torch.tensor(sorted(own[key]), device=device)] = -torch.inf
         lowest = scores.topk(min(number, len(first))).values[:, -1:]
         at, place = ((scores >= lowest) & (scores > -torch.inf)).nonzero(as_tuple=True)
         values, at, place = scores[at, place].cpu().numpy(), at.cpu().numpy(), place.cpu().numpy()

@@ -94,7 +94,8 @@ class Preferences(chat.Format):
         done = super().finish(given, cfg)
         if not self.is_kto:
             return [with_row_numbers(rows.remove_columns("good"), row_numbers(rows)) for rows in done]
-        self._check_balance(np.array(done[0]["good"][:]), cfg)
+        if not cfg.evaluate_only:
+            self._check_balance(np.array(done[0]["good"][:]), cfg)
         return [self._add_others(rows, cfg) for rows in done]
 
     def _check_balance(self, good: np.ndarray, cfg: Any) -> None:

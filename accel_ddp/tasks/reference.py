@@ -117,7 +117,16 @@ class Reference:
     def _store(self, model: nn.Module, fingerprints: Sequence[str]) -> list["datasets.Dataset"]:
         """Return the rows with a column of values. All ranks compute those that the main rank has not in its cache."""
         cfg, folder = self.cfg, Path(self.cfg.cache_dir).expanduser() / "reference"
-        key = [_digest(model), self.accelerator.mixed_precision, cfg.dtype, cfg.quantize, cfg.attn_implementation]
+        settings = model.config.to_json_string(use_diff=False)  # the same weights may be used in another way
+        key = [
+            _digest(model),
+            settings,
+            torch.__version__,
+            self.accelerator.mixed_precision,
+            cfg.dtype,
+            cfg.quantize,
+            cfg.attn_implementation,
+        ]
         files = [folder / f"{mixed(0, json.dumps([*key, one])):016x}.npy" for one in fingerprints]
         with together("read --cache_dir"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +142,13 @@ class Reference:
                         speed.remove_padding()
                     values = self._compute(model, rows, file, what)
                 with together("store the log-probabilities of the reference"):
-                    _write(file, values)
+                    if not np.isfinite(values).all():
+                        row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
+                        raise UserError(
+                            f"--reference stored: the model computes no finite value for item {row + 1:,} of the {what} data."
+                        )
+                    if this_rank.is_local_main:
+                        _write(file, values)
             made.append(_with_column(rows, np.load(file, mmap_mode="r")))
         if speed and speed.padding_free:  # `fit` decides again, with the loss
             speed.padding_free.remove()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 HEAD = 1000  # rows that are tokenized at the start: they show the columns and the usual lengths
 KINDS = {".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+PAUSES = 1, 4, 10  # seconds before a failed read is repeated
 STATE, ERROR = "_stream", "_error"  # what a micro-batch carries besides its tensors
 Encoded = tuple[list[dict[str, list[int]]], str]  # the examples of a row, and why it cannot be used or ""
 
@@ -86,9 +88,7 @@ class _Reader:
 
     def __init__(self, source: Callable[[], Any], skipped: int, block: int, encode: Callable[[int, Any], Encoded], state: str):
         self.source, self.skipped, self.block, self.encode = source, skipped, block, encode
-        known = json.loads(
-            state or "{}"
-        )  # before the next block; of blocks of another size (--allow_config_change) it is of no use
+        known = json.loads(state or "{}")  # of blocks of another size (--allow_config_change) it is of no use
         self.state = known if known.get("size") == block else {"size": block, "block": 0, "row": skipped, "source": None}
         self.blocks: dict[int, tuple[str, list[tuple[int, Any]]]] = {}  # the state before each, and its rows with their numbers
         self.rows: Iterator[Any] | None = None
@@ -97,12 +97,24 @@ class _Reader:
         block, place = divmod(index, self.block)
         try:
             while self.state["block"] <= block:
-                self._read_block()
+                self._read_patiently()
         except Exception as error:  # many types of datasets, pyarrow and fsspec
             return ([], f"--streaming: cannot read the row behind row {self.state['row']:,}: {error}"), ""
         self.blocks = {number: rows for number, rows in self.blocks.items() if number >= block}
         before, rows = self.blocks[block]
         return self.encode(*rows[place]), before
+
+    def _read_patiently(self) -> None:
+        """Read the next block, and again from its beginning if a read fails, which happens over a network."""
+        before = json.dumps(self.state)
+        for pause in (*PAUSES, 0):
+            try:
+                return self._read_block()
+            except OSError:
+                if not pause:
+                    raise
+                self.rows, self.state = None, json.loads(before)
+                time.sleep(pause)
 
     def _read_block(self) -> None:
         before, found = json.dumps(self.state), []
