@@ -217,7 +217,7 @@ def hardest(
     """Return for each anchor the rows of the `number` positives with the highest cosines, which are not its own; -1: there is none.
 
     `rows` are embeddings of anchors and positives, `keys` come from `text_keys`. Texts that equal the anchor or a positive of an equal
-    anchor are left out, and those whose cosine is above the one of the anchor's own positive minus `margin`. The margin is at least
+    anchor are left out, and those whose cosine is above the one of the anchor's own positive minus `margin` and
     SAME, because other texts with the same tokens have the same cosine up to rounding. Of equal cosines the first row is taken.
     """
     unit = F.normalize(rows.float(), dim=-1)
@@ -234,7 +234,7 @@ def hardest(
         anchors = unit[start : start + step].to(device)
         with without_tf32():
             scores = anchors[:, 0] @ candidates.T
-        scores[scores > ((anchors[:, 0] * anchors[:, 1]).sum(-1) - max(margin, SAME))[:, None]] = -torch.inf
+        scores[scores > ((anchors[:, 0] * anchors[:, 1]).sum(-1) - margin - SAME)[:, None]] = -torch.inf
         distinct, which = np.unique(keys[start : start + step, 0], return_inverse=True)
         for number_of, key in enumerate(distinct.tolist()):
             at = torch.from_numpy(np.flatnonzero(which == number_of)).to(device)
