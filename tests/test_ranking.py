@@ -264,10 +264,12 @@ def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_
             row = anchor // 2
             assert (anchor, positive) == tuple(keys[row])
             assert negatives == [keys[(row + step // 3 + k) % 10, 1] for k in (1, 2)]
-    assert steps(4, 4, "run", "auto") == whole[4:]
-    assert steps(4, 4, "other", str(tmp_path / "run")) == whole[4:]
+    assert steps(4, 2, "run", "auto") == whole[4:6]
+    assert steps(4, 2, "other", str(tmp_path / "run")) == whole[4:6]
     assert steps(5, 1, "other", "auto") == whole[5:6], "the other folder has the negatives too"
     assert calls == [0, 1, 2]
+    steps(6, 1, "run", "auto")
+    assert calls == [0, 1, 2, 3], "the weights that mine them are here, and the stored ones may be of another run"
     (tmp_path / "other" / "negatives_00000003.npy").unlink()
     with pytest.raises(UserError, match=r"negatives_00000003.npy is missing: .* resume from a checkpoint of step 3 or before"):
         steps(4, 1, "other", "auto")
