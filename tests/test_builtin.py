@@ -17,6 +17,7 @@ SHAPES = {  # columns, training rows, evaluation rows
     "builtin:rotten_tomatoes_small": (["text", "label"], 1200, 500),
     "builtin:imdb": (["text", "label"], 24000, 500),
     "builtin:questions": (["prompt", "answer"], None, 200),
+    "builtin:preferences": (["prompt", "chosen", "rejected"], None, 132),
     "builtin:digits": (["image", "label"], 1500, 297),
     "builtin:docstrings": (["anchor", "positive"], 2000, 500),
     "builtin:docstrings_large": (["anchor", "positive"], None, 500),
@@ -91,6 +92,8 @@ def test_every_dataset_has_its_columns_and_rows(splits):
     ("name", "columns"),
     [
         ("questions", ["prompt"]),
+        ("preferences", ["prompt"]),
+        ("rerank", ["query"]),
         ("docstrings", ["anchor", "positive"]),
         ("docstrings_large", ["anchor", "positive"]),
         ("docstring_text", ["text"]),
