@@ -76,6 +76,8 @@ def folder_of(tiny_model, tokenizer, tmp_path_factory):
     return save
 
 
+CHOSEN = {"query_column": "query", "candidate_column": "passage"}
+RERANK = {"recipe": "rerank.py", "options": dict.fromkeys(CHOSEN, ""), "columns": CHOSEN}
 LABELS = {"id2label": {0: "O", 1: "B-X", 2: "I-X"}, "label2id": {"O": 0, "B-X": 1, "I-X": 2}}
 
 
@@ -117,12 +119,13 @@ def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
 
     from accel_ddp.sources import models
 
-    pairs = [{"query": text, "candidate": text[::-1]} for text in TEXTS]
     activation = {"activation_fn": "torch.nn.Sigmoid"}
-    folder = folder_of("BertForSequenceClassification", num_labels=1, sentence_transformers=activation)
-    found = predict_here(tmp_path / "a.jsonl", folder, "--input", write(tmp_path / "pairs.jsonl", pairs))
-    expected = CrossEncoder(folder, device="cpu").predict([(row["query"], row["candidate"]) for row in pairs])
-    assert [row["prediction"] for row in found] == pytest.approx(expected.tolist(), abs=1e-6)
+    for name, files in (("candidate", {}), ("passage", {"accel_ddp.json": json.dumps(RERANK).encode()})):
+        pairs = write(tmp_path / f"{name}.jsonl", [{"query": text, name: text[::-1]} for text in TEXTS])
+        folder = folder_of("BertForSequenceClassification", files, num_labels=1, sentence_transformers=activation)
+        found = predict_here(tmp_path / f"scores {name}.jsonl", folder, "--input", pairs)
+        expected = CrossEncoder(folder, device="cpu").predict([(text, text[::-1]) for text in TEXTS])
+        assert [row["prediction"] for row in found] == pytest.approx(expected.tolist(), abs=1e-6)
     source, folder = models.locate("builtin:tiny-llama", cache), tmp_path / "reward"
     tokenizer = AutoTokenizer.from_pretrained(source)
     torch.manual_seed(0)
@@ -279,16 +282,20 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     monkeypatch.chdir(tmp_path)
     write(Path("rows.jsonl"), [{"text": "a film", "label": 1}])
     write(Path("scored.jsonl"), [{"text": "a film", "score": 1}])
+    write(Path("pairs.jsonl"), [dict.fromkeys(("query", "document", "prompt", "candidate", "text"), "a film")])
     Path("there.jsonl").write_text("mine")
     Path("empty").mkdir()
     Path("run").mkdir()
     Path("run/config.json").write_text('{"lr": 1}')
     Path("run/log.jsonl").write_text("{}")
+    for name, facts in (("rerank", RERANK), ("reward", {"recipe": "reward.py"}), ("classify", {"recipe": "classify.py"})):
+        shutil.copytree(tiny_model, name)
+        Path(name, "accel_ddp.json").write_text(json.dumps(facts))
     shutil.copytree(tiny_model, "no_weights", ignore=lambda *_: ["model.safetensors"])
     shutil.copytree(models.locate("builtin:tiny-llama", cache), "base_model")
     Path("base_model/chat_template.jinja").unlink()
     Path("tools.json").write_text('[{"description": "no name"}]')
-    rows = ["--input", "rows.jsonl", "--output", "new.jsonl"]
+    rows, pairs = ([*words, "--output", "new.jsonl"] for words in (["--input", "rows.jsonl"], ["--input", "pairs.jsonl"]))
     for words, expected in (
         (["predict", tiny_model, "--input", "rows.jsonl", "--output", "there.jsonl"], "there.jsonl: exists already"),
         (["predict", tiny_model, "--input", "rows.jsonl", "--output", "new.xlsx"], "must end with .jsonl, .csv, .parquet"),
@@ -297,6 +304,17 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
         (["predict", tiny_model, "--input", "scored.jsonl", "--output", "new.jsonl"], "has a column 'score'"),
         (["predict", tiny_model, *rows, "--text_column", "txt"], "--text_column txt: there is no such column. The data have: text"),
         (["predict", tiny_model, *rows, "--columns", "id"], "--columns id: there is no such column"),
+        (["predict", "rerank", *pairs], "--text_pair_column: which column has the text pair? The model was trained with: passage."),
+        (["predict", "reward", *pairs], "--answer_column: which column has the answer? The data have: query, document"),
+        (["predict", "reward", *pairs, "--messages_column", "text", "--prompt_column", "text"], "would be ignored next to"),
+        (["predict", tiny_model, *rows, "--temperature", "1"], "--temperature 1.0: would be ignored, because"),
+        (["predict", "reward", *pairs, "--max_length", "9"], "--max_length 9: would be ignored, because reward predicts rewards"),
+        (["predict", "rerank", *pairs, "--top_k", "2"], "--top_k 2: would be ignored, because rerank predicts scores"),
+        (["predict", tiny_model, *rows, "--top_k", "0"], "--top_k 0: must be 1 or more"),
+        (["chat", tiny_model, "--top_p", "5"], "--top_p 5.0: must be above 0 and at most 1"),
+        (["chat", tiny_model, "--top_p", "0.5"], "--top_p 0.5: has no effect without sampling. Add --temperature 1"),
+        (["predict", tiny_model, "--input", "rows.jsonl", "--output", "no/new.jsonl"], "no/new.jsonl: its folder does not exist"),
+        (["predict", tiny_model, "--input", "rows.jsonl", "--output", "there.jsonl/new.jsonl"], "cannot be written: Not a directory"),
         (["predict", "./nothing", *rows], "./nothing: there is no such folder"),
         (["predict", "empty", *rows], "is neither a model (with a config.json) nor a run"),
         (["predict", "run", *rows], "is neither a model (with a config.json) nor a run with a checkpoint"),
@@ -312,15 +330,15 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     assert Path("there.jsonl").read_text() == "mine"
     shutil.copytree(tiny_model, "run/model")
     assert trained_model.find("run", tmp_path).place == "run/model"
-    words = ["predict", tiny_model, *rows, "--text_column", "x"]
-    code = f"import sys\nfrom accel_ddp import cli\nassert cli.main({words}) == 2\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    options = vars(predict_command.build_parser().parse_args(["classify", *pairs]))
+    assert InputRows(trained_model.find("classify", tmp_path), options).columns == {"text_column": "text"}, "and no candidate"
 
 
 def command(model: str, rows: str, output: Path, *words: object) -> list[str]:
     return [sys.executable, str(BIN / "accel-ddp"), "predict", model, "--input", rows, "--output", str(output), *map(str, words)]
 
 
+@pytest.mark.slow
 def test_a_command_continues_with_the_parts_that_exist(tiny_model, tmp_path):
     rows = write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS * 5])
     expected, output = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
@@ -334,13 +352,15 @@ def test_a_command_continues_with_the_parts_that_exist(tiny_model, tmp_path):
         command(tiny_model, rows, output, "--top_k", 2), env=clean_environment(), capture_output=True, text=True
     )
     assert (other.returncode, other.stdout) == (2, "")
+    words = ["predict", tiny_model, "--input", rows, "--output", str(tmp_path / "new.jsonl"), "--text_column", "x"]
+    code = f"import sys\nfrom accel_ddp import cli\nassert cli.main({words}) == 2\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert "has results of another command: --top_k changed. Delete this folder" in other.stderr
     ended = subprocess.run(
         command(tiny_model, rows, output), env=clean_environment(), capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     assert "continuing, 5 of 7 parts exist" in ended.stdout
-    assert "200 of 200 rows" in ended.stdout
     assert output.read_bytes() == expected.read_bytes()
     assert not partial.exists()
 

@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
         if not (found.chat_template or given.chat_template or given.plain):
             known = f"--chat_template {', '.join(CHAT_TEMPLATES)} or a .jinja file"
             raise UserError(f"{given.model}: has no chat template. Give the one of its training ({known}), or --plain.")
-        _talk(Conversation(found, vars(given), tools))
+        _talk(Conversation(trained_model.export(found, Path(scratch)), vars(given), tools))
     return 0
 
 
