@@ -120,12 +120,12 @@ def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
     from accel_ddp.sources import models
 
     activation = {"activation_fn": "torch.nn.Sigmoid"}
-    for name, files in (("candidate", {}), ("passage", {"accel_ddp.json": json.dumps(RERANK).encode()})):
-        pairs = write(tmp_path / f"{name}.jsonl", [{"query": text, name: text[::-1]} for text in TEXTS])
-        folder = folder_of("BertForSequenceClassification", files, num_labels=1, sentence_transformers=activation)
-        found = predict_here(tmp_path / f"scores {name}.jsonl", folder, "--input", pairs)
-        expected = CrossEncoder(folder, device="cpu").predict([(text, text[::-1]) for text in TEXTS])
-        assert [row["prediction"] for row in found] == pytest.approx(expected.tolist(), abs=1e-6)
+    pairs = write(tmp_path / "pairs of texts.jsonl", [{"query": text, "passage": text[::-1]} for text in TEXTS])
+    files = {"accel_ddp.json": json.dumps(RERANK).encode()}
+    folder = folder_of("BertForSequenceClassification", files, num_labels=1, sentence_transformers=activation)
+    found = predict_here(tmp_path / "a.jsonl", folder, "--input", pairs)
+    expected = CrossEncoder(folder, device="cpu").predict([(text, text[::-1]) for text in TEXTS])
+    assert [row["prediction"] for row in found] == pytest.approx(expected.tolist(), abs=1e-6)
     source, folder = models.locate("builtin:tiny-llama", cache), tmp_path / "reward"
     tokenizer = AutoTokenizer.from_pretrained(source)
     torch.manual_seed(0)
@@ -183,9 +183,8 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
         made = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert row["prediction"] == tokenizer.decode(made, skip_special_tokens=True)
     prompts = [{"prompt": text, "system": "Be brief."} for text in TEXTS]
-    again = predict_here(
-        tmp_path / "b.jsonl", folder, "--input", write(tmp_path / "prompts.jsonl", prompts), "--max_new_tokens", 6
-    )
+    prompts = write(tmp_path / "prompts.jsonl", prompts)
+    again = predict_here(tmp_path / "b.jsonl", folder, "--input", prompts, "--max_new_tokens", 6)
     assert [row["prediction"] for row in again] == [row["prediction"] for row in found]
     sample = ("--input", rows, "--max_new_tokens", 6, "--temperature", 1, "--seed", 3)
     samples = [predict_here(tmp_path / f"{size}.jsonl", folder, *sample, "--batch_size", size) for size in (3, 40)]
@@ -239,15 +238,8 @@ def test_images_of_a_folder_and_adapters_of_a_classifier(tiny_model, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3) if parameter.requires_grad else None
-    facts = {
-        "recipe": "classify.py",
-        "config": {**vars(cfg), "text_column": "review"},
-        "metrics": {},
-        "versions": {},
-        "num_ranks": 1,
-    }
-    files = export.files_of(model, tokenizer)
-    export._write(tmp_path / "adapters", model, files, facts, "off")
+    facts = {"recipe": "classify.py", "config": {**vars(cfg), "text_column": "review"}, "metrics": {}, "versions": {}}
+    export._write(tmp_path / "adapters", model, export.files_of(model, tokenizer), {**facts, "num_ranks": 1}, "off")
     rows = write(tmp_path / "rows.jsonl", [{"review": text} for text in TEXTS])
     found = predict_here(tmp_path / "adapters.jsonl", tmp_path / "adapters", "--input", rows)
     for row in found:
@@ -261,9 +253,8 @@ def test_rows_that_cannot_be_used_are_named_or_have_no_prediction_in_every_forma
 
     texts = [*TEXTS[:3], "", None, 'ü, "quoted"']
     rows = write(tmp_path / "rows.jsonl", [{"text": text, "when": i} for i, text in enumerate(texts)])
-    with pytest.raises(
-        UserError, match=r"2 of 6 rows of .*rows.jsonl cannot be used:\n  its text is empty: row 4, row 5\n.*--skip_broken"
-    ):
+    reason = r"2 of 6 rows of .*rows.jsonl cannot be used:\n  its text is empty: row 4, row 5\n.*--skip_broken"
+    with pytest.raises(UserError, match=reason):
         predict_here(tmp_path / "refused.jsonl", tiny_model, "--input", rows)
     found = predict_here(tmp_path / "a.jsonl", tiny_model, "--input", rows, "--skip_broken")
     assert [row["prediction"] is None for row in found] == [False, False, False, True, True, False]
@@ -348,17 +339,14 @@ def test_a_command_continues_with_the_parts_that_exist(tiny_model, tmp_path):
     (partial / "shard-000001.json").unlink()
     (partial / "shard-000003.tmp").write_text("a part of a shard")
     (partial / "shard-000003.json").unlink()
-    other = subprocess.run(
-        command(tiny_model, rows, output, "--top_k", 2), env=clean_environment(), capture_output=True, text=True
-    )
+    options = {"env": clean_environment(), "capture_output": True, "text": True, "timeout": 300}
+    other = subprocess.run(command(tiny_model, rows, output, "--top_k", 2), **options)
     assert (other.returncode, other.stdout) == (2, "")
     words = ["predict", tiny_model, "--input", rows, "--output", str(tmp_path / "new.jsonl"), "--text_column", "x"]
     code = f"import sys\nfrom accel_ddp import cli\nassert cli.main({words}) == 2\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert "has results of another command: --top_k changed. Delete this folder" in other.stderr
-    ended = subprocess.run(
-        command(tiny_model, rows, output), env=clean_environment(), capture_output=True, text=True, timeout=300
-    )
+    ended = subprocess.run(command(tiny_model, rows, output), **options)
     assert ended.returncode == 0, ended.stderr
     assert "continuing, 5 of 7 parts exist" in ended.stdout
     assert output.read_bytes() == expected.read_bytes()
@@ -373,10 +361,8 @@ def test_three_processes_and_killed_ones_write_the_same_bytes(cache, tmp_path):
     env = clean_environment(ACCEL_DDP_CACHE=cache)
     one, three, killed = (tmp_path / f"{name}.jsonl" for name in ("one", "three", "killed"))
     for output, number in ((one, 1), (three, 3)):
-        ended = subprocess.run(
-            command("builtin:tiny-llama", rows, output, *options, "--num_processes", number), env=env, timeout=600
-        )
-        assert ended.returncode == 0
+        words = command("builtin:tiny-llama", rows, output, *options, "--num_processes", number)
+        assert subprocess.run(words, env=env, timeout=600).returncode == 0
     assert one.read_bytes() == three.read_bytes()
     partial = Path(f"{killed}.partial")
 
@@ -461,11 +447,8 @@ def test_tool_calls_are_shown_and_the_user_types_the_results(cache, tmp_path, ca
     assert chat.prompt.count('{"name": "weather", "arguments": {"city": "Rome"}}') == 2
     assert "<tool_response>\nmore rain\n</tool_response>" in chat.prompt
     mistral, llama = '[TOOL_CALLS] [{"name": "weather", "arguments": {}}]', '{"name": "weather", "parameters": {"city": "Rome"}}'
-    assert [len(chat_command.find_calls(text, tools)) for text in (mistral, llama, '{"name": "other", "arguments": {}}')] == [
-        1,
-        1,
-        0,
-    ]
+    texts = (mistral, llama, '{"name": "other", "arguments": {}}')
+    assert [len(chat_command.find_calls(text, tools)) for text in texts] == [1, 1, 0]
 
 
 @pytest.mark.slow

@@ -41,9 +41,8 @@ def main(words: list[str]) -> int:
         tools = read_tools(Path(given.tools).read_text("utf-8"), "tools") if given.tools else []
     except (OSError, UnicodeDecodeError, UnusableRow) as error:
         reason = getattr(error, "strerror", "") or str(error).replace("\t", ": ")
-        raise UserError(
-            f"--tools {given.tools}: {reason}. Give a list of tools in JSON: name, description, parameters."
-        ) from error
+        needed = "Give a list of tools in JSON: name, description, parameters."
+        raise UserError(f"--tools {given.tools}: {reason}. {needed}") from error
     with tempfile.TemporaryDirectory() as scratch:
         found = trained_model.find(given.model, Path(scratch))
         if found.kind != "answers":

@@ -82,14 +82,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prefix", help="text before each input; default: as in training")
     add("--max_length", type=int, default=0, help="tokens of a text, which is truncated; default: as in training")
     add("--top_k", type=int, default=1, help="labels, or tokens of a mask, to return for each row")
-    add("--batch_size", type=number_or_auto, default=0, help="rows that are computed at once; auto: by their length")
+    add("--batch_size", type=int, default=0, help="rows that are computed at once; default: by their length")
     add("--num_processes", type=int, default=0, help="default: one for each GPU, or one on CPUs")
     add("--skip_broken", action="store_true", help="rows that cannot be used get no prediction (null)")
     return parser
-
-
-def number_or_auto(word: str) -> int:
-    return 0 if word == "auto" else int(word)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 # For what a model predicts: groups of options of `predict` that name its columns, of which the first that suits the data is used. Each
 # option comes with the options of recipes that mean the same.
 COLUMNS: dict[str, tuple[dict[str, tuple[str, ...]], ...]] = {
-    "labels": ({"text_column": (), "text_pair_column": ()},), "images": ({"image_column": ()},), "masks": ({"text_column": ()},),
+    "labels": ({"text_column": (), "text_pair_column": ()},), "images": ({"image_column": ("image_column",)},),
     "scores": ({"text_column": ("query_column",), "text_pair_column": ("candidate_column",)},),
     "tags": ({"text_column": ("tokens_column",)},), "texts": ({"text_column": ("source_column",)},),
-    "vectors": ({"text_column": ("anchor_column", "positive_column")},),
+    "vectors": ({"text_column": ("anchor_column", "positive_column")},), "masks": ({"text_column": ()},),
     "answers": ({"messages_column": ()}, {"prompt_column": ()}, {"text_column": ()}),
     "rewards": ({"messages_column": ()}, {"prompt_column": (), "answer_column": ("chosen_column",)}),
 }  # fmt: skip
@@ -48,8 +48,8 @@ class InputRows:
         optional = {"prompt_column", "" if self.kind == "scores" or found.option("text_pair_column") else "text_pair_column"}
         for option in [option for option in group if option not in {*self.columns} | optional]:
             trained = [name for own in (option, *group[option]) if (name := found.option(own))]
-            known = f" The model was trained with: {', '.join(trained)}." if trained else ""
-            which = f"which column has the {option.removesuffix('_column').replace('_', ' ')}?{known}"
+            which = f"which column has the {option.removesuffix('_column').replace('_', ' ')}?"
+            which += f" The model was trained with: {', '.join(trained)}." if trained else ""
             raise UserError(f"--{option}: {which} {data.describe_columns(self.table, {'': (*trained, 'text')[0]})}")
         for option in given - {*self.columns}:
             used = next(iter(self.columns))
@@ -80,7 +80,7 @@ class InputRows:
         if any("." in name for name in (options[option], *stored)):
             self.table = self.table.flatten()  # translation.en is the key `en` of a column
         data.require_columns({option: options[option]}, self.table)
-        usual = [*(name.removesuffix("_column") for name in names), *USUAL_COLUMNS.get(option, (option.removesuffix("_column"),))]
+        usual = [*(name.removesuffix("_column") for name in names), *USUAL_COLUMNS.get(option, ())]
         tried = [*stored, *(usual if not stored or self.kind in GUESSED else ())]
         column = options[option] or next((name for name in tried if name in self.table.column_names), "")
         if options["prefix"] is None and stored.get(column) in PREFIXES:

@@ -238,9 +238,8 @@ def read_modules(found: TrainedModel) -> tuple[str, bool, int | None]:
     modes = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
     chosen = [name for name, mode in modes.items() if config.get(f"pooling_mode_{mode}") or config.get("pooling_mode") == name]
     if {*kinds} - {"Transformer", "Pooling", "Normalize"} or len(chosen) != 1:
-        raise UserError(
-            f"{found.name}: its modules ({', '.join(kinds)}) are not supported. Use `encode` of sentence-transformers."
-        )
+        reason = f"its modules ({', '.join(kinds)}) are not supported"
+        raise UserError(f"{found.name}: {reason}. Use `encode` of sentence-transformers.")
     return chosen[0], "Normalize" in kinds, read("sentence_bert_config.json").get("max_seq_length")
 
 

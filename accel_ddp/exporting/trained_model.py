@@ -14,7 +14,6 @@ from accel_ddp.sources.builtin import from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-CROSS_ENCODER = ("sentence_transformers", "sbert_ce_default_activation_function")  # keys of sentence-transformers in a config
 # What a model predicts, and the ending of its class. AutoModel with the same ending loads it.
 HEADS = {
     "rewards": "ForSequenceClassification", "scores": "ForSequenceClassification", "labels": "ForSequenceClassification",
@@ -66,10 +65,7 @@ def find(name: str, scratch: Path) -> TrainedModel:
     template = read(place, "chat_template.jinja") or (read(place, "tokenizer_config.json") or {}).get("chat_template") or ""
     template = template if isinstance(template, str) else json.dumps(template)
     facts, kind = checkpoint_format.read_facts(Path(place).parent if is_checkpoint else place), _kind(name, config, place)
-    if kind == "labels":  # rewards are those of chats, and scores those of a query with a candidate
-        of_pairs = len(config.get("id2label") or "two") == 1 and {*CROSS_ENCODER} & {*config}
-        kinds = {"reward.py": "rewards", "rerank.py": "scores", None: "scores" if of_pairs else kind}
-        kind = kinds.get(facts.get("recipe"), kind)
+    kind = {"reward.py": "rewards", "rerank.py": "scores"}.get(facts.get("recipe", ""), kind)  # of chats, and of pairs
     return TrainedModel(name, place, kind, config, base, facts, template)
 
 
@@ -95,9 +91,8 @@ def export(found: TrainedModel, scratch: Path) -> TrainedModel:
 
     with contextlib.redirect_stdout(io.StringIO()):  # how to load it
         from_checkpoint(str(Path(found.name).expanduser()), str(scratch / "model"))
-    found = find(found.name, scratch)
-    print(f"using the checkpoint of step {found.facts['step']}")
-    return found
+    print(f"using the checkpoint of step {checkpoint_format.read_facts(scratch / 'model')['step']}")
+    return find(found.name, scratch)
 
 
 def read(place: str, file: str) -> Any:

@@ -155,17 +155,17 @@ def read_row(
         _check_old(kind, columns, row, extra)
     elif found := next((name for name in MEDIA_COLUMNS if name not in columns and row.get(name)), ""):
         raise UnusableRow(f"sft trains text only, and its column {found} has content")
-    prompts, answers = (columns[:-1], columns[-1:]) if needs_answer else (columns, ())
     before, after = row[columns[0]], row[columns[-1]] if needs_answer else []
     if kind == "chats":
         before, after = [], read_json(before, f"the column {columns[0]}")
         if not isinstance(after, list):
             raise UnusableRow(f"the column {columns[0]} is not a list of messages")
-        after = after if needs_answer else without_last_answers(after)
-    elif not isinstance(before, list | dict) and not (answers and isinstance(after, list | dict)):
-        # Alpaca's `input` may be empty.
-        texts = [check_text(row[name], name, may_be_empty=name != columns[0]) for name in prompts]
-        prompt, answer = "\n\n".join(filter(None, texts)), "".join(check_text(row[name], name) for name in answers)
+        last = next((i for i in range(len(after), 0, -1) if needs_answer or role_of(after[i - 1]) != "assistant"), 0)
+        after = after[:last]
+    elif not isinstance(before, list | dict) and not (needs_answer and isinstance(after, list | dict)):
+        asked = columns[:-1] if needs_answer else columns
+        texts = [check_text(row[name], name, may_be_empty=name != columns[0]) for name in asked]  # Alpaca's `input` may be empty
+        prompt, answer = "\n\n".join(filter(None, texts)), check_text(row[columns[-1]], columns[-1]) if needs_answer else ""
         if not template:
             if extra:
                 raise UnusableRow(f"its column {min(extra)} has content, which needs a chat template (--chat_template)")
@@ -307,12 +307,6 @@ def role_of(message: Any) -> str:
     """Return the role of a message as it stands in the data."""
     role = message.get("role") or message.get("from") if isinstance(message, dict) else ""
     return NEW_ROLES.get(role, role) if isinstance(role, str) else ""
-
-
-def without_last_answers(messages: list[Any]) -> list[Any]:
-    while messages and role_of(messages[-1]) == "assistant":
-        messages = messages[:-1]
-    return messages
 
 
 def text_of(message: Any) -> Any:
