@@ -456,18 +456,16 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_the_program(cache, tmp_pa
     env = clean_environment(ACCEL_DDP_CACHE=cache)
     words = ["chat", "builtin:tiny-llama", "--max_new_tokens", "500", "--temperature", "2"]
     child = pexpect.spawn(str(BIN / "accel-ddp"), words, env=env, timeout=180, encoding="utf-8", codec_errors="replace")
-    child.expect_exact("/help shows the commands.")
-    child.expect_exact("> ")
+    shown = lambda *texts: [child.expect_exact(text) for text in texts]
+    shown("/help shows the commands.", "> ")
     child.sendline("Hello")
     child.expect(r"Hello\s+\S+")  # the answer begins
     child.sendintr()
-    child.expect_exact("(stopped)")
-    child.expect_exact("> ")
+    shown("(stopped)", "> ")
     child.sendline("/help")
-    child.expect_exact("/undo")
-    child.expect_exact("> ")
+    shown("/undo", "> ")
     child.sendintr()
-    child.expect_exact("(Ctrl-C again or Ctrl-D ends)")
+    shown("(Ctrl-C again or Ctrl-D ends)")
     child.sendintr()
     child.expect(pexpect.EOF)
     assert child.wait() == 0

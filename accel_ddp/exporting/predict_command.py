@@ -53,20 +53,19 @@ def main(words: list[str]) -> int:
     try:
         partial.mkdir(exist_ok=True)
         lock = (partial / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        what = "another accel-ddp predict is writing it. Wait for it, or give another --output"
+        raise UserError(f"--output {output}: {what}.") from error
     except OSError as error:
         reason = "its folder does not exist" if isinstance(error, FileNotFoundError) else f"cannot be written: {error.strerror}"
         raise UserError(f"--output {output}: {reason}. Name a file in a folder that exists.") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            what = "another accel-ddp predict is writing it. Wait for it, or give another --output"
-            raise UserError(f"--output {output}: {what}.") from error
-        try:
-            return _predict(given, output, partial)
-        finally:
-            if {path.name for path in partial.glob("*")} <= {"lock", "model"}:  # there are no predictions yet
-                shutil.rmtree(partial, ignore_errors=True)
+    try:
+        return _predict(given, output, partial)
+    finally:
+        if {path.name for path in partial.glob("*")} <= {"lock", "model"}:  # there are no predictions yet
+            shutil.rmtree(partial, ignore_errors=True)
+        lock.close()
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -88,7 +88,10 @@ class Format:
             reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
             raise UserError(f"--packing on: {reason}. Leave it out.")
         self.controls = any_of(special_tokens(tokenizer))
-        self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
+        self.first_ids, last = ([], []) if uses_template else tokens_around(tokenizer)
+        if last:
+            behind = f"--model {cfg.model}: its tokenizer puts {tokenizer.decode(last)} behind every text."
+            warn(f"{behind} Prompts are trained without it, so remove it from the end of a prompt before you generate.")
         self.template: Template | None = None
         if uses_template:
             if cfg.template_date == "auto" and "strftime_now" in str(tokenizer.chat_template):
@@ -109,16 +112,6 @@ class Format:
                 "Give --messages_column alone, --prompt_column with --answer_column, or --text_column alone."
             )
         return kind, columns
-
-    def _find_first_ids(self, name: str) -> list[int]:
-        """Return the tokens that the tokenizer puts before every text, for example a bos token. Warn about those behind it."""
-        first, last = tokens_around(self.tokenizer)
-        if last:
-            warn(
-                f"--model {name}: its tokenizer puts {self.tokenizer.decode(last)} behind every text. Prompts are trained without "
-                "it, so remove it from the end of a prompt before you generate."
-            )
-        return first
 
     def require_columns(self, test: "datasets.Dataset") -> None:
         """Raise UserError if the evaluation rows lack a column from which the training rows are read."""

@@ -78,9 +78,8 @@ class QueryFormat:
         for option, column in (*needed.items(), *(("negative_columns", name) for name in self.negatives)):
             if column not in names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, needed)}")
-        # Which columns were chosen, for `accel-ddp predict`. Lists of positives have no column for a single candidate.
         columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
-        self.files = {FACTS: json.dumps({"columns": columns}).encode()}
+        self.files = {FACTS: json.dumps({"columns": columns}).encode()}  # `accel-ddp predict` reads it
         self.identity = [self.query, self.candidate, list(self.positives), list(self.negatives), self.value, self.score]
 
     def choose_loss(self, rows: "datasets.Dataset", asked: str) -> str:
