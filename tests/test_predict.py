@@ -333,6 +333,7 @@ def command(model: str, rows: str, output: Path, *words: object) -> list[str]:
 def test_a_command_continues_with_the_parts_that_exist(tiny_model, tmp_path):
     rows = write(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS * 5])
     expected, output = tmp_path / "expected.jsonl", tmp_path / "out.jsonl"
+    torch.set_num_threads(1)  # as in the processes of the command; other tests change it
     predict_here(expected, tiny_model, "--input", rows)
     partial = Path(f"{output}.partial")
     shutil.copytree(f"{expected}.partial", partial)
