@@ -146,6 +146,7 @@ def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
         assert [row["prediction"] for row in found] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_vectors_and_masks_are_those_of_sentence_transformers_and_pipelines(folder_of, tmp_path):
     from sentence_transformers import SentenceTransformer
     from transformers import pipeline
@@ -174,7 +175,7 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
     from accel_ddp.sources import models
 
     folder = models.locate("builtin:tiny-llama", cache)
-    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in TEXTS]
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in TEXTS[:10]]
     rows = write(tmp_path / "chats.jsonl", [{"messages": [*chat, {"role": "assistant", "content": "No."}]} for chat in chats])
     found = predict_here(tmp_path / "a.jsonl", folder, "--input", rows, "--max_new_tokens", 6)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -182,15 +183,15 @@ def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache,
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         made = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert row["prediction"] == tokenizer.decode(made, skip_special_tokens=True)
-    prompts = [{"prompt": text, "system": "Be brief."} for text in TEXTS]
+    prompts = [{"prompt": text, "system": "Be brief."} for text in TEXTS[:10]]
     prompts = write(tmp_path / "prompts.jsonl", prompts)
     again = predict_here(tmp_path / "b.jsonl", folder, "--input", prompts, "--max_new_tokens", 6)
     assert [row["prediction"] for row in again] == [row["prediction"] for row in found]
     sample = ("--input", rows, "--max_new_tokens", 6, "--temperature", 1, "--seed", 3)
-    samples = [predict_here(tmp_path / f"{size}.jsonl", folder, *sample, "--batch_size", size) for size in (3, 40)]
+    samples = [predict_here(tmp_path / f"{size}.jsonl", folder, *sample, "--batch_size", size) for size in (3, 10)]
     assert samples[0] == samples[1] != found
     folder = models.locate("builtin:tiny-t5", cache)
-    rows = write(tmp_path / "sources.jsonl", [{"source": text} for text in TEXTS])
+    rows = write(tmp_path / "sources.jsonl", [{"source": text} for text in TEXTS[:10]])
     found = predict_here(tmp_path / "c.jsonl", folder, "--input", rows, "--prefix", "say: ", "--max_new_tokens", 5)
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)
     for row in found[::5]:
