@@ -81,6 +81,7 @@ class Task:
             self.model = build_model(cfg, accelerator, self.processor, self.loss)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
+        self.more_files = self.form.files
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.ranking.ListCollate)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)

@@ -162,8 +162,11 @@ def test_what_servers_read_is_what_was_trained(cache, tmp_path):
     truncated = {"input_ids": [0, 7, 8, 0], "labels": [-100, -100, 8, 0]}
     generation_metrics.add_end_tokens(model, tokenizer, datasets.Dataset.from_list([answer] * 30 + [truncated]))
     facts = {"recipe": "sft.py", "config": vars(cfg), "metrics": {}, "versions": {}, "num_ranks": 1}
-    export._write(folder, model, export.files_of(model, tokenizer), facts)
+    chosen = {"accel_ddp.json": b'{"columns": {"text_column": "x"}}'}
+    export._write(folder, model, export.files_of(model, tokenizer, chosen), facts)
 
+    stored = export.read_facts(folder)
+    assert (stored["recipe"], stored["columns"], stored["options"]["dtype"]) == ("sft.py", {"text_column": "x"}, "float32")
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 1]
     assert AutoConfig.from_pretrained(folder).dtype == torch.bfloat16
     assert (folder / "model.safetensors").read_bytes() == (base / "model.safetensors").read_bytes()

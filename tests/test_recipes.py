@@ -106,6 +106,7 @@ def cross_encoder(folder: str) -> object:
         inputs = tokenizer(["warm"] * 2, texts, padding=True, truncation=True, max_length=12, return_tensors="pt")
         scores = model(**inputs).logits[:, 0].numpy()
     np.testing.assert_allclose(CrossEncoder(folder).predict([("warm", text) for text in texts]), scores, atol=1e-5)
+    assert export.read_facts(folder)["columns"] == {"query_column": "query", "candidate_column": ""}, "`predict` reads these"
     return scores[0] != scores[1]
 
 

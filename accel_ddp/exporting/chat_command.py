@@ -41,9 +41,8 @@ def main(words: list[str]) -> int:
         tools = read_tools(Path(given.tools).read_text("utf-8"), "tools") if given.tools else []
     except (OSError, UnicodeDecodeError, UnusableRow) as error:
         reason = getattr(error, "strerror", "") or str(error).replace("\t", ": ")
-        raise UserError(
-            f"--tools {given.tools}: {reason}. Give a list of tools in JSON: name, description, parameters."
-        ) from error
+        needed = "Give a list of tools in JSON: name, description, parameters."
+        raise UserError(f"--tools {given.tools}: {reason}. {needed}") from error
     with tempfile.TemporaryDirectory() as scratch:
         found = trained_model.find(given.model, Path(scratch))
         if found.kind != "answers":
@@ -52,7 +51,7 @@ def main(words: list[str]) -> int:
         if not (found.chat_template or given.chat_template or given.plain):
             known = f"--chat_template {', '.join(CHAT_TEMPLATES)} or a .jinja file"
             raise UserError(f"{given.model}: has no chat template. Give the one of its training ({known}), or --plain.")
-        _talk(Conversation(found, vars(given), tools))
+        _talk(Conversation(trained_model.export(found, Path(scratch)), vars(given), tools))
     return 0
 
 

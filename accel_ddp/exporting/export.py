@@ -364,7 +364,8 @@ def _write(
             is_published = _is_on_hub(base) or config.get("push_to_hub") or config.get("log_model")
             place = public_name(base) if is_published else locate(base, config.get("cache_dir") or "~/.cache/accel_ddp")
             files = {**files, ADAPTER_CONFIG: with_base(files[ADAPTER_CONFIG], place)}
-        published = {**facts, "config": public_options(config)}
+        more = json.loads(files.get(checkpoint_format.FACTS, b"{}"))  # of the recipe, such as the columns that it has chosen
+        published = {**facts, **more, "config": public_options(config)}
         stored = json.dumps({("options" if name == "config" else name): value for name, value in published.items()}, indent=1)
         if merges:
             _save(partial / ADAPTER, model, files, dtype)

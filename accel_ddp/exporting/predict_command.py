@@ -21,15 +21,22 @@ from accel_ddp.config.option_values import check_template
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.exporting import trained_model
-from accel_ddp.exporting.predict_rows import COLUMNS, InputRows
+from accel_ddp.exporting.predict_rows import InputRows
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.spawn import clean_environment, die_with_parent
 from accel_ddp.records.files import replace_file, sync
-from accel_ddp.text import counted, format_clock
+from accel_ddp.sources.places import Progress
+from accel_ddp.text import counted
 
 ENDINGS = (".jsonl", ".csv", ".parquet", ".npy")
-LINE_SECONDS = 10.0  # between lines of progress in a log; a terminal shows each shard
 NO_EFFECT = ("output", "columns", "num_processes")  # options on which the predictions do not depend
+USED_BY = {
+    "text_column": "labels scores tags masks texts vectors answers", "text_pair_column": "labels scores", "image_column": "images",
+    "messages_column": "answers rewards", "prompt_column": "answers rewards", "answer_column": "rewards",
+    "prefix": "labels scores masks texts vectors", "max_length": "labels scores tags masks texts vectors",
+    "chat_template": "answers rewards", "max_new_tokens": "answers texts", "temperature": "answers texts", "seed": "answers texts",
+    "top_k": "labels images masks",
+}  # what a model must predict so that an option has an effect  # fmt: skip
 Types = dict[str, tuple[str, int]]  # of the columns of predictions: the type, and how many lists are around it
 
 
@@ -43,17 +50,22 @@ def main(words: list[str]) -> int:
     if os.path.lexists(output):
         raise UserError(f"--output {output}: exists already. Move it away, or give another name.")
     partial = output.with_name(f"{output.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"--output {output}: another accel-ddp predict is writing it.") from error
-        try:
-            return _predict(given, output, partial)
-        finally:
-            if {path.name for path in partial.glob("*")} <= {"lock", "model"}:  # there are no predictions yet
-                shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(exist_ok=True)
+        lock = (partial / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        what = "another accel-ddp predict is writing it. Wait for it, or give another --output"
+        raise UserError(f"--output {output}: {what}.") from error
+    except OSError as error:
+        reason = "its folder does not exist" if isinstance(error, FileNotFoundError) else f"cannot be written: {error.strerror}"
+        raise UserError(f"--output {output}: {reason}. Name a file in a folder that exists.") from error
+    try:
+        return _predict(given, output, partial)
+    finally:
+        if {path.name for path in partial.glob("*")} <= {"lock", "model"}:  # there are no predictions yet
+            shutil.rmtree(partial, ignore_errors=True)
+        lock.close()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,18 +75,13 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     add("--input", nargs="+", required=True, metavar="FILE", help="files with the rows, as for --train_file")
     add("--output", required=True, metavar="FILE", help="a new file: .jsonl .csv .parquet, or .npy for vectors")
-    for name in dict.fromkeys(name for names in COLUMNS.values() for name in names):
+    for name in [name for name in USED_BY if name.endswith("_column")]:
         add(f"--{name}", default="", metavar="NAME", help="default: as in training, or the usual name")
     add("--columns", nargs="*", metavar="NAME", help="columns of the input to keep in the output; default: all")
     add("--prefix", help="text before each input; default: as in training")
     add("--max_length", type=int, default=0, help="tokens of a text, which is truncated; default: as in training")
     add("--top_k", type=int, default=1, help="labels, or tokens of a mask, to return for each row")
-    add(
-        "--batch_size",
-        type=lambda word: int(word.replace("auto", "0")),
-        default=0,
-        help="rows that are computed at once; auto: by their length",
-    )
+    add("--batch_size", type=int, default=0, help="rows that are computed at once; default: by their length")
     add("--num_processes", type=int, default=0, help="default: one for each GPU, or one on CPUs")
     add("--skip_broken", action="store_true", help="rows that cannot be used get no prediction (null)")
     return parser
@@ -95,9 +102,22 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def check_options(given: argparse.Namespace) -> None:
     """Raise UserError for a value that `predict` and `chat` refuse."""
     check_template(given.chat_template)
+    positive = {"top_p": "above 0 and at most 1", "top_k": "1 or more"}
     for name, value in vars(given).items():
-        if isinstance(value, int | float) and value < 0 and name != "seed":
-            raise UserError(f"--{name} {value}: must not be negative.")
+        is_low = isinstance(value, int | float) and (value < 0 or (value == 0 and name in positive)) and name != "seed"
+        if is_low or (name == "top_p" and value > 1):
+            raise UserError(f"--{name} {value}: must be {positive.get(name, '0 or more')}.")
+    if given.top_p < 1 and not given.temperature:
+        raise UserError(f"--top_p {given.top_p:g}: has no effect without sampling. Add --temperature 1, or leave it out.")
+
+
+def check_effect(given: argparse.Namespace, found: trained_model.TrainedModel) -> None:
+    """Raise UserError for an option that this model would ignore."""
+    parser, has_rank = build_parser(), _types(found, 2) != _types(found, 1)
+    for name in [name for name in USED_BY if getattr(given, name) != parser.get_default(name)]:
+        if found.kind not in USED_BY[name].split() or (name == "top_k" and not has_rank):
+            what = f"would be ignored, because {given.model} predicts {found.kind}"
+            raise UserError(f"--{name} {getattr(given, name)}: {what}. Leave it out.")
 
 
 def _predict(given: argparse.Namespace, output: Path, partial: Path) -> int:
@@ -105,6 +125,7 @@ def _predict(given: argparse.Namespace, output: Path, partial: Path) -> int:
     found = trained_model.find(given.model, partial)
     if output.suffix == ".npy" and found.kind != "vectors":
         raise UserError(f"--output {output}: only vectors are written as .npy, and {given.model} predicts {found.kind}.")
+    check_effect(given, found)
     rows = InputRows(found, options)
     there, types = rows.files.column_names, _types(found, given.top_k)
     columns = there if given.columns is None else given.columns
@@ -114,6 +135,7 @@ def _predict(given: argparse.Namespace, output: Path, partial: Path) -> int:
         if name in types and output.suffix != ".npy":
             raise UserError(f"--input: has a column {name!r}, which the output needs. Name the columns to keep with --columns.")
     rows.check(given.skip_broken)
+    found = trained_model.export(found, partial)
     store_job(partial, options, found, rows)
     missing = [i for i in range(rows.num_shards) if not rows.path(partial, i).is_file()]
     inputs = ", ".join(rows.columns.values()) + (f" with the prefix {rows.prefix!r}" if rows.prefix else "")
@@ -125,7 +147,12 @@ def _predict(given: argparse.Namespace, output: Path, partial: Path) -> int:
     draft = partial / f"joined{output.suffix}"
     join(rows, partial, draft, columns, types)
     sync(draft)
-    draft.rename(output)
+    try:
+        os.link(draft, output)  # a rename would replace a file
+    except FileExistsError as error:
+        raise UserError(f"--output {output}: exists now. Move it away and repeat the command: {partial} is kept.") from error
+    except OSError:  # this disk has no links
+        draft.rename(output)
     shutil.rmtree(partial, ignore_errors=True)
     print(f"predictions saved in {output}")
     return 0
@@ -136,7 +163,7 @@ def _types(found: trained_model.TrainedModel, top_k: int) -> Types:
         return {"embedding": ("float32", 1)}
     if found.kind in ("answers", "texts"):
         return {"prediction": ("string", 0)}
-    if found.kind == "rewards" or (found.kind == "labels" and len(found.config.get("id2label") or "two") == 1):
+    if found.kind in ("rewards", "scores") or (found.kind == "labels" and len(found.config.get("id2label") or "two") == 1):
         return {"prediction": ("float64", 0)}
     is_multi = found.config.get("problem_type") == "multi_label_classification"
     depth = (found.kind in ("tags", "masks") or is_multi) + (top_k > 1 and found.kind != "tags" and not is_multi)
@@ -164,9 +191,7 @@ def run_processes(given: argparse.Namespace, partial: Path, rows: InputRows) -> 
     number = min(given.num_processes or max(gpus, 1), rows.num_shards)
     shared = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // number))}
     logs, processes = [partial / f"process-{i}.log" for i in range(number)], list[Any]()
-    count = lambda: sum(name.startswith("shard-") and not name.endswith(".tmp") for name in os.listdir(partial))
-    total, first, began, printed = len(rows.table), count(), time.monotonic(), -LINE_SECONDS
-    begin, end, pause = ("\r\x1b[K", "", 0.5) if sys.stdout.isatty() else ("", "\n", LINE_SECONDS)
+    count = lambda: sum(len(rows.shard(i)) for i in range(rows.num_shards) if rows.path(partial, i).is_file())
     try:
         for i, path in enumerate(logs):
             env = clean_environment() | shared | ({"CUDA_VISIBLE_DEVICES": names[i % gpus]} if gpus else {})
@@ -175,15 +200,11 @@ def run_processes(given: argparse.Namespace, partial: Path, rows: InputRows) -> 
                 options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
                 processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent, **options))
         codes: list[int | None] = [None]
-        while None in codes and not any(codes):
-            time.sleep(0.05)
-            codes, now = [process.poll() for process in processes], time.monotonic()
-            if now - printed >= pause or None not in codes:
-                done, printed = count(), now
-                left, rate = max(total - done * rows.shard_rows, 0), (done - first) * rows.shard_rows / (now - began)
-                more = f"  {rate:,.1f} rows/s  {format_clock(left / rate)} left" if rate else "  (loading the model)"
-                print(f"{begin}{total - left:,} of {total:,} rows{more}", end=end, flush=True)
-        print(end="" if end else "\n")
+        with Progress("predicting", len(rows.table), before=count()) as progress:
+            while None in codes and not any(codes):
+                time.sleep(0.2)
+                codes = [process.poll() for process in processes]
+                progress.show(count() - progress.before)
     except KeyboardInterrupt:
         print(f"\nstopped. The same command continues; what is done is in {partial}.", file=sys.stderr)
         raise
@@ -194,7 +215,7 @@ def run_processes(given: argparse.Namespace, partial: Path, rows: InputRows) -> 
     for i, code in [(i, code) for i, code in enumerate(codes) if code][:1]:
         lines = logs[i].read_text(errors="replace").splitlines()
         if code == USER_ERROR:
-            raise UserError("\n".join(lines).rpartition("error: ")[2])
+            raise UserError("\n".join(["", *lines]).partition("\nerror: ")[2])
         shard = next((rows.shard(j) for j in range(i, rows.num_shards, number) if not rows.path(partial, j).is_file()), range(0))
         what = f"process {i} failed (exit code {code}), in rows {shard.start + 1:,} to {shard.stop:,} or before them"
         print(f"error: {what}. The same command continues.", *lines[-15:], sep="\n", file=sys.stderr)
@@ -217,25 +238,21 @@ def join(rows: InputRows, partial: Path, path: Path, columns: list[str], types: 
     dumps = lambda value: json.dumps(value, ensure_ascii=False, default=plain)
     nested = lambda kind, depth: pa.list_(nested(kind, depth - 1)) if depth else getattr(pa, kind)()
     vectors = lambda shard: [None if np.isnan(row[0]) else {"embedding": row.tolist()} for row in np.load(shard)]
+    cells = lambda row: [value if isinstance(value, str | None) else dumps(value) for value in row.values()]
     with path.open("wb") as file:
         text, writer = io.TextIOWrapper(file, "utf-8", newline="", write_through=True), None
         for number, shard in enumerate(shards):
             found = json.loads(shard.read_text()) if shard.suffix == ".json" else vectors(shard)
-            predicted = {name: [row and row[name] for row in found] for name in types}
-            where = slice(rows.shard(number).start, rows.shard(number).stop)
+            there = kept.with_format("arrow")[rows.shard(number).start : rows.shard(number).stop]
+            predicted = {name: pa.array([row and row[name] for row in found], nested(*types[name])) for name in types}
+            table = pa.table({**{name: there[name] for name in columns}, **predicted}, metadata=there.schema.metadata)
             if path.suffix == ".parquet":
-                table = kept.with_format("arrow")[where]
-                for name, values in predicted.items():
-                    table = table.append_column(name, pa.array(values, nested(*types[name])))
                 writer = writer or pyarrow.parquet.ParquetWriter(file, table.schema)
                 writer.write_table(table)
-                continue
-            values = {**(kept[where] if columns else {}), **predicted}
-            if path.suffix == ".csv":
-                cells = lambda row: [value if isinstance(value, str | None) else dumps(value) for value in row]
-                csv.writer(text).writerows([list(values)] * (number == 0) + [cells(row) for row in zip(*values.values())])
+            elif path.suffix == ".csv":
+                csv.writer(text).writerows([table.column_names] * (number == 0) + list(map(cells, table.to_pylist())))
             else:
-                text.writelines(dumps(dict(zip(values, row))) + "\n" for row in zip(*values.values()))
+                text.writelines(dumps(row) + "\n" for row in table.to_pylist())
         if writer:
             writer.close()
         text.flush()

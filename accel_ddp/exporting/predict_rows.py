@@ -8,26 +8,28 @@ from accel_ddp.config.train_config import IMAGE_FILES, TABLE_FILES, RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting.trained_model import TrainedModel
 from accel_ddp.sources import data
+from accel_ddp.sources.places import Progress
 from accel_ddp.sources.table_files import SENTENCE_FILES, load_file
-from accel_ddp.tasks.chat_rows import INPUT_COLUMNS, USUAL_COLUMNS, UnusableRow, read_json, read_row
+from accel_ddp.tasks.chat_rows import INPUT_COLUMNS, USUAL_COLUMNS, Pair, UnusableRow, read_row
 from accel_ddp.text import counted, listed
 
 if TYPE_CHECKING:
     import datasets
 
-# For what a model predicts: the options of `predict` that name its columns, each with the options of recipes that mean the same.
-COLUMNS = {
-    "labels": {"text_column": ("query_column",), "text_pair_column": ("candidate_column",)},
-    "tags": {"text_column": ("tokens_column",)}, "images": {"image_column": ("image_column",)},
-    "masks": {"text_column": ()}, "texts": {"text_column": ("source_column",)},
-    "vectors": {"text_column": ("anchor_column", "positive_column")},
-    "answers": {"messages_column": (), "prompt_column": (), "text_column": ()},
-    "rewards": {"messages_column": (), "prompt_column": (), "answer_column": ("chosen_column",)},
+# For what a model predicts: groups of options of `predict` that name its columns, of which the first that suits the data is used. Each
+# option comes with the options of recipes that mean the same.
+COLUMNS: dict[str, tuple[dict[str, tuple[str, ...]], ...]] = {
+    "labels": ({"text_column": (), "text_pair_column": ()},), "images": ({"image_column": ("image_column",)},),
+    "scores": ({"text_column": ("query_column",), "text_pair_column": ("candidate_column",)},),
+    "tags": ({"text_column": ("tokens_column",)},), "texts": ({"text_column": ("source_column",)},),
+    "vectors": ({"text_column": ("anchor_column", "positive_column")},), "masks": ({"text_column": ()},),
+    "answers": ({"messages_column": ()}, {"prompt_column": ()}, {"text_column": ()}),
+    "rewards": ({"messages_column": ()}, {"prompt_column": (), "answer_column": ("chosen_column",)}),
 }  # fmt: skip
+GUESSED = ("images", "tags", "answers", "rewards")  # their data may have no columns, or columns that describe themselves
 PREFIXES = {"source_column": "prefix", "anchor_column": "anchor_prefix", "positive_column": "positive_prefix"}
 SHARD_ROWS = {"answers": 256, "texts": 256, "images": 256}  # the most; others have 1,000
 CORRECT = "Correct them, or give --skip_broken: they get no prediction."
-ANSWER = "\0answer"  # a column that stands for the answer that is predicted
 
 
 class InputRows:
@@ -38,17 +40,24 @@ class InputRows:
         self.files = self.table = self._load(options["input"])
         self.separator = found.option("separator", "").replace(r"\n", "\n").replace(r"\t", "\t")
         self.columns: dict[str, str] = {}
-        known, is_chat = COLUMNS[self.kind], self.kind in ("answers", "rewards")
-        wanted = next(iter(known))
-        for option in [option for option in known if is_chat and options[option]] or known:
-            if not is_chat or not self.columns or "prompt_column" in self.columns:  # the first kind of columns that exists
-                self._choose(option, known[option], options)
-        if not self.columns or (wanted not in self.columns and not is_chat):
-            raise UserError(f"--{wanted}: which column has the inputs? {data.describe_columns(self.table, {'': 'text'})}")
+        given = {option for group in COLUMNS[self.kind] for option in group if options[option]}
+        for group in [group for group in COLUMNS[self.kind] if given & {*group}] or COLUMNS[self.kind]:
+            self.columns = {option: name for option in group if (name := self._find(option, group[option], options))}
+            if self.columns:
+                break
+        optional = {"prompt_column", "" if self.kind == "scores" or found.option("text_pair_column") else "text_pair_column"}
+        for option in [option for option in group if option not in {*self.columns} | optional]:
+            trained = [name for own in (option, *group[option]) if (name := found.option(own))]
+            which = f"which column has the {option.removesuffix('_column').replace('_', ' ')}?"
+            which += f" The model was trained with: {', '.join(trained)}." if trained else ""
+            raise UserError(f"--{option}: {which} {data.describe_columns(self.table, {'': (*trained, 'text')[0]})}")
+        for option in given - {*self.columns}:
+            used = next(iter(self.columns))
+            raise UserError(f"--{option} {options[option]}: would be ignored next to --{used}. Give one of them.")
         if self.kind == "images":
             import datasets
 
-            self.table = self.table.cast_column(self.columns[wanted], datasets.Image(decode=False))
+            self.table = self.table.cast_column(self.columns["image_column"], datasets.Image(decode=False))
         # The result of a row depends a little on the rows it is padded with, so shards do not depend on the number of processes.
         self.shard_rows = min(SHARD_ROWS.get(self.kind, 1000), max(32, -(-len(self.table) // 64)))
         self.num_shards = -(-len(self.table) // self.shard_rows)
@@ -65,19 +74,18 @@ class InputRows:
             endings = (f"{TABLE_FILES} {' '.join(SENTENCE_FILES)}", ".txt")
         return data.read_all("--input", paths, load, endings, RecipeConfig.cache_dir)
 
-    def _choose(self, option: str, names: tuple[str, ...], options: dict[str, Any]) -> None:
-        """Choose the column of an option: the given one, the one of the training, or a usual one."""
-        given, usual = options[option], USUAL_COLUMNS.get(option, ())
-        known = {self.found.option(name) or name.removesuffix("_column"): name for name in names}
-        if any("." in name for name in (given, *known)):
+    def _find(self, option: str, names: tuple[str, ...], options: dict[str, Any]) -> str:
+        """Return the column of an option: the given one, the one of the training, or a usual one if that is not known."""
+        stored = {name: own for own in (option, *names) if (name := self.found.option(own))}
+        if any("." in name for name in (options[option], *stored)):
             self.table = self.table.flatten()  # translation.en is the key `en` of a column
-        there = self.table.column_names
-        if given and given not in there:
-            raise UserError(f"--{option} {given}: there is no such column. {data.describe_columns(self.table, {option: given})}")
-        for name in [given] if given else [name for name in (self.found.option(option, ""), *known, *usual) if name in there][:1]:
-            self.columns[option] = name
-            if options["prefix"] is None and known.get(name) in PREFIXES:
-                self.prefix = self.found.option(PREFIXES[known[name]], "")
+        data.require_columns({option: options[option]}, self.table)
+        usual = [*(name.removesuffix("_column") for name in names), *USUAL_COLUMNS.get(option, ())]
+        tried = [*stored, *(usual if not stored or self.kind in GUESSED else ())]
+        column = options[option] or next((name for name in tried if name in self.table.column_names), "")
+        if options["prefix"] is None and stored.get(column) in PREFIXES:
+            self.prefix = self.found.option(PREFIXES[stored[column]], "")
+        return column
 
     def shard(self, number: int) -> range:
         """Return the rows of a shard."""
@@ -106,25 +114,13 @@ class InputRows:
         return items, problems
 
     def _read_prompt(self, row: dict[str, Any]) -> Any:
-        """Return a chat without the answer that is predicted (its last answers are left out), with it for rewards, or a text."""
-        (option, name), template, is_whole = next(iter(self.columns.items())), self.found.chat_template, self.kind == "rewards"
-        if option == "text_column":
-            return read_row("texts", (name,), row)
-        if option == "prompt_column":
-            more, answer = [one for one in INPUT_COLUMNS.get(name, ()) if one in row], self.columns.get("answer_column", ANSWER)
-            found = read_row("instructions", (name, *more, answer), {ANSWER: "-", **row}, template)
-        else:
-            messages = read_json(row[name], f"the column {name}")
-            is_answer = lambda one: isinstance(one, dict) and (one.get("role") or one.get("from")) in ("assistant", "gpt")
-            while isinstance(messages, list) and messages and is_answer(messages[-1]) and not is_whole:
-                messages = messages[:-1]
-            answer = [{"role": "assistant", "content": "-"}] if messages and not is_whole else []
-            found = read_row(
-                "chats", (name,), {**row, name: messages + answer if isinstance(messages, list) else messages}, template
-            )
-        if hasattr(found, "messages"):
-            return found if is_whole else found._replace(messages=found.messages[:-1])
-        return f"{found.prompt}{self.separator}{found.answer if is_whole else ''}"
+        """Return a chat or a text, without the answer that is predicted (its last answers are left out), or with it for rewards."""
+        (option, name), is_whole = next(iter(self.columns.items())), self.kind == "rewards"
+        kind = {"text_column": "texts", "prompt_column": "instructions"}.get(option, "chats")
+        more = [one for one in INPUT_COLUMNS.get(name, ()) if one in row and kind == "instructions"]
+        columns = (name, *more, *[*self.columns.values()][1:])
+        found = read_row(kind, columns, row, self.found.chat_template, needs_answer=is_whole)
+        return f"{found.prompt}{self.separator}{found.answer}" if isinstance(found, Pair) else found
 
     def describe(self, broken: dict[int, str]) -> str:
         """Return the reasons why rows cannot be used, with the first rows of each."""
@@ -133,8 +129,11 @@ class InputRows:
 
     def check(self, skips: bool) -> None:
         """Raise UserError if rows cannot be used, or print them if they are skipped. Images are decoded later."""
-        read = ((shard, self.read(shard)[1]) for shard in map(self.shard, range(self.num_shards)) if self.kind != "images")
-        broken = {number: problem for shard, problems in read for number, problem in zip(shard, problems) if problem}
+        broken: dict[int, str] = {}
+        with Progress("checking", len(self.table)) as progress:
+            for shard in map(self.shard, range(self.num_shards if self.kind != "images" else 0)):
+                broken |= {number: problem for number, problem in zip(shard, self.read(shard)[1]) if problem}
+                progress.add(len(shard))
         if broken and not skips:
             raise UserError(self.describe(broken))
         if broken:

@@ -21,6 +21,7 @@ from accel_ddp.exporting.trained_model import TrainedModel
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import models
 from accel_ddp.sources.data import place_of
+from accel_ddp.tasks import chat, contrastive
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow
 from accel_ddp.tasks.chat_template import TEMPLATES, Template, encode_marked, set_template
 
@@ -64,7 +65,7 @@ class Predictor:
         self.max_length = options["max_length"] or min(self.limit, trained if isinstance(trained, int) else self.limit)
         if self.kind in ("answers", "texts"):
             self.generation = generation_config(self.model, self.tokenizer, options)
-        elif self.kind in ("labels", "rewards") and self.model.config.get_text_config().pad_token_id is None:
+        elif self.kind in ("labels", "scores", "rewards") and self.model.config.get_text_config().pad_token_id is None:
             self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def encode(self, item: Any) -> Encoded:
@@ -143,7 +144,7 @@ class Predictor:
             return [{"prediction": [name for name, _ in row], "score": [score for _, score in row]} for row in found]
         return [dict(zip(("prediction", "score"), self._best(row, self._label))) for row in scores.softmax(-1)]
 
-    _images = _rewards = _labels
+    _images = _rewards = _scores = _labels
 
     def _tags(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
         scores, tags = (values.tolist() for values in self.model(**inputs).logits.float().softmax(-1).max(-1))
@@ -160,12 +161,7 @@ class Predictor:
         return found
 
     def _vectors(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
-        hidden, mask = self.model(**inputs).last_hidden_state, inputs["attention_mask"].unsqueeze(-1)
-        if self.pooling == "mean":
-            pooled = (hidden * mask).sum(1) / mask.sum(1)
-        else:
-            place = mask.sum(1) - 1 if self.pooling == "lasttoken" else mask.sum(1) * 0
-            pooled = hidden.take_along_dim(place[..., None], 1)[:, 0]
+        pooled = contrastive.pool(self.model(**inputs).last_hidden_state, inputs["attention_mask"], self.pooling)
         return list((F.normalize(pooled, dim=-1) if self.normalize else pooled).float().cpu().numpy())
 
     def _texts(self, inputs: Any, batch: list[Encoded], numbers: list[int]) -> list[Any]:
@@ -186,18 +182,16 @@ class Prompts:
         cfg = SimpleNamespace(chat_template=template, model=found.name, row_format=2, template_date=date)
         set_template(tokenizer, cfg)
         self.tokenizer, self.template = tokenizer, Template(tokenizer, cfg) if tokenizer.chat_template else None
-        whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-        self.first_ids = whole[: next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)]
+        self.first_ids, _ = chat.tokens_around(tokenizer)
 
     def ids(self, item: Chat | str, is_whole: bool = False) -> list[int]:
         """Return the tokens before an answer, or of a whole chat."""
         if isinstance(item, str):
-            ids = encode_marked(self.tokenizer, item + (self.tokenizer.eos_token or "") * is_whole)
-            return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
+            return chat.prompt_ids(self.tokenizer, self.first_ids, item + (self.tokenizer.eos_token or "") * is_whole)
         if self.template is None:
             raise UnusableRow(f"it is a chat, and the model has no template (--chat_template {', '.join(TEMPLATES)} or a file)")
-        chat = self.template.mark(self.template.convert(item))  # control tokens in texts stay texts, as in training
-        return encode_marked(self.tokenizer, self.template.render(chat, prompt=not is_whole)[0])
+        marked = self.template.mark(self.template.convert(item))  # control tokens in texts stay texts, as in training
+        return encode_marked(self.tokenizer, self.template.render(marked, prompt=not is_whole)[0])
 
 
 def context_length(model: Any, tokenizer: Any) -> int:
@@ -244,9 +238,8 @@ def read_modules(found: TrainedModel) -> tuple[str, bool, int | None]:
     modes = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
     chosen = [name for name, mode in modes.items() if config.get(f"pooling_mode_{mode}") or config.get("pooling_mode") == name]
     if {*kinds} - {"Transformer", "Pooling", "Normalize"} or len(chosen) != 1:
-        raise UserError(
-            f"{found.name}: its modules ({', '.join(kinds)}) are not supported. Use `encode` of sentence-transformers."
-        )
+        reason = f"its modules ({', '.join(kinds)}) are not supported"
+        raise UserError(f"{found.name}: {reason}. Use `encode` of sentence-transformers.")
     return chosen[0], "Normalize" in kinds, read("sentence_bert_config.json").get("max_seq_length")
 
 
@@ -273,9 +266,8 @@ class Worker:
         for batch in self.predictor.batches(encoded):
             try:
                 found |= zip(batch, self.predictor.predict([encoded[number] for number in batch], batch))
-            except Exception:
-                print(f"in a batch of {len(batch)}, the first is {place_of(self.rows.files, batch[0])}:", file=sys.stderr)
-                raise
+            except Exception as error:
+                raise RuntimeError(f"a batch of {len(batch)}, the first is {place_of(self.rows.files, batch[0])}") from error
         path = self.rows.path(self.partial, shard)
         with path.with_suffix(".tmp").open("wb") as file:
             if self.rows.kind == "vectors":

@@ -16,8 +16,9 @@ from accel_ddp.sources.places import prepare_hub
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 # What a model predicts, and the ending of its class. AutoModel with the same ending loads it.
 HEADS = {
-    "labels": "ForSequenceClassification", "tags": "ForTokenClassification", "images": "ForImageClassification",
-    "masks": "ForMaskedLM", "answers": "ForCausalLM", "texts": "ForSeq2SeqLM", "rewards": "ForSequenceClassification", "vectors": "",
+    "rewards": "ForSequenceClassification", "scores": "ForSequenceClassification", "labels": "ForSequenceClassification",
+    "tags": "ForTokenClassification", "images": "ForImageClassification", "masks": "ForMaskedLM", "answers": "ForCausalLM",
+    "texts": "ForSeq2SeqLM", "vectors": "",
 }  # fmt: skip
 ALSO = {"ForPreTraining": "masks", "LMHeadModel": "answers", "Model": "vectors"}
 
@@ -35,11 +36,11 @@ class TrainedModel(NamedTuple):
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of an option of the training, or the default if it is not known or empty."""
-        return self.facts.get("options", {}).get(name) or default
+        return self.facts.get("options", {}).get(name) or self.facts.get("columns", {}).get(name) or default
 
 
 def find(name: str, scratch: Path) -> TrainedModel:
-    """Return the model that `name` means. A checkpoint is exported into `scratch`. Raise UserError if there is no such model."""
+    """Return the model that `name` means. Of a checkpoint, `place` has no weights: see `export`. Raise UserError if there is none."""
     try:
         folder = Path(name).expanduser()
         place = locate(str(_of_run(folder, scratch)) if folder.is_dir() else name, RecipeConfig.cache_dir)
@@ -58,31 +59,40 @@ def find(name: str, scratch: Path) -> TrainedModel:
             config = from_pretrained(AutoConfig, name, place).to_dict()
     except UserError as error:
         raise UserError(str(error).removeprefix("--model ")) from error
-    if Path(place).is_dir() and not any(file.suffix in (".safetensors", ".bin") for file in Path(place).iterdir()):
+    is_checkpoint, weights = (Path(place).parent / checkpoint_format.MANIFEST).is_file(), (".safetensors", ".bin")
+    if Path(place).is_dir() and not is_checkpoint and not any(file.suffix in weights for file in Path(place).iterdir()):
         raise UserError(f"{name}: the folder has no weights (model.safetensors). Export it again, or copy them there.")
     template = read(place, "chat_template.jinja") or (read(place, "tokenizer_config.json") or {}).get("chat_template") or ""
     template = template if isinstance(template, str) else json.dumps(template)
-    facts, kind = checkpoint_format.read_facts(place), _kind(name, config, place)
-    kind = "rewards" if kind == "labels" and facts.get("recipe") == "reward.py" else kind  # which read chats
+    facts, kind = checkpoint_format.read_facts(Path(place).parent if is_checkpoint else place), _kind(name, config, place)
+    kind = {"reward.py": "rewards", "rerank.py": "scores"}.get(facts.get("recipe", ""), kind)  # of chats, and of pairs
     return TrainedModel(name, place, kind, config, base, facts, template)
 
 
 def _of_run(folder: Path, scratch: Path) -> Path:
-    """Return the model that a run has exported, or that of its best or newest checkpoint, or the folder itself if it is no run."""
+    """Return the model that a run has exported, or the files of its best or newest checkpoint, or the folder if it is no run."""
     is_model = lambda place: any((place / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
     if is_model(folder / "model"):
         return folder / "model"
-    if not (folder / checkpoint_format.MANIFEST).is_file() and not checkpoint_format.list_checkpoints(folder):
+    path = folder if (folder / checkpoint_format.MANIFEST).is_file() else checkpoint_format.chosen(folder)
+    if path is None or not is_model(path / "files"):
         if not is_model(folder) or (folder / run_log.FILE).is_file():  # the config.json of a run has its options
-            raise UserError(f"{folder}: is neither a model (with a config.json) nor a run with a checkpoint.")
+            what = "is neither a model (with a config.json) nor a run with a checkpoint"
+            raise UserError(f"{folder}: {what}. Name a run, such as runs/sft, an exported folder, or a model of the Hub.")
         return folder
-    if not (scratch / "model").is_dir():
-        from accel_ddp.exporting.export import from_checkpoint
+    return scratch / "model" if (scratch / "model").is_dir() else path / "files"
 
-        with contextlib.redirect_stdout(io.StringIO()):  # how to load it
-            from_checkpoint(str(folder), str(scratch / "model"))
-        print(f"using {checkpoint_format.chosen(folder) or folder}")
-    return scratch / "model"
+
+def export(found: TrainedModel, scratch: Path) -> TrainedModel:
+    """Return the model with its weights: a checkpoint is exported into `scratch`."""
+    if not (Path(found.place).parent / checkpoint_format.MANIFEST).is_file():
+        return found
+    from accel_ddp.exporting.export import from_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()):  # how to load it
+        from_checkpoint(str(Path(found.name).expanduser()), str(scratch / "model"))
+    print(f"using the checkpoint of step {checkpoint_format.read_facts(scratch / 'model')['step']}")
+    return find(found.name, scratch)
 
 
 def read(place: str, file: str) -> Any:
@@ -103,7 +113,7 @@ def read(place: str, file: str) -> Any:
 
 def _kind(name: str, config: dict[str, Any], place: str) -> str:
     architecture = (config.get("architectures") or [""])[0]
-    endings = {**ALSO, **{ending: kind for kind, ending in HEADS.items() if ending and kind != "rewards"}}
+    endings = {**ALSO, **{ending: kind for kind, ending in HEADS.items() if ending}}
     kind = next((kind for ending, kind in endings.items() if architecture.endswith(ending)), "")
     if kind in ("", "vectors") and config.get("is_encoder_decoder"):
         kind = "texts"

@@ -178,7 +178,7 @@ def chosen(place: Path) -> Path | None:
 
 
 def read_facts(place: str | Path) -> dict[str, Any]:
-    """Return how a model was trained: its `recipe`, `options`, `metrics`, `num_ranks` and, of a checkpoint, `step`. {}: not known.
+    """Return how a model was trained: `recipe`, `options`, `metrics`, `num_ranks`, `columns` and `step` if known. {}: nothing is.
 
     `place` is an exported folder, whose options name no folders of the machine that trained it; a checkpoint, whose options are
     complete; or a run folder, which means the checkpoint that is `chosen` of it.
@@ -192,6 +192,7 @@ def read_facts(place: str | Path) -> dict[str, Any]:
         return {}
     known = {**(read_json(path.parent / "evaluations.json") or {}), **run["evaluations"]}
     facts = {name: run[name] for name in ("recipe", "step", "versions", "num_ranks") if name in run}
+    facts |= read_json(path / "files" / FACTS) or {}
     return {**facts, "options": run["config"], "metrics": known.get(str(run["step"]), {}), "checkpoint": str(path)}
 
 

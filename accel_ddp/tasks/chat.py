@@ -88,7 +88,10 @@ class Format:
             reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
             raise UserError(f"--packing on: {reason}. Leave it out.")
         self.controls = any_of(special_tokens(tokenizer))
-        self.first_ids = [] if uses_template else self._find_first_ids(cfg.model)
+        self.first_ids, last = ([], []) if uses_template else tokens_around(tokenizer)
+        if last:
+            behind = f"--model {cfg.model}: its tokenizer puts {tokenizer.decode(last)} behind every text."
+            warn(f"{behind} Prompts are trained without it, so remove it from the end of a prompt before you generate.")
         self.template: Template | None = None
         if uses_template:
             if cfg.template_date == "auto" and "strftime_now" in str(tokenizer.chat_template):
@@ -109,17 +112,6 @@ class Format:
                 "Give --messages_column alone, --prompt_column with --answer_column, or --text_column alone."
             )
         return kind, columns
-
-    def _find_first_ids(self, name: str) -> list[int]:
-        """Return the tokens that the tokenizer puts before every text, for example a bos token. Warn about those behind it."""
-        whole, bare = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-        start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-        if last := whole[start + len(bare) :]:
-            warn(
-                f"--model {name}: its tokenizer puts {self.tokenizer.decode(last)} behind every text. Prompts are trained without "
-                "it, so remove it from the end of a prompt before you generate."
-            )
-        return whole[:start]
 
     def require_columns(self, test: "datasets.Dataset") -> None:
         """Raise UserError if the evaluation rows lack a column from which the training rows are read."""
@@ -293,7 +285,7 @@ class Format:
             else:
                 start, end = rendered.answers[-1]
                 prompt, answer = rendered.prompt or rendered.text[:start], rendered.text[start:end]
-            ids = self._prompt_ids(prompt) if prompt else []
+            ids = prompt_ids(self.tokenizer, self.first_ids, prompt) if prompt else []
             if ids and len(ids) <= max_tokens:
                 found.append(Sample(unmarked(prompt), unmarked(answer), ids))
         return found
@@ -387,10 +379,18 @@ class Format:
                 return before + after, (before if self.train_on_prompts else [-100] * len(before)) + after
         return [], []
 
-    def _prompt_ids(self, text: str) -> list[int]:
-        """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
-        ids = encode_marked(self.tokenizer, text)
-        return ids if ids[: len(self.first_ids)] == self.first_ids else [*self.first_ids, *ids]
+
+def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer puts before every text, and those behind it."""
+    whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+    return whole[:start], whole[start + len(bare) :]
+
+
+def prompt_ids(tokenizer: Any, first_ids: list[int], text: str) -> list[int]:
+    """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
+    ids = encode_marked(tokenizer, text)
+    return ids if ids[: len(first_ids)] == first_ids else [*first_ids, *ids]
 
 
 def agree_on_today() -> str:

@@ -141,11 +141,12 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def read_row(
-    kind: str, columns: tuple[str, ...], row: dict[str, Any], template: str = "", row_format: int = 2
+    kind: str, columns: tuple[str, ...], row: dict[str, Any], template: str = "", row_format: int = 2, needs_answer: bool = True
 ) -> Chat | Pair | str:
     """Return a row as a chat, as a prompt with its answer, or as a text. Raise UnusableRow with the reason if that is impossible.
 
-    `template` is the source of the chat template. Without one, prompts and answers stay texts.
+    `template` is the source of the chat template. Without one, prompts and answers stay texts. Without `needs_answer` all `columns`
+    are those of the prompt, and answers at the end of a chat are left out.
     """
     if kind == "texts":
         return check_text(row[columns[0]], columns[0])
@@ -154,21 +155,22 @@ def read_row(
         _check_old(kind, columns, row, extra)
     elif found := next((name for name in MEDIA_COLUMNS if name not in columns and row.get(name)), ""):
         raise UnusableRow(f"sft trains text only, and its column {found} has content")
-    before, after = row[columns[0]], row[columns[-1]]
+    before, after = row[columns[0]], row[columns[-1]] if needs_answer else []
     if kind == "chats":
-        before, after = [], read_json(after, f"the column {columns[0]}")
+        before, after = [], read_json(before, f"the column {columns[0]}")
         if not isinstance(after, list):
             raise UnusableRow(f"the column {columns[0]} is not a list of messages")
-    elif not isinstance(before, list | dict) and not isinstance(after, list | dict):
-        texts = [
-            check_text(row[name], name, may_be_empty=name in columns[1:-1]) for name in columns
-        ]  # Alpaca's `input` may be empty
-        prompt, answer = "\n\n".join(text for text in texts[:-1] if text), texts[-1]
+        last = next((i for i in range(len(after), 0, -1) if needs_answer or role_of(after[i - 1]) != "assistant"), 0)
+        after = after[:last]
+    elif not isinstance(before, list | dict) and not (needs_answer and isinstance(after, list | dict)):
+        asked = columns[:-1] if needs_answer else columns
+        texts = [check_text(row[name], name, may_be_empty=name != columns[0]) for name in asked]  # Alpaca's `input` may be empty
+        prompt, answer = "\n\n".join(filter(None, texts)), check_text(row[columns[-1]], columns[-1]) if needs_answer else ""
         if not template:
             if extra:
                 raise UnusableRow(f"its column {min(extra)} has content, which needs a chat template (--chat_template)")
             return Pair(prompt, answer)
-        before, after = [], [*_read_history(extra.pop("history", [])), ("user", prompt), ("assistant", answer)]
+        before, after = [], [*_read_history(extra.pop("history", [])), ("user", prompt), *[("assistant", answer)] * needs_answer]
         after = [{"role": role, "content": text} for role, text in after]
     elif not template:
         raise UnusableRow(
@@ -186,7 +188,7 @@ def read_row(
             messages, weights = [{"role": "system", "content": system}, *messages], [0, *weights]
         elif messages[0]["content"] != system:
             raise UnusableRow(f"it has a system prompt in the column {name} and another one in its messages")
-    return _make_chat(messages, weights, extra)
+    return _make_chat(messages, weights, extra, needs_answer)
 
 
 def _check_old(kind: str, columns: tuple[str, ...], row: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -213,14 +215,14 @@ def _check_old(kind: str, columns: tuple[str, ...], row: dict[str, Any], extra: 
             raise UnusableRow("a message has a part that is not of the type text")
 
 
-def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[str, Any]) -> Chat:
+def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[str, Any], needs_answer: bool) -> Chat:
     is_answer = [message["role"] == "assistant" for message in messages]
-    if not any(is_answer):
+    if not messages or (needs_answer and not any(is_answer)):
         raise UnusableRow("no message has the role assistant" if messages else "it has no messages")
     # Nothing asks for an answer at the beginning of a chat. It is context for the next ones.
     leading = [*is_answer, False].index(False)
     trained = tuple(bool(answer and weight and i >= leading) for i, (answer, weight) in enumerate(zip(is_answer, weights)))
-    if not any(trained):
+    if needs_answer and not any(trained):
         raise UnusableRow("it has only answers" if all(is_answer) else "none of its answers has the weight 1")
     found = {name: read_json(without_none(extra[name]), f"the column {name}") for name in TEMPLATE_COLUMNS if name in extra}
     options = found.pop("chat_template_kwargs", {})

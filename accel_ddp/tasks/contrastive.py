@@ -44,13 +44,17 @@ def pad_collate(tokenizer: Any, accelerator: Accelerator) -> PairCollate:
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
     """Return embeddings of the shape (rows, texts per row, dimensions), not normalized."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("keys", "scores")}
-    hidden = model(**inputs).last_hidden_state
+    return pool(model(**inputs).last_hidden_state, batch["attention_mask"], pooling).view(*batch["keys"].shape, -1)
+
+
+def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """Return one vector for each text, which is padded on the right."""
     if pooling == "cls":
-        pooled = hidden[:, 0]
-    else:
-        mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        pooled = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return pooled.view(*batch["keys"].shape, -1)
+        return hidden[:, 0]
+    if pooling == "lasttoken":
+        return hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1]
+    mask = mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[int, ...] = ()) -> Tensor:

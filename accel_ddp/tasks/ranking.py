@@ -4,6 +4,7 @@ The scores and relevances of a micro-batch are matrices with a row for each quer
 the relevance is NaN where there is none.
 """
 
+import json
 import random
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
+from accel_ddp.saving.checkpoint_format import FACTS
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns, require_types
 from accel_ddp.sources.places import warn
@@ -76,6 +78,8 @@ class QueryFormat:
         for option, column in (*needed.items(), *(("negative_columns", name) for name in self.negatives)):
             if column not in names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, needed)}")
+        columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
+        self.files = {FACTS: json.dumps({"columns": columns}).encode()}  # `accel-ddp predict` reads it
         self.identity = [self.query, self.candidate, list(self.positives), list(self.negatives), self.value, self.score]
 
     def choose_loss(self, rows: "datasets.Dataset", asked: str) -> str:
