@@ -51,7 +51,7 @@ class Setup:
     """A model with new adapters, as a recipe has it before training."""
 
     def __init__(self, folder, **options):
-        self.cfg = Config(cache_dir=str(folder), **options)
+        self.cfg = Config(cache_dir=str(folder), model="builtin:tiny-llama", **options)
         self.accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=2)).eval()

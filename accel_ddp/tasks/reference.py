@@ -47,7 +47,7 @@ def choose_reference(cfg: Any, num_rows: int) -> None:
     if cfg.reference == "auto" and share >= 1:
         choose(cfg, "reference", "stored", f"training reads each row {share:.1f} times, and one pass before it is enough")
     elif cfg.reference in ("auto", "adapters"):
-        old = find_adapters(cfg.model, cfg.cache_dir)
+        old = cfg.lora_r and find_adapters(cfg.model, cfg.cache_dir)
         if cfg.reference == "auto":
             found = "adapters" if cfg.lora_r and not old else "copy"
             choose(cfg, "reference", found, f"training reads only {share:.0%} of the rows")
