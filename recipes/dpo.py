@@ -79,6 +79,7 @@ class Config(ChatConfig):
     def validate(self):
         super().validate()
         only = {"label_smoothing": ("dpo",), "gamma": ("simpo",), "desirable_weight": ("kto",), "undesirable_weight": ("kto",)}
+        only |= {"answer_column": ("kto",), "label_column": ("kto",)}
         for name, losses in {**only, "sft_weight": ("dpo", "ipo", "simpo", "kto")}.items():
             if (value := getattr(self, name)) != getattr(type(self), name) and self.loss not in losses:
                 raise UserError(
@@ -87,9 +88,8 @@ class Config(ChatConfig):
         if self.beta != "auto" and not self.beta > 0:
             raise UserError(f"--beta {self.beta}: must be above 0. {BETAS[self.loss]} is usual.")
         if not self.label_smoothing < 0.5:
-            raise UserError(
-                f"--label_smoothing {self.label_smoothing}: must be below 0.5, at which both answers are equally good."
-            )
+            reason = "must be below 0.5, at which both answers are equally good. 0.1 is usual"
+            raise UserError(f"--label_smoothing {self.label_smoothing}: {reason}.")
         for name in ("desirable_weight", "undesirable_weight"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name} {getattr(self, name)}: must be above 0.")
@@ -132,9 +132,9 @@ class Task:
             rows, self.prompt = build_data(cfg, self.processor, today)
             fingerprints = [accel_ddp.tokenization.fingerprint(table, cfg.cache_dir) for table in rows]
             facts["the data"] = "".join(fingerprints)
-        has_reference = cfg.loss not in REFERENCE_FREE
-        if has_reference:
-            accel_ddp.reference.choose_reference(cfg, len(rows[0]))
+            has_reference = cfg.loss not in REFERENCE_FREE
+            if has_reference:
+                accel_ddp.reference.choose_reference(cfg, len(rows[0]))
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
         with accel_ddp.together("load the model"):
             self.model = build_model(cfg, accelerator, self.processor)

@@ -51,10 +51,10 @@ class Config(RecipeConfig):
     lr: float = 2e-4
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with --score_column ndcg_at_10")
+    texts_per_item = 1  # for the estimate of memory; the task sets it to the most candidates of a row
 
     def check_columns(self, *tables):
-        for rows in tables:
-            accel_ddp.ranking.QueryFormat(rows, self)
+        accel_ddp.data.require_columns(accel_ddp.ranking.QueryFormat(tables[0], self).needed, *tables)
 
     def metric_directions(self):
         names = ("ndcg_at_10", "spearman", "pearson", "mrr", "map") if self.score_column else ("mrr", "ndcg_at_10", "map")
@@ -71,16 +71,20 @@ class Task:
     """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
 
     model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
+    fits_memory = True  # it calls `fit_memory` itself, when the number of candidates is known
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
-        with accel_ddp.together("load the model and the data") as facts:
+        with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, self.model_class)
             self.processor.model_max_length = cfg.max_length  # sentence-transformers truncates to it
             train_rows, eval_rows, self.eval_texts, self.form, self.loss = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor, self.loss)
             fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
+        cfg.texts_per_item = int(accel_ddp.stream.count_tokens(train_rows, ("relevance",)).max())
+        accel_ddp.fit_memory(cfg, accelerator, self.model_class, (train_rows, eval_rows))
+        with accel_ddp.together("load the model"):
+            self.model = build_model(cfg, accelerator, self.processor, self.loss)
         self.more_files = self.form.files
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.ranking.ListCollate)

@@ -46,10 +46,18 @@ class Config(ChatConfig):
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
     # What `sft` and `dpo` have as options.
     train_on_prompts, train_on, row_format, packing, loss, label_column = False, "all", 2, "off", "reward", ""
+    texts_per_item = 2  # for the estimate of memory
+
+    def validate(self):
+        super().validate()
+        if self.answer_column:
+            reason = "would be ignored, because answers are read from --chosen_column and --rejected_column. Leave it out."
+            raise accel_ddp.UserError(f"--answer_column {self.answer_column}: {reason}")
 
     def check_columns(self, *tables):
         for rows in tables:
             accel_ddp.ranking.margin_column(rows, self)
+        accel_ddp.chat_rows.choose_preference_columns(tables[0], self)
 
     def metric_directions(self):
         return {"accuracy": "max", "margin": "max", "loss": "min"}

@@ -252,7 +252,7 @@ def test_messages_that_cannot_be_used_are_named_and_keys_that_the_template_uses_
         "the key 'colour', which the chat template does not use (remove it)": [user("Hi", colour="red"), answer("Hello")],
         "the content of a message is not text\tmessage 1, 7": [user(7), answer("Hello")],
         "a message of the user is empty": [user(None), answer("Hello")],
-        "sft trains text only, and a message has an image\tmessage 1": [user([{"type": "image_url"}, *parts]), answer("Hello")],
+        "only text can be used, and a message has an image\tmessage 1": [user([{"type": "image_url"}, *parts]), answer("Hello")],
         "a part of the type 'tool_result'": [user([{"type": "tool_result"}]), answer("Hello")],
     }  # fmt: skip
     done = form_of(tokenizer).encode({"messages": list(bad.values())})
@@ -364,8 +364,8 @@ def test_tools_calls_and_thoughts_have_one_form():
             "the parameters of a tool of the column tools are not a JSON",
         ),
         ({"messages": TALK, "tools": [{**ADD, "parameters": {"properties": ["x"]}}]}, "are not a JSON schema"),
-        ({"messages": TALK, "images": ["a.png"]}, "sft trains text only, and its column images has content"),
-        ({"messages": TALK, "image": "a.png"}, "sft trains text only, and its column image has content"),
+        ({"messages": TALK, "images": ["a.png"]}, "only text can be used, and its column images has content"),
+        ({"messages": TALK, "image": "a.png"}, "only text can be used, and its column image has content"),
         ({"messages": TALK, "history": [["a", "b"]]}, "its column history has content"),
         ({"messages": [{"role": "system", "content": "A"}, *TALK], "system": "B"}, "another one in its messages"),
         ({"messages": TALK, "system": "A", "system_prompt": "B"}, "in the column system_prompt and another one"),

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import multiprocessing
+import re
 import shutil
 import subprocess
 import sys
@@ -485,6 +486,41 @@ ROWS = {
     "pretrain_mlm": {"text": "words"},
     "images": {"image": {"bytes": None, "path": "x.png"}, "label": "a"},
 }
+
+
+ANSWERED, PAIR = {"prompt": "a", "answer": "b"}, {"chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "first", "second", "option"),
+    [
+        ("sft", {}, ROWS["sft"], ANSWERED, "--messages_column messages"),
+        ("sft", {"prompt_column": "prompt"}, ANSWERED, {"prompt": "a", "messages": []}, "--answer_column answer"),
+        ("dpo", {}, ROWS["dpo"], PAIR, "--prompt_column prompt"),
+        ("dpo", {"loss": "kto"}, {**ANSWERED, "label": 1}, ANSWERED, "--label_column label"),
+        ("reward", {}, {**ROWS["reward"], "margin": 1}, ROWS["reward"], "--margin_column margin"),
+        ("rerank", {}, {"query": "a", "positives": ["b"], "negatives": ["c"]}, ROWS["rerank"], "--positive_columns positives"),
+    ],
+)
+def test_a_column_that_one_of_several_files_lacks_is_named_with_this_file(
+    recipe, options, first, second, option, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name, row in (("a.jsonl", first), ("b.jsonl", second)):
+        Path(name).write_text((json.dumps(row) + "\n") * 5)
+    config = load_recipe(ROOT / "recipes" / f"{recipe}.py").Config
+    cfg = config(train_file=["a.jsonl", "b.jsonl"], cache_dir=str(tmp_path / "cache"), **options)
+    message = f"{option}: a.jsonl has this column, but b.jsonl does not. It has: {', '.join(second)}."
+    for check in (lambda: data.check_inputs(cfg), lambda: cfg.check_columns(*data.load_rows(cfg))):
+        with pytest.raises(UserError, match=re.escape(message)):
+            check()
+
+
+def test_a_file_of_negatives_that_is_missing_is_found_before_a_run(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS["embed"]) + "\n")
+    config = load_recipe(ROOT / "recipes" / "embed.py").Config
+    with pytest.raises(UserError, match=r"--negatives_file gone\.jsonl: there is no such file"):
+        data.check_inputs(config(train_file=[str(tmp_path / "a.jsonl")], negatives_file="gone.jsonl"))
 
 
 @pytest.mark.parametrize("recipe", ROWS)

@@ -399,7 +399,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
         "no target": ["its target is empty"],
         "one side": ["its positive is empty"],
         "no negatives": ["no negatives"],
-        "negatives without an anchor": ["n.jsonl: row 1 has a cell that is empty or not text ('')", "--skip_broken"],
+        "negatives without an anchor": ["n.jsonl, row 1 has a cell that is empty or not text ('')", "--skip_broken"],
         "scores and mining": ["--mine_negatives 2: cannot be used with --score_column x"],
         "margin without mining": ["--mine_margin 0.1: needs --mine_negatives"],
         "bad candidates": [

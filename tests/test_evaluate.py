@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from accel_ddp import phases
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import RecipeConfig, as_plain_dict
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import evaluate_command, export
+from accel_ddp.exporting.export_files import public_options
 from accel_ddp.observe.progress import find_worse
 from accel_ddp.ranks.process import links
 from accel_ddp.tasks import labels, metrics, tagging
@@ -37,6 +38,7 @@ def exported(tmp_path):
         ([".", "--output"], "--output: needs a value"),
         (["EXPORTED"], "was trained with gone.csv, which is not here. Give the rows: --eval_file FILE"),
         (["EXPORTED", "--output", "no/such/folder.json"], "its folder does not exist"),
+        (["me/model", "--recipe", "classify"], "me/model: its rows are not known. Add --eval_file FILE or --dataset NAME."),
     ],
 )
 def test_a_wrong_command_says_what_to_type_before_a_rank_starts(words, message, exported, tmp_path, monkeypatch):
@@ -60,8 +62,30 @@ def test_an_exported_model_is_evaluated_with_the_options_that_describe_its_rows(
     same = lambda *words: evaluate_command._has_same_rows(words, {"eval_file": "c.csv"}, Config())
     assert [same(), same("--eval_file", "/x/c.csv"), same("--eval_batch_size", "2")] == [True] * 3
     assert [same("--eval_file", "d.csv"), same("--max_eval_items", "3")] == [False] * 2
-    lines = evaluate_command._describe("here", {"loss": 1.5, "f1": 0.5}, {"loss": 1.0, "f1": 0.5})
+    lines = evaluate_command._describe("here", {"loss": 1.5, "f1": 0.5, "mcc": 0.25}, {"loss": 1.0, "f1": 0.5})
     assert lines[1:3] == ["         now  in training  difference", "loss  1.5000       1.0000    +5.0e-01"]
+    assert lines[4].split() == ["mcc", "0.2500"], "training did not measure it"
+
+
+def test_an_export_of_a_run_with_several_files_is_evaluated_with_them(tmp_path, monkeypatch):
+    from recipes.classify import Config
+
+    monkeypatch.chdir(tmp_path)
+    trained = Config(train_file=("/x/a 1.csv:0.7", "/x/b.csv:0.3"), eval_file=("/x/dev 1.csv", "/x/dev2.csv"))
+    stored = public_options(as_plain_dict(trained))
+    use = lambda *words, **changed: evaluate_command._options_of("m", {"options": {**stored, **changed}}, Config(), words)
+    with pytest.raises(UserError, match=r"m: was evaluated with dev 1.csv, which is not here. Give the rows: --eval_file FILE"):
+        use()
+    with pytest.raises(UserError, match=r"m: was trained with a 1.csv, which is not here"):
+        use(eval_file="")
+    assert use("--dataset", "me/rows") == {"model": "m"}
+    for name in ("a 1.csv", "b.csv", "dev 1.csv", "dev2.csv"):
+        (tmp_path / name).touch()
+    assert use()["eval_file"] == use()["train_file"] == ["dev 1.csv", "dev2.csv"]
+    assert use(eval_file="")["train_file"] == ["a 1.csv:0.7", "b.csv:0.3"]
+    same = lambda *words: evaluate_command._has_same_rows(words, stored, Config())
+    assert same("--eval_file", "/y/dev 1.csv", "/y/dev2.csv")
+    assert not same("--eval_file", "dev2.csv")
 
 
 def test_labels_of_evaluation_rows_are_those_of_the_model(monkeypatch):

@@ -63,6 +63,7 @@ def test_long_texts_are_shortened_between_words():
     ("options", "data", "words"),
     [
         ({"train_file": "/secret/train.csv", "eval_file": "../secret/dev.csv"}, "dev.csv", "On `dev.csv`:"),
+        ({"train_file": "/secret/a.csv", "eval_file": "/secret/b.csv\n/secret/c.csv"}, "b.csv c.csv", "On `b.csv c.csv`:"),
         ({"train_file": "~/secret/train.csv"}, "train.csv", "On rows of `train.csv` that were not used for training:"),
         ({"train_file": "secret/*.txt"}, "*.txt", "On rows of `*.txt`"),
         ({"dataset": "someone/rows:small", "eval_split": "test"}, "someone/rows", "On the split `test` of `someone/rows:small`:"),

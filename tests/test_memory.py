@@ -213,6 +213,9 @@ def test_pairs_count_as_two_texts_and_a_copy_of_the_trained_weights_as_states(mo
     assert copied.states - stored.states == copied.total - stored.total == copied.reference
     fake = fake_model.FakeModel(None, CAUSAL, None, cfg, [np.array([[9, 8], [3, 30], [1, 2]]), None])
     assert fake_model.make_batch(fake, cfg, 2).sizes[:2] == (4, 50)
+    lists = fake._replace(lengths=[np.array([9, 30]), np.array([[7], [5]])])  # of 1 or 2 candidates, and evaluated one by one
+    assert fake_model.make_batch(lists, cfg, 2).sizes[0] == 4
+    assert fake_model.make_batch(lists, cfg, 2, True).sizes[:2] == (2, 12)
 
 
 UNEVEN = [64] * 30 + [256] * 4 + [512] * 4

@@ -257,11 +257,15 @@ def test_options_of_other_losses_are_refused():
         ({"loss": "ipo", "label_smoothing": 0.1}, "--label_smoothing 0.1: is an option of --loss dpo, not of ipo"),
         ({"loss": "orpo", "sft_weight": 1.0}, "--sft_weight 1.0: is an option of --loss dpo and"),
         ({"gamma": 1.0}, "--gamma 1.0: is an option of --loss simpo"),
-        ({"label_smoothing": 0.5}, "must be below 0.5"), ({"beta": 0.0}, "--beta 0.0: must be above 0"),
+        ({"answer_column": "a"}, "--answer_column a: is an option of --loss kto, not of dpo"),
+        ({"loss": "ipo", "label_column": "a"}, "--label_column a: is an option of --loss kto, not of ipo"),
+        ({"label_smoothing": 0.5}, "must be below 0.5.* 0.1 is usual"), ({"beta": 0.0}, "--beta 0.0: must be above 0"),
         ({"loss": "simpo", "reference": "copy"}, "--loss simpo has no reference"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=reason):
             config(**given).validate()
+    with pytest.raises(UserError, match="--answer_column a: would be ignored"):
+        load_recipe(ROOT / "recipes" / "reward.py").Config(answer_column="a").validate()
 
 
 # ---- runs

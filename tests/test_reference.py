@@ -51,7 +51,7 @@ class Setup:
     """A model with new adapters, as a recipe has it before training."""
 
     def __init__(self, folder, **options):
-        self.cfg = Config(cache_dir=str(folder), **options)
+        self.cfg = Config(cache_dir=str(folder), model="builtin:tiny-llama", **options)
         self.accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, num_key_value_heads=2)).eval()
@@ -137,11 +137,17 @@ def test_values_are_complete_or_absent_after_a_kill_and_are_not_computed_twice(t
 
 
 def test_auto_stores_values_if_training_reads_all_rows(tmp_path, capsys):
-    for options, wanted in (({"epochs": 1}, "stored"), ({"steps": 1}, "adapters"), ({"steps": 1, "lora_r": 0}, "copy")):
+    for options, wanted in (
+        ({"epochs": 2}, "stored"),
+        ({"epochs": 1, "lora_r": 0}, "stored"),
+        ({"epochs": 1}, "adapters"),
+        ({"steps": 1}, "adapters"),
+        ({"steps": 1, "lora_r": 0}, "copy"),
+    ):
         cfg = Config(cache_dir=str(tmp_path), model="builtin:tiny-llama", **options)
         reference.choose_reference(cfg, 20)
         assert cfg.reference == wanted
-    assert "reference copy: training reads only 20% of the rows (--reference changes it)" in capsys.readouterr().out
+    assert "reference copy: training reads each row 0.2 times (--reference changes it)" in capsys.readouterr().out
 
 
 def test_adapters_are_required_where_they_are_named(tmp_path):

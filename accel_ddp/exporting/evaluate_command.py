@@ -4,6 +4,7 @@ The recipe itself evaluates, in a run with `--evaluate_only` and the model's opt
 that is evaluated is only read. This process imports no torch: it starts the ranks, waits, and compares the result.
 """
 
+import glob
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.doctor.check_options import load_recipe_config
@@ -109,19 +111,26 @@ def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
 
 def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequence[str]) -> dict[str, Any]:
     """Return the options of the evaluation, for a config file. Words of the user override them."""
-    is_checkpoint, stored = "checkpoint" in facts, facts.get("options", {})
+    is_checkpoint, stored, typed = "checkpoint" in facts, facts.get("options", {}), dict(group_values(words))
     properties, types, defaults = properties_of(type(cfg)), typing.get_type_hints(type(cfg)), as_plain_dict(cfg)
     kept = {name for name, found in properties.items() if found.group not in OF_TRAINING}
     options = {name: value for name, value in stored.items() if name in kept and value != defaults[name] and value is not None}
     options |= {name: _values(name, value) for name, value in options.items() if typing.get_origin(types[name]) is tuple}
     if not is_checkpoint:
         options = {name: value for name, value in options.items() if name not in OF_FILES}
-    named = dict(group_values(words)).get("eval_file") or options.get("eval_file")
+    if not facts and "eval_file" in types and not typed.keys() & {"eval_file", "train_file", "dataset"}:
+        raise UserError(f"{place}: its rows are not known. Add --eval_file FILE or --dataset NAME.")
+    if typed.keys() & {"train_file", "dataset"}:  # other rows than those of the training
+        options = {name: value for name, value in options.items() if name not in (*OF_ROWS, "eval_file")}
+    named = typed.get("eval_file") or options.get("eval_file")
+    files = () if "eval_file" in typed else named or options.get("train_file", ())
+    paths = [split_weight(one)[0] for one in ([files] if isinstance(files, str) else files)]
+    if missing := [path for path in paths if not Path(path).exists() and not glob.glob(path, recursive=True)]:
+        what = "evaluated" if named else "trained"
+        raise UserError(f"{place}: was {what} with {missing[0]}, which is not here. Give the rows: --eval_file FILE.")
     if named and "eval_file" in types:  # the training rows may be missing here, and are not needed
         options = {name: value for name, value in options.items() if name not in OF_ROWS}
         options |= {"train_file": named, "eval_file": named}
-    elif not is_checkpoint and (missing := [one for one in options.get("train_file", ()) if not Path(one).exists()]):
-        raise UserError(f"{place}: was trained with {missing[0]}, which is not here. Give the rows: --eval_file FILE.")
     return options | ({"resume": facts["checkpoint"]} if is_checkpoint else {"model": place} if "model" in types else {})
 
 
@@ -145,7 +154,8 @@ def _describe(place: str, metrics: dict[str, float], before: dict[str, float]) -
     if not shared:
         return [f"{place}:", *table([[name, f"{value:.4f}"] for name, value in metrics.items()], 1)]
     differences = {name: metrics[name] - before[name] for name in shared}
-    rows = [[name, f"{metrics[name]:.4f}", f"{before[name]:.4f}", f"{differences[name]:+.1e}"] for name in shared]
+    compared = {name: [f"{before[name]:.4f}", f"{differences[name]:+.1e}"] for name in shared}
+    rows = [[name, f"{value:.4f}", *compared.get(name, ["", ""])] for name, value in metrics.items()]
     equal = "equal to the evaluation in training" if not any(differences.values()) else "compared with the evaluation in training"
     return [f"{place}: {equal}", *table([["", "now", "in training", "difference"], *rows], 1)]
 

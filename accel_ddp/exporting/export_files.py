@@ -139,7 +139,7 @@ def public_name(value: str) -> str:
 def public_options(config: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a run without the folders of this machine."""
     files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
-    last = lambda value: " ".join(Path(one).expanduser().resolve().name for one in value.split("\n"))  # of one or several paths
+    last = lambda value: "\n".join(Path(one).expanduser().resolve().name for one in value.split("\n"))  # of one or several paths
     public = lambda name, value: last(value) if name in files else public_name(value)
     is_place = lambda name, value: value and (name in (*files, "model", "dataset") or ("/" in value and Path(value).exists()))
     published = {
@@ -169,6 +169,8 @@ def card(facts: dict[str, Any], use: str = "", base: str = "") -> str:
 
     `facts["config"]` are options without paths. `use` is code that loads the model. `base` is the model below adapters.
     """
+    files = {name: value.replace("\n", " ") for name, value in facts["config"].items() if value and name.endswith("_file")}
+    facts = {**facts, "config": facts["config"] | files}
     config, metrics = facts["config"], facts["metrics"]
     base = base or config.get("model", "")
     origin = f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"

@@ -221,7 +221,9 @@ def texts_per_item(cfg: Any) -> int:
 
 def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = False) -> Batch:
     """Return a micro-batch of `items`: the longest rows, or the largest that options allow. Call it in fake mode."""
-    texts = items * texts_per_item(cfg)
+    known = fake.lengths[1 if for_evaluation else 0] if fake.lengths else None
+    per_item = known.shape[1] if known is not None and known.ndim == 2 else texts_per_item(cfg)
+    texts = items * per_item
     if fake.model_class == IMAGES:
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
         side = side if isinstance(side, int) else max(side)
@@ -230,8 +232,7 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
     limit, width = getattr(fake.config, "max_position_embeddings", None), getattr(cfg, "max_length", 0)
     width = min(limit or ASSUMED_LENGTH, ASSUMED_LENGTH) if width == "auto" else width or min(limit or 512, 4096)
     lengths = np.full(texts, width)
-    known = fake.lengths[1 if for_evaluation else 0] if fake.lengths else None
-    if known is not None and known.size == len(known) * texts_per_item(cfg):
+    if known is not None and known.size == len(known) * per_item:
         known = known.reshape(len(known), -1)
         longest = known[np.argsort(-known.sum(1), kind="stable")[:items]]
         lengths = np.minimum(np.resize(longest, texts), width)

@@ -61,6 +61,8 @@ def _check_inputs(cfg: Any) -> None:
         builtin.require_model(cfg.model)
     options = {"--train_file": () if is_only_evaluated(cfg) else cfg.train_file, "--eval_file": cfg.eval_file}
     mixture_weights(cfg)
+    if getattr(cfg, "negatives_file", "") and not cfg.evaluate_only:
+        expand("--negatives_file", [cfg.negatives_file], cfg.file_endings, quiet=True)
     files = {option: expand(option, given, cfg.file_endings, quiet=True) for option, given in options.items() if given}
     if train := {Path(path).resolve() for _, path in files.get("--train_file", [])}:
         same = [path for _, path in files.get("--eval_file", []) if Path(path).resolve() in train and not path.endswith(".npz")]
@@ -70,7 +72,7 @@ def _check_inputs(cfg: Any) -> None:
     if not paths or any(ending_of(Path(path)) not in TABLES for path in paths):  # folders, and files that only a recipe reads
         return
     with suppress(Exception):
-        return cfg.check_columns(*map(ColumnNames, paths))
+        return cfg.check_columns(*(ColumnNames(*(path for _, path in found)) for found in files.values()))
     read = lambda option: read_all(option, options[option], load_file, cfg.file_endings, cfg.cache_dir)
     cfg.check_columns(*map(read, files))
 
@@ -300,7 +302,7 @@ def for_each_dataset(rows: "datasets.Dataset", make: Callable[["datasets.Dataset
     return with_row_numbers(datasets.concatenate_datasets(parts), made)
 
 
-def _lacking(rows: "datasets.Dataset") -> dict[str, str]:
+def lacking(rows: "datasets.Dataset") -> dict[str, str]:
     """Return why some of several files lack a column, see `Files`."""
     return getattr(getattr(rows, "files", None), "lacking", {})
 
@@ -308,16 +310,16 @@ def _lacking(rows: "datasets.Dataset") -> dict[str, str]:
 def require_types(rows: "datasets.Dataset", names: Iterable[str]) -> None:
     """Raise UserError if a column with one of these names was left out, because its types differ between files."""
     for name in names:
-        if name in _lacking(rows) and name not in rows.column_names:
-            raise UserError(f"The column {name!r} cannot be read. {_lacking(rows)[name]}")
+        if name in lacking(rows) and name not in rows.column_names:
+            raise UserError(f"The column {name!r} cannot be read. {lacking(rows)[name]}")
 
 
 def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> None:
     """Raise UserError if a table lacks a column. `columns` maps options to their values; an empty value is not required."""
     for rows in tables:
         for option, column in columns.items():
-            if column and column in _lacking(rows):
-                raise UserError(f"--{option} {column}: {_lacking(rows)[column]}")
+            if column and column in lacking(rows):
+                raise UserError(f"--{option} {column}: {lacking(rows)[column]}")
             if column and column not in rows.column_names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, columns)}")
 
@@ -339,8 +341,8 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     text = f"The data have: {', '.join(name if name == name.strip() else repr(name) for name in names)}."
     similar = lambda name: " ".join(name.split()).casefold()
     missing = next((column for column in needed.values() if column and column not in names), "")
-    if missing in _lacking(rows):
-        return f"{text} {_lacking(rows)[missing]}"
+    if missing in lacking(rows):
+        return f"{text} {lacking(rows)[missing]}"
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."

@@ -140,20 +140,24 @@ def _load_saved(option: str, path: str) -> "datasets.Dataset":
 
 
 class ColumnNames:
-    """The columns of a table as its beginning shows them, without `datasets`. Later rows of a .json may have further ones."""
+    """The columns of files as their beginnings show them, without `datasets`. Later rows of a .json may have further ones."""
 
-    def __init__(self, path: str):
-        file = Path(path)
+    def __init__(self, *paths: str):
+        found = [self._read(Path(path)) for path in paths]
+        self.column_names = list(dict.fromkeys(name for names in found for name in names))
+        self.lacking = {name: "" for name in self.column_names if any(name not in names for names in found)}
+        self.files = self  # as of a table that was read
+
+    def _read(self, file: Path) -> list[str]:
         if file.suffix.lower() == ".parquet":
             import pyarrow.parquet
 
-            self.column_names = pyarrow.parquet.read_schema(file).names
-        elif FILE_FORMATS[ending_of(file)] == "csv":
-            self.column_names = next(_read_cells(file))[1]
-        else:
-            with open_plain(file) as opened:
-                text = opened.read(1 << 20).decode("utf-8-sig", "ignore")
-            self.column_names = list(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
+            return pyarrow.parquet.read_schema(file).names
+        if FILE_FORMATS[ending_of(file)] == "csv":
+            return next(_read_cells(file))[1]
+        with open_plain(file) as opened:
+            text = opened.read(1 << 20).decode("utf-8-sig", "ignore")
+        return list(json.JSONDecoder().raw_decode(text, text.index("{"))[0])
 
     def flatten(self) -> "ColumnNames":
         """Do nothing: the names of nested columns are not known here."""

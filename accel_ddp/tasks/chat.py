@@ -15,10 +15,11 @@ from accel_ddp.config.choices import choose, reasons
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object
 from accel_ddp.sources import models
-from accel_ddp.sources.data import drop_broken, place_of, row_numbers, with_row_numbers
+from accel_ddp.sources.data import drop_broken, lacking, place_of, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, map_once
 from accel_ddp.tasks.chat_rows import (
+    INPUT_COLUMNS,
     OPTIONAL_COLUMNS,
     USUAL_COLUMNS,
     Chat,
@@ -115,10 +116,12 @@ class Format:
 
     def require_columns(self, test: "datasets.Dataset") -> None:
         """Raise UserError if the evaluation rows lack a column from which the training rows are read."""
-        if missing := [column for column in self.columns if column not in test.column_names]:
-            raise UserError(
-                f"The evaluation data lack the column {missing[0]!r} of the training data. They have: {', '.join(test.column_names)}."
-            )
+        optional = INPUT_COLUMNS.get(self.columns[0], ())
+        for column in self.columns:
+            why = lacking(test).get(column, "") if column not in optional else ""
+            if why or column not in test.column_names:
+                why = why or f"They have: {', '.join(test.column_names)}."
+                raise UserError(f"The evaluation data lack the column {column!r} of the training data. {why}")
 
     @property
     def identity(self) -> list[Any]:

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.errors import UserError
-from accel_ddp.sources.data import describe_columns, require_types
+from accel_ddp.sources.data import describe_columns, require_columns, require_types
 from accel_ddp.text import nearest
 
 if TYPE_CHECKING:
@@ -44,11 +44,14 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: 
     if row_format > 1 and not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
         _refuse_preferences(rows, prompt or messages)
     if messages and (given["messages_column"] or is_open):
+        require_columns({"messages_column": messages}, rows)
         return "chats", (messages,)
     if prompt and answer and (given["prompt_column"] or given["answer_column"] or is_open):
+        require_columns({"prompt_column": prompt, "answer_column": answer}, rows)
         more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in rows.column_names and name != answer]
         return "instructions", (prompt, *(name for name in more if row_format > 1 or name == "input"), answer)
     if text:
+        require_columns({"text_column": text}, rows)
         return "texts", (text,)
     raise UserError(
         "The data need a column of chats (--messages_column), columns of prompts and answers (--prompt_column, "
@@ -95,10 +98,13 @@ def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple
     prompt = prompt or (messages if is_pair or not answer else "")
     more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in names and name not in (answer, *pair)]
     prompts = (prompt, *more) if prompt else ()
-    if is_pair and not (cfg.loss == "kto" and cfg.label_column):
+    if is_pair and not (cfg.loss == "kto" and (cfg.label_column or cfg.answer_column)):
+        require_columns({"prompt_column": prompt, "chosen_column": pair[0], "rejected_column": pair[1]}, rows)
         return prompts, pair, ""
     has_labels = label and (answer or messages)
     if cfg.loss == "kto" and has_labels:
+        read = {"prompt_column": prompt, "answer_column": answer} if answer else {"messages_column": messages}
+        require_columns({**read, "label_column": label}, rows)
         return (prompts, (answer,), label) if answer else ((messages,), (ANSWER,), label)
     what = "labeled answers (--answer_column, --label_column) or pairs" if cfg.loss == "kto" else "pairs of answers"
     instead = (
@@ -154,7 +160,7 @@ def read_row(
     if row_format == 1:
         _check_old(kind, columns, row, extra)
     elif found := next((name for name in MEDIA_COLUMNS if name not in columns and row.get(name)), ""):
-        raise UnusableRow(f"sft trains text only, and its column {found} has content")
+        raise UnusableRow(f"only text can be used, and its column {found} has content")
     before, after = row[columns[0]], row[columns[-1]] if needs_answer else []
     if kind == "chats":
         before, after = [], read_json(before, f"the column {columns[0]}")
@@ -326,7 +332,7 @@ def _join_parts(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if found := next((word for word in ("image", "audio", "video", "file") if word in str(kind)), ""):
-            raise UnusableRow(f"sft trains text only, and a message has {'an' if found[0] in 'ai' else 'a'} {found}")
+            raise UnusableRow(f"only text can be used, and a message has {'an' if found[0] in 'ai' else 'a'} {found}")
         if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise UnusableRow(f"a message has a part of the type {kind!r}, and only texts can be learned")
     return "".join(part["text"] for part in content)

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
@@ -22,10 +23,10 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.resume import folder_of_resume
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import describe_columns, is_missing, row_numbers, with_row_numbers
+from accel_ddp.sources.data import describe_columns, is_missing, place_of, row_numbers, with_row_numbers
 from accel_ddp.sources.many_files import read_all
 from accel_ddp.sources.places import warn
-from accel_ddp.sources.table_files import TABLES, load_file
+from accel_ddp.sources.table_files import load_file
 from accel_ddp.tasks.contrastive import NOTHING
 from accel_ddp.training.evaluation import EvalBatches
 from accel_ddp.training.losses import CurrentBatch
@@ -49,7 +50,7 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
 
     If the file has no column of anchors, it is a pool of texts, of which the seed and the anchor draw so many.
     """
-    table = read_all("--negatives_file", [cfg.negatives_file], load_file, TABLES, cfg.cache_dir)
+    table = read_all("--negatives_file", [cfg.negatives_file], load_file, RecipeConfig.file_endings, cfg.cache_dir)
     names, number = table.column_names, cfg.num_negatives
     columns = [name for name in names if name == "negatives" or name.removeprefix("negative").removeprefix("_").isdigit()]
     columns = ["negative"] * ("negative" in names) + columns
@@ -69,7 +70,7 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
         wrong = [text for text in ([] if is_pool else [anchor]) + texts if is_missing(text) or not isinstance(text, str)]
         if wrong and not cfg.skip_broken:
             raise UserError(
-                f"--negatives_file {cfg.negatives_file}: row {place + 1:,} has a cell that is empty or not text ({wrong[0]!r:.40}). "
+                f"--negatives_file {place_of(table, place)} has a cell that is empty or not text ({wrong[0]!r:.40}). "
                 "Correct it, or leave such rows out with --skip_broken."
             )
         if not wrong:

@@ -78,6 +78,9 @@ class QueryFormat:
         for option, column in (*needed.items(), *(("negative_columns", name) for name in self.negatives)):
             if column not in names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, needed)}")
+        several = [name for some in (self.positives, self.negatives) if some[1:] for name in some]  # a row may have one of them
+        self.needed = {option: column for option, column in needed.items() if column not in several}
+        require_columns(self.needed, rows)
         columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
         self.files = {FACTS: json.dumps({"columns": columns}).encode()}  # `accel-ddp predict` reads it
         self.identity = [self.query, self.candidate, list(self.positives), list(self.negatives), self.value, self.score]
@@ -102,7 +105,7 @@ class QueryFormat:
         query = check_text(row[self.query], self.query)
         if self.positives:
             texts = [
-                [text for name in some for text in _read_texts(row[name], name)] for some in (self.positives, self.negatives)
+                [text for name in some for text in _read_texts(row.get(name), name)] for some in (self.positives, self.negatives)
             ]
             candidates, relevance = texts[0] + texts[1], [1.0] * len(texts[0]) + [0.0] * len(texts[1])
         else:
@@ -273,8 +276,10 @@ class RewardPairs(Preferences):
 
 def margin_column(rows: Any, cfg: Any) -> str:
     """Return the column of margins, or "" if there is none. Raise UserError if the columns of pairs are missing."""
-    require_columns({name: getattr(cfg, name) for name in ("chosen_column", "rejected_column", "margin_column")}, rows)
-    return cfg.margin_column or ("margin" if "margin" in rows.column_names else "")
+    margin = cfg.margin_column or ("margin" if "margin" in rows.column_names else "")
+    columns = {"chosen_column": cfg.chosen_column, "rejected_column": cfg.rejected_column, "margin_column": margin}
+    require_columns(columns, rows)
+    return margin
 
 
 def group_by_query(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
