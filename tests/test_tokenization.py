@@ -101,7 +101,7 @@ def test_a_killed_run_continues_with_the_missing_shards(tmp_path, monkeypatch):
         target=map_once, args=(rows, slow), kwargs={"depends_on": None, "cfg": cfg}
     )
     first.start()
-    complete = lambda: sorted((tmp_path / "cache").glob(".*.partial/*.arrow"))
+    complete = lambda: sorted((tmp_path / "cache").glob(".*.partial.*/*.arrow"))
     wait_for(lambda: len(complete()) >= 3)
     os.kill(first.pid, signal.SIGKILL)
     first.join()

@@ -170,6 +170,7 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
             sys.exit(1)
 
     ending.run(Moment.FORK)
+    let_pages_go()
     processes = [context.Process(target=work, args=(place,), daemon=True) for place in range(count)]
     try:
         with blocked_for_children():
@@ -197,10 +198,16 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
 
 
 def let_pages_go() -> None:
-    """Remove pages of mapped Arrow files from the resident memory of this process. They stay in the kernel's cache.
+    """Give back memory that was freed, and pages of mapped Arrow files, which stay in the kernel's cache.
 
-    The kernel removes them itself when memory is short. Until then a process that has read 100 GB once appears to use 100 GB.
+    The kernel removes these pages itself when memory is short. Until then a process that has read 100 GB once appears to use 100 GB.
+    After a file of 1,000,000 chats was read, 200 MB were free in this process, and forked workers would have them too.
     """
+    import pyarrow
+
+    pyarrow.default_memory_pool().release_unused()
+    with contextlib.suppress(AttributeError):  # of glibc only
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):  # other platforms have no such file
         for line in Path("/proc/self/maps").read_text().splitlines():
             place, access, *_ = line.split(maxsplit=2)
