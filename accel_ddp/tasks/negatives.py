@@ -110,7 +110,7 @@ class RowsWithNegatives:
 
 
 class MinedBatches(TrainBatches):
-    """Training batches in which each anchor has mined negatives, which are chosen anew every `--mine_every` steps.
+    """Training batches in which each anchor has mined negatives, which are chosen again every `--mine_every` steps.
 
     `mine()` returns the rows of the negatives of each row, for the current weights. It is a collective. They are stored in the run
     folder, so a resumed run reads them instead of computing them with other weights. Each part between two minings has a loader of its

@@ -353,7 +353,7 @@ def count_tokens(dataset: Any, columns: tuple[str, ...] = ("input_ids",)) -> np.
 
 
 def _list_lengths(column: Any) -> list[np.ndarray]:
-    """Return the length of each list of a column, and if there are lists inside of them, their lengths."""
+    """Return the length of each list of a column, and the lengths of nested lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -362,7 +362,7 @@ def _list_lengths(column: Any) -> list[np.ndarray]:
 
 
 def _join_lengths(parts: Sequence[list[np.ndarray]]) -> np.ndarray:
-    """Return the lengths of all parts of a column: one for each row, or one for each list inside of it."""
+    """Return the lengths of all parts of a column: one for each row, or one for each nested list."""
     each, *more = (np.concatenate(arrays) for arrays in zip(*parts))
     if not more:
         return each
