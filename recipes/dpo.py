@@ -205,13 +205,7 @@ def build_data(cfg: Config, tokenizer, today):
     """Return rows with `input_ids` and `labels` of two texts each, and a prompt."""
     tables = accel_ddp.data.load_rows(cfg)
     form = accel_ddp.preferences.Preferences(tables[0], tokenizer, cfg, today)
-    form.require_columns(tables[1])
-
-    def encode(rows):
-        return form.encode(rows)
-
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
+    encoded = form.encode_tables(tables, cfg)
     return form.finish(encoded, cfg), form.first_prompt(tables[1])
 
 

@@ -57,7 +57,7 @@ class Config(RecipeConfig):
         group="training",
         at_least=0,
     )
-    mine_every: int = option(0, "steps after which negatives are mined again; 0: only before the first step", group="training", at_least=0)
+    mine_every: int = option(0, "steps between two minings; 0: only before the first step", group="training", at_least=0)
     mine_margin: float = option(
         0.0,
         "leave out texts whose cosine is above the one of the anchor's positive minus this; they may be right",

@@ -143,13 +143,7 @@ def build_data(cfg: Config, tokenizer, today):
     """Return rows with `input_ids` of the chosen and the rejected answer and `margin`, and the first chosen answer with its prompt."""
     tables = accel_ddp.data.load_rows(cfg)
     form = accel_ddp.ranking.RewardPairs(tables[0], tokenizer, cfg, today)
-    form.require_columns(tables[1])
-
-    def encode(rows):
-        return form.encode(rows)
-
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
+    encoded = form.encode_tables(tables, cfg)
     usable = form.finish(encoded, cfg)
     return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]), usable[1])
 

@@ -152,14 +152,7 @@ def build_data(cfg: Config, tokenizer, today):
     """
     tables, *source = accel_ddp.row_stream.open_rows(cfg) if cfg.streaming else (accel_ddp.data.load_rows(cfg),)
     form = accel_ddp.chat.Format(tables[0], tokenizer, cfg, today)
-    form.require_columns(tables[1])
-
-    def encode(rows):
-        return form.encode(rows)
-
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    usable = form.finish(encoded, cfg)
+    usable = form.finish(form.encode_tables(tables, cfg), cfg)
     samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
     return usable, samples, form.first_prompt(tables[1]), form, source
 

@@ -377,13 +377,12 @@ def test_files_of_all_kinds_are_one_table_and_each_row_knows_its_place(folder, c
     )
     drawn = data.draw_sample(several, "max_train_items", files_cfg(folder, max_train_items=12))
     kept = data.drop_broken([data.with_row_numbers(drawn.add_column("problem", [""] * 12), data.row_numbers(drawn))] * 2, cfg)[0]
-    names, numbers = data.dataset_names(kept), data.dataset_numbers(kept)
+    names, numbers = kept.mixture.names, data.dataset_numbers(kept)
     assert names == ("rows", "f", "sub")
     assert [names[number] for number in numbers] == [
         "sub" if text[0] in "de" else "f" if data.place_of(kept, number).startswith("rows/f,") else "rows"
         for text, number in zip(kept["text"], data.row_numbers(kept).tolist())
     ]
-    assert kept.mixture.names == names
     assert kept.mixture.numbers.tolist() == numbers.tolist()
 
 

@@ -255,12 +255,6 @@ def dataset_numbers(rows: "datasets.Dataset") -> np.ndarray | None:
     return files.datasets[np.searchsorted(files.ends, np.asarray(row_numbers(rows)), side="right")]
 
 
-def dataset_names(rows: "datasets.Dataset") -> tuple[str, ...]:
-    """Return short distinct names of the arguments of the option."""
-    files: Files | None = getattr(rows, "files", None)
-    return files.names if files is not None else ()
-
-
 def mixture_weights(cfg: RecipeConfig) -> tuple[float, ...] | None:
     """Return the weight of each argument of `--train_file`, or None if they have none. Raise UserError if they cannot be used."""
     weights = [split_weight(argument)[1] for argument in cfg.train_file]

@@ -1,7 +1,7 @@
 """Rows for causal language models: chats, instructions and plain texts as tokens, with labels for the answers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import compress, count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,6 +148,12 @@ class Format:
             for name, value in zip(names, values):
                 done[name].append(value)
         return done
+
+    def encode_tables(self, tables: Sequence["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
+        """Return the encoded training and evaluation rows, from the cache if they are there."""
+        self.require_columns(tables[1])
+        depends_on = [models.tokenizer_digest(self.tokenizer), self.identity]
+        return [map_once(rows, self.encode, depends_on=depends_on, cfg=cfg) for rows in tables]
 
     def finish(self, tables: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
         """Return the tokens of the usable rows, with at most `--max_length` of them, which is chosen here if it is `auto`.
