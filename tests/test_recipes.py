@@ -364,6 +364,9 @@ SLOW = {
     "rerank",
     "reward",
     "dpo",
+    "tag",
+    "pretrain_mlm",
+    "images",
 }
 
 
