@@ -197,7 +197,7 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
     """Return rows with `prompt` and `answer`: English small talk and trivia of chatterbot_corpus."""
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 0.1 s instead of 1.2 s
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 0.06 s instead of 0.5 s
     folder, pairs = path_in_package(option, name, "chatterbot_corpus", "data/english"), {}
     for file in sorted(folder.glob("*.yml"), key=lambda file: file.name):
         for turns in yaml.load(file.read_text("utf-8"), loader)["conversations"]:
