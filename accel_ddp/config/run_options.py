@@ -69,6 +69,20 @@ class MultiNodeConfig:
         "auto", "DDP: copy rank 0's buffers to all ranks; auto: for models with batch norm", affects_result=True
     )
     sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks (GPU only)", affects_result=True)
+    sync_every: int = option(
+        0,
+        "slow links: workers take so many local steps, then average (DiLoCo, another algorithm); 0: sum gradients in every step",
+        affects_result=True,
+    )
+    local_workers: int = option(
+        0, "with --sync_every: groups of ranks with their own weights; 0: one per node; the result depends on it", affects_result=True,
+        legacy=0,
+    )  # fmt: skip
+    outer_lr: float = option(0.7, "with --sync_every: learning rate of the averaged difference", affects_result=True)
+    outer_momentum: float = option(0.9, "with --sync_every: its Nesterov momentum", affects_result=True)
+    sync_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "with --sync_every: type of the differences that are sent", affects_result=True
+    )
 
 
 @dataclass(kw_only=True)

@@ -45,6 +45,21 @@ class TrainConfig(
             raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
+        if self.sync_every:
+            raise UserError(f"--sync_every {self.sync_every}: every worker needs the whole model, but this run uses FSDP. Leave it out.")
+
+    def validate_local_steps(self) -> None:
+        """Raise UserError for values that a run cannot have with `--sync_every`, or that it has no use for without."""
+        for name in ("local_workers", "outer_lr", "outer_momentum", "sync_dtype"):
+            if not self.sync_every and getattr(self, name) != getattr(TrainConfig, name):
+                raise UserError(f"--{name} {getattr(self, name)}: needs --sync_every, for example --sync_every 30.")
+        for name, value in {"comm_hook": "none", "sync_batchnorm": False}.items():
+            if self.sync_every and getattr(self, name) != value:
+                raise UserError(f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out.")
+        if self.sync_every and self.mixed_precision == "fp16":
+            raise UserError(f"--sync_every {self.sync_every}: every worker would need its own fp16 scaler. Use --mixed_precision bf16.")
+        if self.outer_momentum >= 1:
+            raise UserError(f"--outer_momentum {self.outer_momentum}: must be below 1, for example 0.9.")
 
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
@@ -60,6 +75,7 @@ class TrainConfig(
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         self.check_optimizer()
+        self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
             raise UserError(
@@ -91,9 +107,18 @@ class TrainConfig(
         return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
 
     def split(self, num_ranks: int) -> tuple[int, int]:
-        """Return (items per micro-batch, micro-batches per update) of each rank."""
+        """Return (items per micro-batch, micro-batches per update) of each rank, which may compute several local workers."""
         if self.evaluate_only:  # on any number of ranks
             return 1, 1
+        workers = self.local_workers if self.sync_every else 0
+        if workers > num_ranks and workers % num_ranks == 0:
+            micro, count = self.split(workers)
+            return micro, count * (workers // num_ranks)
+        if workers and num_ranks % workers:
+            raise UserError(
+                f"--local_workers {workers}: {num_ranks} ranks cannot be divided among them. Use a number of ranks that is a multiple "
+                f"or a divisor of {workers}, which keeps the result."
+            )
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]

@@ -65,6 +65,14 @@ class RankPlace:
         return self.local_rank == 0
 
 
+class Team(NamedTuple):
+    """The ranks that compute an optimizer step together: all of them, or with `--sync_every` those of one worker."""
+
+    size: int
+    rank: int  # of this rank among them
+    group: "dist.ProcessGroup | None" = None  # None: all ranks
+
+
 class Connections:
     """The connections of this rank, and what the ranks have found out over them. `group.connect` opens them."""
 
@@ -76,6 +84,7 @@ class Connections:
         self.passed_waits: list[str] = []  # whose keys are still in the store, in the order in which they passed
         self.node = estimate_node(place.rank, place.local_rank, place.local_ranks)  # until the ranks have numbered their nodes
         self.nodes = [(place.host, place.num_ranks)]  # host and number of ranks of each node
+        self.team = Team(place.num_ranks, place.rank)
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `restarts`
 
         self.monitor: Link | None = None  # of this node

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,18 +247,20 @@ def load(
     accelerator: "Accelerator",
     model: "nn.Module",
     optimizer: torch.optim.Optimizer | None,
-    averages: dict[str, Tensor],
+    kept: dict[str, Tensor],
+    states: Callable[[], Iterable[str]],
     path: Path,
     run: dict[str, Any],
     source: int,
 ) -> None:
-    """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the averages of weights. This is a collective.
+    """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
-    A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
+    This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
     completely, rank `source` reads each tensor and sends it.
     """
     weights = state_tensors.to_save(model)
-    reads_alone = is_sharded(model) and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
+    in_parts = is_sharded(model) or any(suffix for suffix in states())
+    reads_alone = in_parts and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
     reads = reads_alone or source == this_rank.rank
     with together("read the checkpoint"):
         files = {group: Pieces(path, group) for group in (MODEL, OPTIMIZER)} if reads else {}
@@ -279,28 +282,39 @@ def load(
     with torch.no_grad():
         for name in sorted(weights):
             local(weights[name]).copy_(receive(MODEL, name, *region(weights[name])))
-        for name, average in sorted(averages.items()):  # a run that had no averages begins them with its weights
-            full = f"{name}/{state_tensors.EMA}"
-            is_there = full in there[OPTIMIZER]
-            local(average).copy_(receive(OPTIMIZER, full, *region(average)) if is_there else local(weights[name]))
+        for full, tensor in sorted(kept.items()):  # a run that had no averages begins them with its weights
+            name, _, key = full.rpartition("/")
+            if full in there[OPTIMIZER]:
+                local(tensor).copy_(receive(OPTIMIZER, full, *region(tensor)))
+            elif key == state_tensors.EMA:
+                local(tensor).copy_(local(weights[name]))
     if optimizer is None:
         return
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in run["values"].items()}
-    on_host = set(run["on_host"])
+    found: dict[str, dict[str, dict[str, Any]]] = {}  # by worker, parameter and key
+    for name, values in run["values"].items():
+        for full, value in values.items():
+            key, at, worker = full.partition("@")
+            found.setdefault(at + worker, {}).setdefault(name, {})[key] = value
+    on_host = {full.partition("@")[0] for full in run["on_host"]}  # those of the main rank
     parameters = dict(model.named_parameters())
+    wanted = {*states(), "", "@0"}  # the last two if the number of workers was changed (--allow_config_change)
     for full in sorted(there[OPTIMIZER]):
         name, _, key = full.rpartition("/")
-        if key == state_tensors.EMA:
+        key, at, worker = key.partition("@")
+        if key in (state_tensors.EMA, state_tensors.OUTER) or (reads_alone and at + worker not in wanted):
             continue
         shape, parameter = there[OPTIMIZER][full][0], parameters.get(name)
         is_like_parameter = isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]
         part = receive(OPTIMIZER, full, *(region(parameter) if is_like_parameter else ([0] * len(shape), shape)))
-        part = part.to("cpu" if full in on_host else accelerator.device)
-        state.setdefault(name, {})[key] = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
-    state_tensors.restore(optimizer, model, state)
+        if at + worker in wanted:
+            part = part.to("cpu" if f"{name}/{key}" in on_host else accelerator.device)
+            part = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
+            found.setdefault(at + worker, {}).setdefault(name, {})[key] = part
+    for suffix in states():
+        state_tensors.restore(optimizer, model, found.get(suffix) or found.get("") or found.get("@0") or {})
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])
 
