@@ -50,6 +50,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     before, given = _choose_output_dir(cfg)  # the same on every rank, so it needs the connection
     resume.take_saved_options(cfg)  # before the first choice of a value for `auto`
     _choose_precision(cfg, use_gpu)
+    _choose_workers(cfg)
     _check_device(cfg, use_gpu)  # the ranks have agreed on GPUs or CPUs
     _configure_torch(cfg, use_gpu)  # before anything is computed
     _open_output_dir(cfg, trackers, before, given)
@@ -169,6 +170,21 @@ def _choose_precision(cfg: TrainConfig, use_gpu: bool) -> None:
     choose(cfg, "mixed_precision", "no" if without else "bf16", reason)
 
 
+def _choose_workers(cfg: TrainConfig) -> None:
+    """Set `--local_workers 0` to the number of nodes, and check that the ranks can be divided among the workers."""
+    if not cfg.sync_every or cfg.evaluate_only:
+        return
+    if not cfg.local_workers and len(links.nodes) == 1:
+        raise UserError(
+            f"--sync_every {cfg.sync_every}: each node is a worker, but there is one node only, which has nobody to synchronize with. "
+            "Use --local_workers 2 or more, or leave --sync_every out."
+        )
+    if not cfg.local_workers:
+        choose(cfg, "local_workers", len(links.nodes), "one per node")
+    cfg.validate_local_steps()  # with the precision of the accelerate config
+    cfg.split(this_rank.num_ranks)
+
+
 def _choose_output_dir(cfg: TrainConfig) -> tuple[str, str]:
     """Set `cfg.output_dir` to the same folder on every rank. Return the folder of the attempt before, and that of the options.
 
@@ -202,8 +218,8 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
     if len(links.nodes) > 1:
         run_folder.refuse_run_of_other_node(cfg)
     restart_record.begin_attempt(cfg)
-    if links.sharding:
-        run_folder.require_shared(cfg, links.sharding.replicas)
+    if links.sharding or (cfg.sync_every and not cfg.evaluate_only):
+        run_folder.require_shared(cfg, links.sharding.replicas if links.sharding else 1)
 
 
 def _find_earlier_folder(given: str) -> str:
@@ -258,11 +274,13 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {counted(threads, 'thread')}"
     text = f"{cfg.global_batch_size} items per step = {describe_ranks(links.nodes)} x {split}"
     text += f"   ({device}; mixed precision: {cfg.mixed_precision})"
+    if cfg.sync_every:
+        text += f"\n{cfg.local_workers} workers take {counted(cfg.sync_every, 'local step')} each, then average their weights."
     if links.sharding:
         text += f"\n{links.sharding.describe(this_rank.num_ranks, 'GPU' if on_gpu else 'rank')}"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
     is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    if len(links.nodes) > 1 and not is_tuned and not links.sharding:
+    if len(links.nodes) > 1 and not is_tuned and not links.sharding and not cfg.sync_every:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
     print_on_main(text)

@@ -137,6 +137,9 @@ class TrainingRun:
                 require_independence(accelerator, cfg, model, train, loss_sum)
             self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
         self.workers = Workers(cfg, self.total_steps)
+        ending.stop.when = (
+            f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
+        )
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         momentum = self.workers.attach(accelerator.unwrap_model(self.model), self.optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)

@@ -46,7 +46,9 @@ class TrainConfig(
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
         if self.sync_every:
-            raise UserError(f"--sync_every {self.sync_every}: every worker needs the whole model, but this run uses FSDP. Leave it out.")
+            raise UserError(
+                f"--sync_every {self.sync_every}: every worker needs the whole model, but this run uses FSDP. Leave it out."
+            )
 
     def validate_local_steps(self) -> None:
         """Raise UserError for values that a run cannot have with `--sync_every`, or that it has no use for without."""
@@ -55,9 +57,13 @@ class TrainConfig(
                 raise UserError(f"--{name} {getattr(self, name)}: needs --sync_every, for example --sync_every 30.")
         for name, value in {"comm_hook": "none", "sync_batchnorm": False}.items():
             if self.sync_every and getattr(self, name) != value:
-                raise UserError(f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out.")
+                raise UserError(
+                    f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out."
+                )
         if self.sync_every and self.mixed_precision == "fp16":
-            raise UserError(f"--sync_every {self.sync_every}: every worker would need its own fp16 scaler. Use --mixed_precision bf16.")
+            raise UserError(
+                f"--sync_every {self.sync_every}: every worker would need its own fp16 scaler. Use --mixed_precision bf16."
+            )
         if self.outer_momentum >= 1:
             raise UserError(f"--outer_momentum {self.outer_momentum}: must be below 1, for example 0.9.")
 
@@ -121,11 +127,12 @@ class TrainConfig(
             )
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
+            noun = "workers" if num_ranks == workers else "ranks"
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
             possible = [str(n) for n in range(1, self.global_batch_size + 1) if self.global_batch_size % n == 0]
             raise UserError(
-                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} ranks. Use a multiple of "
-                f"{num_ranks}, for example {' or '.join(map(str, near))}. Or use one of these numbers of ranks, which keeps the "
+                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} {noun}. Use a multiple of "
+                f"{num_ranks}, for example {' or '.join(map(str, near))}. Or use one of these numbers of {noun}, which keeps the "
                 f"result: {', '.join(possible)}."
             )
         limit = per_rank if self.micro_batch_size == "auto" else self.micro_batch_size

@@ -71,6 +71,8 @@ class Team(NamedTuple):
     size: int
     rank: int  # of this rank among them
     group: "dist.ProcessGroup | None" = None  # None: all ranks
+    workers: range = range(1)  # that these ranks compute, one after the other
+    num_workers: int = 1  # of all ranks
 
 
 class Connections:
@@ -109,6 +111,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""  # why this rank was asked to stop; empty: it was not
+        self.when = "after this step"  # it takes effect, for messages
         self.reason_of_others = ""  # why another rank was asked to stop, as the monitor has sent it
         self.is_agreed = False  # every rank has reached the stop and saves
         self.can_save = False  # true only while `fit` runs; otherwise a signal ends the rank at once

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -255,8 +256,8 @@ def load(
 ) -> None:
     """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
-    This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
-    completely, rank `source` reads each tensor and sends it.
+    This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files,
+    and for a model that every rank holds completely, rank `source` reads each tensor and sends it.
     """
     weights = state_tensors.to_save(model)
     in_parts = is_sharded(model) or any(suffix for suffix in states())
@@ -293,30 +294,41 @@ def load(
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
-    found: dict[str, dict[str, dict[str, Any]]] = {}  # by worker, parameter and key
+    _load_states(
+        accelerator.device, model, optimizer, states, there[OPTIMIZER], run, functools.partial(receive, OPTIMIZER), reads_alone
+    )
+    if accelerator.scaler and run["scaler"]:
+        accelerator.scaler.load_state_dict(run["scaler"])
+
+
+def _load_states(
+    device: torch.device, model: "nn.Module", optimizer: torch.optim.Optimizer, states: Callable[[], Iterable[str]],
+    there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
+) -> None:  # fmt: skip
+    """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
+    # The last two are used if the number of workers was changed (--allow_config_change).
+    found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
+    on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank
+    parameters = dict(model.named_parameters())
+    for full in sorted(there):
+        name, _, key = full.rpartition("/")
+        key, at, worker = key.partition("@")
+        is_own = at + worker in found
+        if key in (state_tensors.EMA, state_tensors.OUTER) or (reads_alone and not is_own):
+            continue
+        shape, parameter = there[full][0], parameters.get(name)
+        is_like_parameter = isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]
+        part = receive(full, *(region(parameter) if is_like_parameter else ([0] * len(shape), shape)))
+        part = part.to("cpu" if f"{name}/{key}" in on_host else device)
+        if is_own:
+            part = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
+            found[at + worker].setdefault(name, {})[key] = part
     for name, values in run["values"].items():
         for full, value in values.items():
             key, at, worker = full.partition("@")
-            found.setdefault(at + worker, {}).setdefault(name, {})[key] = value
-    on_host = {full.partition("@")[0] for full in run["on_host"]}  # those of the main rank
-    parameters = dict(model.named_parameters())
-    wanted = {*states(), "", "@0"}  # the last two if the number of workers was changed (--allow_config_change)
-    for full in sorted(there[OPTIMIZER]):
-        name, _, key = full.rpartition("/")
-        key, at, worker = key.partition("@")
-        if key in (state_tensors.EMA, state_tensors.OUTER) or (reads_alone and at + worker not in wanted):
-            continue
-        shape, parameter = there[OPTIMIZER][full][0], parameters.get(name)
-        is_like_parameter = isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]
-        part = receive(OPTIMIZER, full, *(region(parameter) if is_like_parameter else ([0] * len(shape), shape)))
-        if at + worker in wanted:
-            part = part.to("cpu" if f"{name}/{key}" in on_host else accelerator.device)
-            part = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
-            found.setdefault(at + worker, {}).setdefault(name, {})[key] = part
+            found.get(at + worker, {}).setdefault(name, {})[key] = value
     for suffix in states():
-        state_tensors.restore(optimizer, model, found.get(suffix) or found.get("") or found.get("@0") or {})
-    if accelerator.scaler and run["scaler"]:
-        accelerator.scaler.load_state_dict(run["scaler"])
+        state_tensors.restore(optimizer, model, found[suffix] or found[""] or found["@0"])
 
 
 def _receive(

@@ -112,10 +112,11 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))
     if problems:
+        within = " Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks of {} write."
+        instead = "" if cfg.sync_every else within.format(facts[0][0])
         raise UserError(
-            f"--output_dir {cfg.output_dir}: each rank writes its part of a sharded checkpoint, but {' and '.join(problems)}. "
-            "Use a folder that these nodes share. Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks "
-            f"of {facts[0][0]} write."
+            f"--output_dir {cfg.output_dir}: each rank writes its part of a checkpoint, but {' and '.join(problems)}. Use a folder that "
+            f"these nodes share.{instead}"
         )
 
 

@@ -31,7 +31,9 @@ from accel_ddp.ranks.process import Team, links, this_rank
 from accel_ddp.seeds import mixed
 from accel_ddp.training.update import UpdateStats
 
-MOST_AT_ONCE = 2**22  # elements that are exchanged at once. The monitor sees progress after each, on a link of 100 Mbit/s after 3 s
+MOST_AT_ONCE = (
+    2**22
+)  # elements that are exchanged at once. The monitor sees progress after each, on a link of 100 Mbit/s after 3 s
 SUMMED = 6  # the first fields of UpdateStats, up to `flops`
 
 
@@ -52,20 +54,20 @@ class Workers:
     def __init__(self, cfg: TrainConfig, total_steps: int):
         """Form the teams. This is a collective."""
         self.cfg, self.every, self.total_steps = cfg, cfg.sync_every, total_steps
-        self.total = max(1, cfg.local_workers) if self.every else 1
-        ranks = this_rank.num_ranks
-        size, each = max(1, ranks // self.total), max(1, self.total // ranks)  # ranks of a worker, workers of a rank
+        ranks, total = this_rank.num_ranks, max(1, cfg.local_workers) if self.every else 1
+        size, each = max(1, ranks // total), max(1, total // ranks)  # ranks of a worker, workers of a rank
         row, column = divmod(this_rank.rank, size)
-        self.own = range(row * each, (row + 1) * each)
         teams = [range(first, first + size) for first in range(0, ranks, size)]
-        self.num_teams = len(teams)
         self._across: dist.ProcessGroup | None = None  # the ranks at the same place of all teams; None: all ranks
-        links.team = Team(size, column)
+        team = None
         if 1 < size < ranks:
             limit = timedelta(seconds=cfg.ddp_timeout_seconds)
-            links.team = Team(size, column, [dist.new_group([*team], timeout=limit) for team in teams][row])
+            team = [dist.new_group([*some], timeout=limit) for some in teams][row]
             self._across = [dist.new_group([*some], timeout=limit) for some in zip(*teams)][column]
+        links.team = Team(size, column, team, range(row * each, (row + 1) * each), total)
+        self.total, self.own, self._num_teams = total, links.team.workers, len(teams)
         self._held: list[_Held] = []
+        self._place = 0  # of the worker whose weights the model has
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Take the model without DDP and its optimizer. Return the momentum of each trained parameter, which is saved."""
@@ -87,12 +89,13 @@ class Workers:
         saved = self.model.state_dict()
         buffers = [name for name, buffer in self.model.named_buffers() if name in saved and buffer.is_floating_point()]
         self._global = {name: saved[name].clone(memory_format=torch.contiguous_format) for name in (*self.momentum, *buffers)}
-        self._place = 0  # of the worker whose weights the model has
         self._copies = [self._tensors(copy=True) for _ in self.own] if len(self.own) > 1 else []
 
     def _tensors(self, copy: bool = False) -> dict[str, Tensor]:
         """Return what a worker changes: trained parameters and buffers."""
-        found = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad} | dict(self.model.named_buffers())
+        found = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad} | dict(
+            self.model.named_buffers()
+        )
         return {name: tensor.clone() if copy else tensor for name, tensor in found.items()}
 
     # ---- steps
@@ -124,7 +127,9 @@ class Workers:
         """Return the last synchronization before a step."""
         return (step - 1) // max(1, self.every) * max(1, self.every)
 
-    def complete(self, step: int, lr: float, stats: list[UpdateStats], sample: Sequence[float]) -> list[tuple[int, float, UpdateStats]]:
+    def complete(
+        self, step: int, lr: float, stats: list[UpdateStats], sample: Sequence[float]
+    ) -> list[tuple[int, float, UpdateStats]]:
         """Synchronize after a step if it is time. Return step, learning rate and numbers of the steps whose numbers all ranks know.
 
         The numbers are over all workers: loss and gradient norm are means of those of the workers.
@@ -158,7 +163,10 @@ class Workers:
             places = torch.zeros(this_rank.num_ranks, len(one.sample), dtype=one.numbers.dtype)
             places[this_rank.rank] = torch.tensor(one.sample, dtype=places.dtype)
             # A number of a team is that of its first rank.
-            parts += [one.numbers if links.team.rank == 0 else torch.zeros_like(one.numbers), places.flatten().to(one.numbers.device)]
+            parts += [
+                one.numbers if links.team.rank == 0 else torch.zeros_like(one.numbers),
+                places.flatten().to(one.numbers.device),
+            ]
         flat = torch.cat(parts)
         if this_rank.num_ranks > 1:
             dist.all_reduce(flat)
@@ -202,7 +210,7 @@ class Workers:
         The rank at place r of each team averages slice r, of which each of these ranks sums a part. A link between two nodes thus
         transports each value twice, however many ranks the nodes have.
         """
-        team, teams, size = links.team, self.num_teams, len(own[0])
+        team, teams, size = links.team, self._num_teams, len(own[0])
         part = -(-size // (team.size * teams))
         sent = torch.zeros(len(own), team.size * teams * part, dtype=dtype, device=own[0].device)
         sent[:, :size] = torch.stack(own)

@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.ranks.process import Team
 
 Item = tuple[int, int]  # position in the stream, index in the dataset
 Shares = tuple[float, ...]  # the part of the work of each rank; their sum is 1
@@ -50,11 +51,11 @@ class StepPlan:
 
     def __init__(
         self, order: Order, cfg: TrainConfig, num_ranks: int, parts: np.ndarray | None = None, cost: Cost = BY_TOKENS,
-        is_sharded: bool = False,
+        is_sharded: bool = False, num_workers: int = 1,
     ):  # fmt: skip
-        """`parts` are the lengths of the texts of each item, a row for each, or None if they are not known."""
+        """`num_ranks` compute a worker. `parts` are the lengths of the texts of each item, a row for each; None: they are not known."""
         self.order, self.num_ranks, self.parts, self.cost, self.is_sharded = order, num_ranks, parts, cost, is_sharded
-        self.limits = [cfg.split(num_ranks)[0]] * num_ranks  # items or tokens of a micro-batch, for each rank
+        self.limits = [cfg.split(num_ranks * num_workers)[0]] * num_ranks  # items or tokens of a micro-batch, for each rank
         self.counts_tokens = False
         self.size = cfg.global_batch_size
 
@@ -149,16 +150,22 @@ def _fill(own: list[int], sizes: np.ndarray, costs: np.ndarray, limit: float, nu
 
 
 class OwnMicroBatches(Sampler[list[Item]]):
-    """Yields the micro-batches of a rank, from a step on, without end. `numbers` has how many each step has that it has begun."""
+    """Yields the micro-batches of a rank, from a step on, without end. With local workers, those of one follow those of another.
 
-    def __init__(self, plan: StepPlan, step: int, rank: int, shares_at: Callable[[int], Shares | None]):
-        self.plan, self.step, self.rank, self.shares_at = plan, step, rank, shares_at
+    `numbers` has how many each update has that it has begun.
+    """
+
+    def __init__(self, plan: StepPlan, step: int, team: Team, shares_at: Callable[[int], Shares | None]):
+        self.plan, self.step, self.team, self.shares_at = plan, step, team, shares_at
         self.numbers: deque[int] = deque()
 
     def __iter__(self) -> Iterator[list[Item]]:
         step = self.step
         while True:
-            found = self.plan.of_rank(step, self.rank, self.shares_at(step))
-            self.numbers.append(len(found))
-            yield from found
+            items = self.plan.items(step)
+            for worker in self.team.workers:
+                first, end = (len(items) * number // self.team.num_workers for number in (worker, worker + 1))
+                found = self.plan.deal(items[first:end], self.team.rank, self.shares_at(step))
+                self.numbers.append(len(found))
+                yield from found
             step += 1

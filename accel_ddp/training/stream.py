@@ -300,12 +300,13 @@ class TrainBatches:
         return self.dataset
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
-        """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
+        """Yield the micro-batches of this rank for update `step` (from 0), or of each of its local workers, then for the next step."""
         if cfg.evaluate_only:
             raise UserError("--evaluate_only: this script has a training loop of its own. It has to call accel_ddp.train or fit.")
         parts, sharded = self.part_lengths if self.knows_lengths else None, links.sharding is not None
-        plan = StepPlan(self.order(cfg.seed), cfg, accelerator.num_processes, parts, self.cost, sharded)
-        sampler = OwnMicroBatches(plan, step, accelerator.process_index, self.shares_at)
+        team = links.team
+        plan = StepPlan(self.order(cfg.seed), cfg, team.size, parts, self.cost, sharded, team.num_workers)
+        sampler = OwnMicroBatches(plan, step, team, self.shares_at)
         # Accelerate would deal equal micro-batches to ranks. Of what else it does, only the copies to the device are needed.
         loader = DataLoader(
             self.items(cfg.seed),
