@@ -122,10 +122,9 @@ class Checkpoints:
         for suffix in self.states():
             tensors, more = capture(self.model, self.optimizer, suffix)
             groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if links.team.rank == 0 or not suffix else {}
-            values |= {name: values.get(name, {}) | of_one for name, of_one in more.items()}
-        if self.in_parts and not self.is_sharded:
-            for others in gather_everywhere(values):
-                values |= {name: values.get(name, {}) | of_one for name, of_one in others.items()}
+            values |= more
+        for others in gather_everywhere(values) if self.in_parts and not self.is_sharded else ():
+            values |= others
         if self.in_parts:
             for group, tensors in groups.items():
                 known = self._offsets[group]

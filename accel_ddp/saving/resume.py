@@ -323,10 +323,9 @@ def _load_states(
         if is_own:
             part = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
             found[at + worker].setdefault(name, {})[key] = part
-    for name, values in run["values"].items():
-        for full, value in values.items():
-            key, at, worker = full.partition("@")
-            found.get(at + worker, {}).setdefault(name, {})[key] = value
+    for full, values in run["values"].items():
+        name, at, worker = full.partition("@")
+        found.get(at + worker, {}).setdefault(name, {}).update(values)
     for suffix in states():
         state_tensors.restore(optimizer, model, found[suffix] or found[""] or found["@0"])
 

@@ -112,11 +112,10 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))
     if problems:
-        within = " Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks of {} write."
-        instead = "" if cfg.sync_every else within.format(facts[0][0])
+        instead = f" Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks of {facts[0][0]} write."
         raise UserError(
-            f"--output_dir {cfg.output_dir}: each rank writes its part of a checkpoint, but {' and '.join(problems)}. Use a folder that "
-            f"these nodes share.{instead}"
+            f"--output_dir {cfg.output_dir}: each rank writes its part of a checkpoint, but {' and '.join(problems)}. Use a folder "
+            f"that these nodes share.{'' if cfg.sync_every else instead}"
         )
 
 

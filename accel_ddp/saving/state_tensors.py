@@ -56,7 +56,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, suffix: str = ""
                     )
                 tensors[f"{name}/{key}{suffix}"] = value
             elif value is None or isinstance(value, (bool, int, float, str)):
-                values.setdefault(name, {})[f"{key}{suffix}"] = value
+                values.setdefault(f"{name}{suffix}", {})[key] = value
             else:
                 raise UserError(
                     f"The optimizer {type(optimizer).__name__} stores a {type(value).__name__} for each parameter ({key}). A "
