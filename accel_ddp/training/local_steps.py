@@ -53,7 +53,7 @@ class Workers:
 
     def __init__(self, cfg: TrainConfig, total_steps: int):
         """Form the teams. This is a collective."""
-        self.cfg, self.every, self.total_steps = cfg, cfg.sync_every, total_steps
+        self.cfg, self.every, self.total_steps = cfg, 0 if cfg.evaluate_only else cfg.sync_every, total_steps
         ranks, total = this_rank.num_ranks, max(1, cfg.local_workers) if self.every else 1
         size, each = max(1, ranks // total), max(1, total // ranks)  # ranks of a worker, workers of a rank
         row, column = divmod(this_rank.rank, size)
