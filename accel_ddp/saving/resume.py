@@ -260,7 +260,7 @@ def load(
     and for a model that every rank holds completely, rank `source` reads each tensor and sends it.
     """
     weights = state_tensors.to_save(model)
-    in_parts = is_sharded(model) or any(suffix for suffix in states())
+    in_parts = is_sharded(model) or any([*states()])
     reads_alone = in_parts and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
     reads = reads_alone or source == this_rank.rank
     with together("read the checkpoint"):

@@ -85,7 +85,10 @@ class Workers:
         if not self.every:
             return
         for tensor in self._tensors().values() if this_rank.num_ranks > 1 else ():
-            dist.broadcast(tensor, 0)  # not the frozen ones, as DDP does, which may be large and come from files
+            sent = tensor.contiguous()
+            dist.broadcast(_bytes(sent), 0)  # not the frozen ones, as DDP does, which may be large and come from files
+            if sent is not tensor:
+                tensor.copy_(sent)
         saved = self.model.state_dict()
         buffers = [name for name, buffer in self.model.named_buffers() if name in saved and buffer.is_floating_point()]
         self._global = {name: saved[name].clone(memory_format=torch.contiguous_format) for name in (*self.momentum, *buffers)}
@@ -93,10 +96,9 @@ class Workers:
 
     def _tensors(self, copy: bool = False) -> dict[str, Tensor]:
         """Return what a worker changes: trained parameters and buffers."""
-        found = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad} | dict(
-            self.model.named_buffers()
-        )
-        return {name: tensor.clone() if copy else tensor for name, tensor in found.items()}
+        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        found = {**trained, **dict(self.model.named_buffers())}
+        return {name: tensor.clone() for name, tensor in found.items()} if copy else found
 
     # ---- steps
 
@@ -162,11 +164,8 @@ class Workers:
         for one in held:
             places = torch.zeros(this_rank.num_ranks, len(one.sample), dtype=one.numbers.dtype)
             places[this_rank.rank] = torch.tensor(one.sample, dtype=places.dtype)
-            # A number of a team is that of its first rank.
-            parts += [
-                one.numbers if links.team.rank == 0 else torch.zeros_like(one.numbers),
-                places.flatten().to(one.numbers.device),
-            ]
+            of_team = one.numbers if links.team.rank == 0 else torch.zeros_like(one.numbers)  # all of its ranks have them
+            parts += [of_team, places.flatten().to(of_team.device)]
         flat = torch.cat(parts)
         if this_rank.num_ranks > 1:
             dist.all_reduce(flat)
@@ -215,11 +214,9 @@ class Workers:
         sent = torch.zeros(len(own), team.size * teams * part, dtype=dtype, device=own[0].device)
         sent[:, :size] = torch.stack(own)
         sent = sent.view(len(own), team.size, teams, part)[:, team.rank].transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
+        received = torch.empty_like(sent) if teams > 1 else sent
         if teams > 1:
-            dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._across)  # as bytes, because gloo lacks some types
-        else:
-            received = sent
+            dist.all_to_all_single(_bytes(received), _bytes(sent), group=self._across)
         first, *others = received.view(self.total, part).to(own[0].dtype)
         for other in others:  # `sum` may add in another order
             first = first + other
@@ -274,6 +271,7 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a tensor. It is sent as bytes, because gloo lacks some types."""
     return tensor.view(-1).view(torch.uint8)
 
 
