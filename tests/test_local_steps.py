@@ -5,7 +5,7 @@ import torch
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from tests.conftest import PROGRAMS, run_ranks
+from tests.conftest import BIN, PROGRAMS, clean_environment, run_all, run_ranks
 
 
 @pytest.fixture(scope="module", params=[(1, 2), pytest.param((1, 4, 8), marks=pytest.mark.slow)], ids=["2", "4 and 8"])
@@ -44,7 +44,9 @@ def test_the_result_does_not_depend_on_ranks(results):
             for means, others in zip(one["means"], other["means"], strict=True):
                 assert others == pytest.approx(means, rel=limit)
         if ranks in (2, 4):
-            assert distance(results[1]["straight"]["tensors"], found["straight"]["tensors"]) == 0, "the sum has the order of workers"
+            assert distance(results[1]["straight"]["tensors"], found["straight"]["tensors"]) == 0, (
+                "the sum has the order of workers"
+            )
 
 
 def test_each_worker_has_its_own_optimizer_state_in_a_checkpoint(results):
@@ -81,14 +83,26 @@ def test_checkpoints_are_written_where_workers_synchronize(results):
         ({"local_workers": 2}, 1, "--local_workers 2: needs --sync_every"),
         ({"sync_every": 5, "outer_momentum": 1.0}, 1, "--outer_momentum 1.0: must be below 1"),
         ({"sync_every": 5, "local_workers": 4}, 6, "--local_workers 4: 6 ranks cannot be divided among them"),
-        ({"sync_every": 5, "local_workers": 4, "global_batch_size": 6}, 2, "--global_batch_size 6 cannot be split over 4 workers"),
+        (
+            {"sync_every": 5, "local_workers": 4, "global_batch_size": 6},
+            2,
+            "--global_batch_size 6 cannot be split over 4 workers",
+        ),
     ],
 )
 def test_options_that_local_steps_cannot_have_are_refused(options, ranks, message):
+    cfg = TrainConfig(**options)
     with pytest.raises(UserError, match=message):
-        cfg = TrainConfig(**options)
-        cfg.validate()
-        cfg.split(ranks)
+        cfg.split(ranks) if ranks > 1 else cfg.validate()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_resumed_on_two_ranks_is_bit_identical():
+    """`accel-ddp verify` also compares two ranks with one, which computes both workers."""
+    command = [BIN / "accel-ddp", "verify", PROGRAMS / "trains.py", "--sync_every", 2, "--local_workers", 2]
+    ended = run_all([command], [clean_environment()], timeout=600)
+    assert ended.codes == [0], ended.text
+    assert ended.text.count("PASS") == 3
 
 
 def test_a_rank_computes_the_micro_batches_of_its_workers():

@@ -36,7 +36,7 @@ def train(accelerator, cfg, name, **changes):
 
 
 def by_hand(cfg) -> dict[str, torch.Tensor]:
-    """Return the weights of the same training, written with torch's optimizers: a model and AdamW per worker, SGD as outer optimizer."""
+    """Return the weights of the same training with torch's optimizers: a model and AdamW per worker, and SGD for the global weights."""
     cfg = dataclasses.replace(cfg, **LOCAL)
     whole, items, number = core.new_model(torch.float64), core.rows(), LOCAL["local_workers"]
     outer = torch.optim.SGD(whole.parameters(), lr=cfg.outer_lr, momentum=cfg.outer_momentum, nesterov=True)
