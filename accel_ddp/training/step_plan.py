@@ -4,6 +4,7 @@ A step takes as long as its slowest rank, so the items of a step are dealt to ra
 to rounding and dropout, its result depend on how they are dealt.
 """
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
@@ -54,13 +55,13 @@ class StepPlan:
     ):  # fmt: skip
         """`parts` are the lengths of the texts of each item, a row for each, or None if they are not known."""
         self.order, self.num_ranks, self.parts, self.cost, self.is_sharded = order, num_ranks, parts, cost, is_sharded
-        self.limits = [cfg.split(num_ranks)[0]] * num_ranks  # items or tokens of a micro-batch, for each rank
-        self.counts_tokens = False
-        self.size = cfg.global_batch_size
-
-    def first(self, step: int) -> int:
-        """Return the position in the stream at which a step begins."""
-        return step * self.size
+        self.counts_tokens = bool(cfg.micro_batch_tokens)
+        micro = np.inf if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+        self.limits = [cfg.micro_batch_tokens or micro] * num_ranks  # items or tokens of a micro-batch of each rank
+        self.is_equal = not (
+            cfg.micro_batch_tokens or cfg.global_batch_tokens
+        )  # for equal shares: micro-batches have as many items
+        self.first = find_starts(order, parts, cfg)  # the position in the stream at which a step begins
 
     def items(self, step: int) -> list[Item]:
         """Return the items of a step."""
@@ -73,7 +74,7 @@ class StepPlan:
 
     def deal(self, items: list[Item], rank: int, shares: Shares | None = None) -> list[list[Item]]:
         """Return the micro-batches of a rank, if these are the items of a step."""
-        if shares is None and not self.counts_tokens:
+        if shares is None and self.is_equal:
             return self._equal_groups(items)[rank :: self.num_ranks]
         parts = np.ones((len(items), 1)) if self.parts is None else self.parts[[index for _, index in items]]
         costs = self.cost.of(parts)
@@ -87,7 +88,7 @@ class StepPlan:
         return [[items[place] for place in sorted(group)] for group in found]
 
     def _equal_groups(self, items: list[Item]) -> list[list[Item]]:
-        micro = min(self.limits[0], len(items) // self.num_ranks)
+        micro = int(min(self.limits[0], len(items) // self.num_ranks))
         number = len(items) // micro
         if self.parts is None or number == 1:
             return [items[first : first + micro] for first in range(0, len(items), micro)]
@@ -95,11 +96,15 @@ class StepPlan:
 
     def _pack(self, own: list[int], parts: np.ndarray, costs: np.ndarray, limit: float, number: int) -> list[list[int]]:
         """Return the micro-batches of items, which begin with the most expensive one: `number`, or as few as possible."""
+        if self.counts_tokens and self.cost.pads:
+            return _cut(sorted(own, key=lambda item: -parts[item].sum()), parts, limit, number)
         sizes = parts.sum(1) if self.counts_tokens else np.ones(len(parts))
-        number, is_fixed = number or int(np.ceil(np.minimum(sizes[own], limit).sum() / limit)), bool(number)
-        while (found := _fill(own, sizes, costs, limit, number)) is None:
-            number, limit = (number, np.inf) if is_fixed else (number + 1, limit)
-        return found
+        least = max(1, int(np.ceil(np.minimum(sizes[own], limit).sum() / limit)))
+        if self.parts is None:  # a stream of rows can only be read forward
+            return [part.tolist() for part in np.array_split(own, number or least)]
+        if number:  # of a sharded model; the limit is exceeded if another rank needs more micro-batches than this one has items
+            return _fill(own, sizes, costs, limit, number) or _fill(own, sizes, costs, np.inf, number)
+        return next(filter(None, (_fill(own, sizes, costs, limit, number) for number in range(least, len(own) + 1))))
 
 
 def spread(items: list[Item], lengths: np.ndarray, groups: int) -> list[list[Item]]:
@@ -146,6 +151,81 @@ def _fill(own: list[int], sizes: np.ndarray, costs: np.ndarray, limit: float, nu
         filled[group] += sizes[item]
         groups[group].append(item)
     return groups
+
+
+def _cut(own: list[int], parts: np.ndarray, limit: float, number: int) -> list[list[int]]:
+    """Return groups of items, which begin with the longest: `number` or as few as possible, and about the same size with padding.
+
+    Texts of a group have similar lengths. None is above `limit` unless it is a single item.
+    """
+
+    def cut(limit: float) -> list[list[int]]:
+        groups: list[list[int]] = []
+        widths = [0] * parts.shape[1]
+        for item, lengths in zip(own, parts[own].tolist()):
+            wider = [*map(max, widths, lengths)]
+            is_full = not groups or (len(groups[-1]) + 1) * sum(wider) > limit
+            if is_full:
+                groups.append([])
+            widths = lengths if is_full else wider
+            groups[-1].append(item)
+        return groups
+
+    number = max(number, len(cut(limit)))
+    low, high = 0, int(limit)
+    while high - low > 1 + limit // 256:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= number else (middle, high)
+    groups = cut(high)
+    while len(groups) < number:
+        groups.sort(key=len)
+        largest = groups.pop()
+        groups += [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
+    return groups
+
+
+def find_starts(order: Order, parts: np.ndarray | None, cfg: TrainConfig) -> Callable[[int], int]:
+    """Return a function that returns the position in the stream at which a step begins."""
+    if cfg.global_batch_tokens and parts is not None:
+        return TokenSteps(order, parts.sum(1), cfg.global_batch_tokens).first
+    return lambda step: step * cfg.global_batch_size
+
+
+class TokenSteps:
+    """Where steps begin if each has about `--global_batch_tokens`: a step begins with the first item after so many tokens per step.
+
+    All epochs of a dataset have the same number of tokens. So only the epoch of a step is summed, in chunks and up to the step. A
+    mixture is summed from its beginning.
+    """
+
+    CHUNK = 1 << 16
+
+    def __init__(self, order: Order, lengths: np.ndarray, tokens: int):
+        self.order, self.lengths, self.tokens = order, lengths, tokens
+        self.chunk = min(self.CHUNK, max(16, len(lengths)))  # items; the small epochs of a small mixture take time
+        self.epoch_items = getattr(order, "num_items", 1 << 62)
+        self.epoch_tokens = int(lengths.sum()) if hasattr(order, "num_items") else 1 << 62
+        self._epoch, self._sums = 0, [0]  # the tokens before each chunk of an epoch
+        self._chunk, self._before = -1, np.zeros(0)  # the tokens before each item of a chunk
+
+    def first(self, step: int) -> int:
+        """Return the position in the stream at which a step begins."""
+        epoch, tokens = divmod(step * self.tokens, self.epoch_tokens)
+        if epoch != self._epoch:
+            self._epoch, self._sums, self._chunk = epoch, [0], -1
+        while self._sums[-1] < tokens:
+            self._sums.append(self._sums[-1] + int(self._lengths_of(len(self._sums) - 1).sum()))
+        chunk = max(0, bisect.bisect_left(self._sums, tokens) - 1)
+        if chunk != self._chunk:
+            lengths = self._lengths_of(chunk)
+            self._chunk, self._before = chunk, np.cumsum(lengths) - lengths
+        inside = int(np.searchsorted(self._before, tokens - self._sums[chunk]))
+        return epoch * self.epoch_items + chunk * self.chunk + inside
+
+    def _lengths_of(self, chunk: int) -> np.ndarray:
+        first = chunk * self.chunk
+        number = min(self.chunk, self.epoch_items - first)
+        return self.lengths[self.order.items(self._epoch * self.epoch_items + first, number)].astype(np.int64)
 
 
 class OwnMicroBatches(Sampler[list[Item]]):
