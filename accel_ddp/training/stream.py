@@ -317,9 +317,7 @@ class TrainBatches:
         """Return lines about how often the items are seen, and warnings."""
         rows = round(total_steps * self.mean_items(cfg))
         text = f"{total_steps} steps = {rows / len(self):.2f} epochs of {len(self):,} items"
-        text += f", about {self.mean_items(cfg):.1f} of which have {cfg.global_batch_tokens:,} tokens" * bool(
-            cfg.global_batch_tokens
-        )
+        text += f", about {self.mean_items(cfg):.1f} in each step" if cfg.global_batch_tokens else ""
         mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
         return "\n".join(filter(None, (text, mixed_text))), warnings
 
@@ -348,9 +346,7 @@ class TrainBatches:
         on_device = lambda batch: send_to_device(batch, accelerator.device, non_blocking=accelerator.device.type == "cuda")
         with starting_workers(loader):
             micro_batches = map(with_sizes, map(on_device, loader))
-            first = [
-                next(micro_batches)
-            ]  # a list, from which it is removed: otherwise its memory would be held for the whole run
+            first = [next(micro_batches)]  # it is removed below: otherwise its memory would be held for the whole run
         while True:
             batches = [first.pop() if first else next(micro_batches)]
             batches += (next(micro_batches) for _ in range(sampler.numbers.popleft() - 1))
