@@ -130,7 +130,11 @@ class TrainingRun:
         self.num_items = len(train)
         if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
             raise UserError(f"--train_file {' '.join(cfg.train_file)}: this recipe does not mix datasets. Leave the weights out.")
-        self.total_steps = cfg.total_steps(len(train))
+        if isinstance(loss_sum, WholeBatch) and (cfg.micro_batch_tokens or cfg.global_batch_tokens):
+            name = "micro_batch" if cfg.micro_batch_tokens else "global_batch"
+            reason = "each item is compared with those of all ranks, which must have equal numbers"
+            raise UserError(f"--{name}_tokens {getattr(cfg, name + '_tokens')}: {reason}. Use --{name}_size.")
+        self.total_steps, self.epoch_size, self.mean_items = train.total_steps(cfg), train.epoch_size(cfg), train.mean_items(cfg)
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training") as self.loaded:
             if not cfg.evaluate_only:
@@ -144,7 +148,8 @@ class TrainingRun:
         momentum = self.workers.attach(accelerator.unwrap_model(self.model), self.optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
-        facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
+        identity = train.identity | ({"tokens": self.epoch_size} if cfg.global_batch_tokens else {})
+        facts = {"data": identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         facts |= {"momentum": momentum, "states": self.workers.states, "before_save": self.check.require}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts)
         self.saved.stream_state = lambda: train.state
@@ -164,7 +169,7 @@ class TrainingRun:
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
         self.ended_at: dict[int, float] = {}  # the training time at the end of steps whose numbers are not read yet
-        self.pace = Throughput(cfg.global_batch_size, self.speed.peak_flops if self.speed else None)
+        self.pace = Throughput(self.mean_items, self.speed.peak_flops if self.speed else None)
         self.nonfinite = NonfiniteSteps(accelerator, cfg, self.saved)
         self.hooks: list[Hook] = [self.nonfinite, *hooks, Breakdown(accelerator.device)]
         self.first, self.keeps_weights = self.step, False  # whether an evaluation after a step has left the weights as they are
@@ -177,7 +182,7 @@ class TrainingRun:
         """Store the options that were chosen for this model, and describe the run to the hooks, which may end it."""
         if self.accelerator.is_main_process:
             update_options(self.cfg)
-        facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
+        facts = describe_run(self.accelerator, self.cfg, self.num_items, self.mean_items, self.model)
         self.notify("on_describe", facts)
         ends = self.notify("on_start", self.step, self.total_steps, self.saved.evaluations)
         self.is_done = self._any_rank(ends) or bool(self.cfg.evaluate_only)
@@ -331,7 +336,7 @@ class TrainingRun:
 
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether a step is the first one, of those in which workers synchronize, at or after a multiple of `every`."""
-        passed = lambda steps: steps // every if every else steps * self.cfg.global_batch_size // self.num_items
+        passed = lambda steps: steps // every if every else steps * self.cfg.step_size // self.epoch_size
         return self.workers.syncs(step) and passed(step) > passed(self.workers.before(step))
 
     def save(self) -> None:
