@@ -61,7 +61,10 @@ class MultiNodeConfig:
     ddp_timeout_seconds: int = option(_DDP_TIMEOUT, "seconds to wait for a rank; default: DDP_TIMEOUT_SECONDS or 600", at_least=1)
     check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
-    bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
+    tuned: str = option("auto", "NCCL settings: off, NAME=VALUE ..., or auto: those that `accel-ddp tune` found for these nodes")
+    bucket_cap_mb: int | Literal["auto"] = option(
+        "auto", "DDP: megabytes of gradients per all-reduce; auto: 25, or what `accel-ddp tune` found", at_least=1, legacy=25
+    )
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")

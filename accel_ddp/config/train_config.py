@@ -59,6 +59,8 @@ class TrainConfig(
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
+        if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
+            raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
