@@ -17,7 +17,8 @@ from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.speed import attach, autobatch, padding_free
-from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread, count_tokens
+from accel_ddp.training.step_plan import StepPlan, spread
+from accel_ddp.training.stream import Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 from tests.test_files import expand
@@ -28,18 +29,21 @@ from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
 
 @pytest.mark.parametrize(("micro", "count", "ranks"), [(4, 2, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1)])
 def test_a_step_has_the_same_items_for_every_way_to_spread_them(micro, count, ranks):
-    lengths = np.random.default_rng(0).integers(1, 500, 100)
-    stream = iter(_GlobalMicroBatches(Shuffle(100, 0), 3, micro, count, ranks, lengths))
+    lengths = np.random.default_rng(0).integers(1, 500, (100, 1))
+    plan = StepPlan(Shuffle(100, 0), TrainConfig(global_batch_size=8, micro_batch_size=micro), ranks, lengths)
     for step in range(3, 12):
-        items = [item for _ in range(count) for item in next(stream)]
+        found = [plan.of_rank(step, rank) for rank in range(ranks)]
+        assert [[len(batch) for batch in of_rank] for of_rank in found] == [[micro] * count] * ranks
+        items = [item for of_rank in found for batch in of_rank for item in batch]
         assert sorted(items) == list(enumerate(Shuffle(100, 0).items(step * 8, 8), start=step * 8))
 
 
 def test_micro_batches_of_a_step_have_about_the_same_number_of_tokens():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.6, 4096), 8, 512).astype(int)
     items = [(i, i) for i in range(256)]
-    sums = lambda some: np.array([lengths[[i for _, i in some[start : start + 32]]].sum() for start in range(0, 256, 32)])
-    assert np.ptp(sums(_spread(items, lengths, 8))) < 0.1 * np.ptp(sums(items))
+    sums = lambda groups: np.array([lengths[[i for _, i in group]].sum() for group in groups])
+    in_order = [items[first : first + 32] for first in range(0, 256, 32)]
+    assert np.ptp(sums(spread(items, lengths[:256], 8))) < 0.1 * np.ptp(sums(in_order))
 
 
 def test_rounding_gives_few_different_lengths_and_adds_little():

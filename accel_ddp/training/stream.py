@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed, seed_host
+from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan
 from accel_ddp.training.workers import loader_options, starting_workers
 
 
@@ -230,6 +231,8 @@ class TrainBatches:
 
     knows_lengths = True  # of all items, before they are read
     state = ""  # what a checkpoint must contain to continue, if the step is not enough
+    cost = BY_TOKENS  # of an item; `attach` sets it if it is known for the model
+    shares_at: Callable[[int], Shares | None] = staticmethod(lambda step: None)  # of the ranks at a step; None: equal ones
 
     def __init__(
         self,
@@ -300,23 +303,27 @@ class TrainBatches:
         """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
         if cfg.evaluate_only:
             raise UserError("--evaluate_only: this script has a training loop of its own. It has to call accel_ddp.train or fit.")
-        micro, count = cfg.split(accelerator.num_processes)
-        lengths = self.lengths if self.knows_lengths else None
-        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, lengths)
+        parts, sharded = self.part_lengths if self.knows_lengths else None, links.sharding is not None
+        plan = StepPlan(self.order(cfg.seed), cfg, accelerator.num_processes, parts, self.cost, sharded)
+        sampler = OwnMicroBatches(plan, step, accelerator.process_index, self.shares_at)
+        # Accelerate would deal equal micro-batches to ranks. Of what else it does, only the copies to the device are needed.
         loader = DataLoader(
             self.items(cfg.seed),
-            batch_sampler=stream,
+            batch_sampler=sampler,
             collate_fn=CountingCollate(self.collate),
             **loader_options(cfg, accelerator),
         )
-        micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of the micro-batches of all ranks
-        compat.forget_last_loader(accelerator)
+        on_device = lambda batch: send_to_device(batch, accelerator.device, non_blocking=accelerator.device.type == "cuda")
         with starting_workers(loader):
+            micro_batches = map(with_sizes, map(on_device, loader))
             first = [
                 next(micro_batches)
             ]  # a list, from which it is removed: otherwise its memory would be held for the whole run
         while True:
-            yield [with_sizes(first.pop() if first else next(micro_batches)) for _ in range(count)]
+            batches = [first.pop() if first else next(micro_batches)]
+            batches += (next(micro_batches) for _ in range(sampler.numbers.popleft() - 1))
+            yield batches
+            del batches
 
     def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
         """Return a micro-batch of the first items, or of the longest if lengths are known; the same on every rank.
@@ -371,47 +378,6 @@ def _join_lengths(parts: Sequence[list[np.ndarray]]) -> np.ndarray:
         return inner.reshape(len(each), -1)
     sums, ends = np.concatenate([[0], np.cumsum(inner)]), np.cumsum(each)
     return sums[ends] - sums[ends - each]  # rows have different numbers of texts
-
-
-class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
-    """Yields lists of (position in the stream, index in the dataset): one micro-batch of each rank, one after the other, without end.
-
-    If lengths are known, the items of a step are spread so that all of its micro-batches have about the same number of tokens,
-    because a step takes as long as its longest micro-batch. This does not change which items a step has, nor how many items
-    each micro-batch has.
-    """
-
-    drop_last = False  # Accelerate reads it
-
-    def __init__(self, order: Order, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
-        self.order, self.step, self.lengths = order, step, lengths
-        self.batch_size = micro * num_ranks  # Accelerate reads it
-        self.groups = count * num_ranks  # micro-batches of a step, over all ranks
-        self.per_step = self.batch_size * count
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        step = self.step
-        while True:
-            first = step * self.per_step
-            items = list(enumerate(self.order.items(first, self.per_step), start=first))
-            if self.lengths is not None and self.groups > 1:
-                items = _spread(items, self.lengths, self.groups)
-            for start in range(0, self.per_step, self.batch_size):
-                yield items[start : start + self.batch_size]
-            step += 1
-
-
-def _spread(items: list[tuple[int, int]], lengths: np.ndarray, groups: int) -> list[tuple[int, int]]:
-    """Return the items group by group. Each group has the same number of items and about the same number of tokens.
-
-    Items are assigned from the longest to the shortest, alternating the direction over the groups.
-    """
-    by_length = sorted(items, key=lambda item: (-lengths[item[1]], item[0]))
-    spread: list[list[tuple[int, int]]] = [[] for _ in range(groups)]
-    for turn, start in enumerate(range(0, len(by_length), groups)):
-        for group, item in enumerate(by_length[start : start + groups]):
-            spread[group if turn % 2 == 0 else groups - 1 - group].append(item)
-    return [item for group in spread for item in sorted(group)]
 
 
 class _SeededItems(Dataset):
