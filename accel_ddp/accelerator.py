@@ -17,7 +17,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 
 from accel_ddp import compat, phases
 from accel_ddp.config.choices import choose, reasons
-from accel_ddp.config.option_values import choose_ranks
+from accel_ddp.config.option_values import choose_ranks, parse_shares
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import launcher
@@ -82,6 +82,7 @@ def _check_options(cfg: TrainConfig) -> list[str]:
             cfg.gradient_checkpointing = True
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
+    parse_shares(cfg.balance, this_rank.num_ranks)
     choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
     return _tracker_names(cfg)
 

@@ -34,6 +34,7 @@ from accel_ddp.saving.run_folder import update_options
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import mixture_weights
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training.balance import Balance
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
@@ -141,9 +142,11 @@ class TrainingRun:
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
         facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
-        self.saved.stream_state = lambda: train.state
+        self.saved.more = lambda: {"stream": train.state, "shares": self.balance.state}
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
         train.state = self.saved.resumed.get("stream", "")
+        self.balance = Balance(accelerator, cfg, self.saved.resumed)
+        train.shares_at = self.balance.at
         if not cfg.evaluate_only:
             if self.speed:
                 self.speed.choose_micro_batch_size(self.model, self.optimizer)
@@ -158,7 +161,7 @@ class TrainingRun:
         self.times = measure_steps(accelerator.device, self.step)
         self.pace = Throughput(cfg.global_batch_size, self.speed.peak_flops if self.speed else None)
         self.nonfinite = NonfiniteSteps(accelerator, cfg, self.saved)
-        self.hooks: list[Hook] = [self.nonfinite, *hooks, Breakdown(accelerator.device)]
+        self.hooks: list[Hook] = [self.nonfinite, self.balance, *hooks, Breakdown(accelerator.device)]
         self.first, self.keeps_weights = self.step, False  # whether an evaluation after a step has left the weights as they are
         self.is_done = False  # a hook has ended the run
         self.is_stopping = 0 < cfg.stop_after <= self.step  # the run was asked to stop

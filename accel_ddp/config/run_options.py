@@ -61,6 +61,9 @@ class MultiNodeConfig:
     ddp_timeout_seconds: int = option(_DDP_TIMEOUT, "seconds to wait for a rank; default: DDP_TIMEOUT_SECONDS or 600", at_least=1)
     check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
+    balance: str = option(
+        "off", "items of each rank: off: as many; speed: by its measured speed; or numbers, for example 2,1: in this proportion"
+    )
     tuned: str = option("auto", "NCCL settings: off, NAME=VALUE ..., or auto: those that `accel-ddp tune` found for these nodes")
     bucket_cap_mb: int | Literal["auto"] = option(
         "auto", "DDP: megabytes of gradients per all-reduce; auto: 25, or what `accel-ddp tune` found", at_least=1, legacy=25

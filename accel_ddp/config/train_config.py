@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
-from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps, split_weight
+from accel_ddp.config.option_values import (
+    BestMetric,
+    Direction,
+    check_end,
+    choose,
+    parse_ranks,
+    parse_shares,
+    parse_steps,
+    split_weight,
+)
 from accel_ddp.config.options import of_group, option, properties_of
 from accel_ddp.config.run_options import (
     TIMEOUT_VARIABLE,
@@ -43,6 +52,9 @@ class TrainConfig(
                 raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
             raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
+        if self.balance != "off":
+            why = "FSDP gathers weights in every micro-batch of every rank, so ranks need equal work"
+            raise UserError(f"--balance {self.balance}: {why}. Leave it out, or train with DDP: accelerate_configs/1node.yaml.")
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
 
@@ -59,6 +71,9 @@ class TrainConfig(
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
+        parse_shares(self.balance)
+        if self.balance != "off" and self.static_graph:
+            raise UserError(f"--balance {self.balance} --static_graph: needs ranks with several micro-batches. Use one of them.")
         if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
             raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()

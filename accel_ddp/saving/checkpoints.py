@@ -66,7 +66,9 @@ class Checkpoints:
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
         self.averages = averages or {}
-        self.stream_state: Callable[[], str] = str  # returns where the run is in data that are read in order
+        self.more: Callable[[], dict[str, Any]] = (
+            dict  # what else run.json needs: the place in data that are read in order, shares
+        )
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -127,7 +129,7 @@ class Checkpoints:
             "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
-            **({"shards": len(self._writers)} if self.is_sharded else {}), "stream": self.stream_state(),
+            **({"shards": len(self._writers)} if self.is_sharded else {}), **self.more(),
         }  # fmt: skip
         self.failed = ""
         self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)

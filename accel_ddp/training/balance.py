@@ -17,7 +17,10 @@ from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_be
 from accel_ddp.training.workers import loader_options
 
 WARM_UP = 3  # steps that are not measured, after the start and after a change
-FIRST, LONGEST = 10, 160  # steps that are measured before a decision; the number doubles, because later decisions are rarely needed
+FIRST, LONGEST = (
+    10,
+    160,
+)  # steps that are measured before a decision; the number doubles, because later decisions are rarely needed
 GAIN = 0.03  # of the time of a step; a smaller one is noise
 UNITS = 1024  # parts into which a step is divided if it has no fixed number of items
 
@@ -31,7 +34,8 @@ class Balance(Hook):
         self.given = parse_shares(cfg.balance, ranks)  # None: they are equal, or follow from the speed
         self.measures = cfg.balance == "speed" and ranks > 1
         self.units = cfg.global_batch_size or UNITS
-        self.changes: list[tuple[int, list[int]]] = [(0, [self.units * (r + 1) // ranks - self.units * r // ranks for r in range(ranks)])]
+        equal = [self.units * (rank + 1) // ranks - self.units * rank // ranks for rank in range(ranks)]
+        self.changes: list[tuple[int, list[int]]] = [(0, equal)]
         if self.measures and saved.get("num_ranks") == ranks:
             self.changes = [(step, counts) for step, counts in saved.get("shares") or self.changes]
         self.window, self.before = FIRST, ()
@@ -50,13 +54,13 @@ class Balance(Hook):
     def at(self, step: int) -> tuple[float, ...] | None:
         """Return the shares of all ranks at a step, or None if they are equal."""
         self.asked = max(self.asked, step)
-        counts = next(counts for since, counts in reversed(self.changes) if since <= step)
-        return self.given or (None if max(counts) - min(counts) < 2 else tuple(count / self.units for count in counts))
+        since, counts = next(change for change in reversed(self.changes) if change[0] <= step)
+        return self.given or (tuple(count / self.units for count in counts) if since else None)
 
     def on_update(self, numbers: Numbers, pace: Pace) -> None:
         if not self.measures or not numbers.ranks:
             return
-        since, counts = self.changes[-1]
+        since = self.changes[-1][0]
         now, first = numbers.ranks, min(sample.step for sample in numbers.ranks)
         if not self.before or self.before[0].step < since + WARM_UP:
             self.before: Sequence[RankSample] = now if first >= since + WARM_UP else ()
@@ -87,8 +91,8 @@ class Balance(Hook):
         parts = [f"rank {rank}: {new} instead of {old}" for rank, (new, old) in enumerate(zip(counts, before)) if new != old]
         more = f" and {len(parts) - 8} more ranks" if len(parts) > 8 else ""
         print_on_main(
-            f"--balance speed: from step {step + 1} on, of {self.units} items {', '.join(parts[:8])}{more}. The slowest rank should take "
-            f"{rough_seconds(expected)} per step instead of {rough_seconds(now)}."
+            f"--balance speed: from step {step + 1} on, of {self.units} items {', '.join(parts[:8])}{more}. The slowest rank should "
+            f"take {rough_seconds(expected)} per step instead of {rough_seconds(now)}."
         )
 
 

@@ -164,6 +164,11 @@ def main(cfg: Config) -> None:
     results["resumed"] = train_with_resume(accelerator, cfg)
     results["mixed"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, kind=Mixed)
     results["mixed, resumed"] = train_with_resume(accelerator, cfg, kind=Mixed)
+    ranks = range(1, accelerator.num_processes + 1)
+    rising, falling = (",".join(map(str, each)) if len(ranks) > 1 else "off" for each in (ranks, ranks[::-1]))
+    results["shares"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, balance=rising)
+    results["shares, resumed"] = train_with_resume(accelerator, cfg, balance=(rising, rising))
+    results["other shares, resumed"] = train_with_resume(accelerator, cfg, dropout=0.0, balance=(rising, falling))
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
     results["order from 3"] = stream(accelerator, cfg, torch.arange(101), num_steps=6, first=3)
     for workers in (0, 2):
@@ -198,12 +203,13 @@ def metrics_that_differ_between_ranks(accelerator, cfg):
     return gather_objects(found)
 
 
-def train_with_resume(accelerator, cfg, kind=list):
+def train_with_resume(accelerator, cfg, kind=list, dropout=0.3, balance=("off", "off")):
     """Train 5 steps with dropout, resume from the checkpoint, and return the results after 9 steps."""
-    common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{kind.__name__}", "kind": kind}
-    train(accelerator, cfg, steps=5, **common)
+    folder = f"{cfg.output_dir}_{kind.__name__}_{dropout}_{balance[0]}"
+    common = {"dropout": dropout, "micro_batch_size": 2, "output_dir": folder, "kind": kind}
+    train(accelerator, cfg, steps=5, balance=balance[0], **common)
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
-    return train(accelerator, cfg, steps=9, resume="auto", **common)
+    return train(accelerator, cfg, steps=9, resume="auto", balance=balance[1], **common)
 
 
 def weights_are_equal(results) -> bool:
