@@ -167,8 +167,8 @@ def main(cfg: Config) -> None:
     ranks = range(1, accelerator.num_processes + 1)
     rising, falling = (",".join(map(str, each)) if len(ranks) > 1 else "off" for each in (ranks, ranks[::-1]))
     results["shares"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, balance=rising)
-    results["shares, resumed"] = train_with_resume(accelerator, cfg, balance=(rising, rising))
-    results["other shares, resumed"] = train_with_resume(accelerator, cfg, dropout=0.0, balance=(rising, falling))
+    results["shares, resumed"] = train_with_resume(accelerator, cfg, name="shares", balance=(rising, rising))
+    results["other shares, resumed"] = train_with_resume(accelerator, cfg, name="other", dropout=0.0, balance=(rising, falling))
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
     results["order from 3"] = stream(accelerator, cfg, torch.arange(101), num_steps=6, first=3)
     for workers in (0, 2):
@@ -203,10 +203,9 @@ def metrics_that_differ_between_ranks(accelerator, cfg):
     return gather_objects(found)
 
 
-def train_with_resume(accelerator, cfg, kind=list, dropout=0.3, balance=("off", "off")):
+def train_with_resume(accelerator, cfg, kind=list, name="", dropout=0.3, balance=("off", "off")):
     """Train 5 steps with dropout, resume from the checkpoint, and return the results after 9 steps."""
-    folder = f"{cfg.output_dir}_{kind.__name__}_{dropout}_{balance[0]}"
-    common = {"dropout": dropout, "micro_batch_size": 2, "output_dir": folder, "kind": kind}
+    common = {"dropout": dropout, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{name}{kind.__name__}", "kind": kind}
     train(accelerator, cfg, steps=5, balance=balance[0], **common)
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
     return train(accelerator, cfg, steps=9, resume="auto", balance=balance[1], **common)
