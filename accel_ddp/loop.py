@@ -142,11 +142,9 @@ class TrainingRun:
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
         facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
-        self.saved.more = lambda: {"stream": train.state, "shares": self.balance.state}
+        self.saved.more = lambda: {"stream": train.state, **self.balance.state}
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
         train.state = self.saved.resumed.get("stream", "")
-        self.balance = Balance(accelerator, cfg, self.saved.resumed)
-        train.shares_at = self.balance.at
         if not cfg.evaluate_only:
             if self.speed:
                 self.speed.choose_micro_batch_size(self.model, self.optimizer)
@@ -156,6 +154,8 @@ class TrainingRun:
                 warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+        self.balance = Balance(accelerator, cfg, self.saved.resumed)
+        train.shares_at = self.balance.at
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)

@@ -72,10 +72,10 @@ def test_a_checkpoint_has_the_shares_of_later_steps_for_the_same_number_of_ranks
     saved = {"num_ranks": 2, "shares": changes}
     balance = new_balance(2, saved)
     assert (balance.at(29), balance.at(30)) == (None, (0.625, 0.375))
-    assert balance.state == changes
+    assert balance.state["shares"] == changes
     assert new_balance(3, saved).at(30) is None, "on other ranks the shares are equal again"
     off = new_balance(2, saved, balance="off")
-    assert (off.at(30), off.state) == (None, [])
+    assert (off.at(30), off.state["shares"]) == (None, [])
     assert new_balance(2, saved, balance="3 1").at(0) == (0.75, 0.25)
     with pytest.raises(RuntimeError, match="step 30 is already divided"):
         balance._change(30, [1, 63], 1.0, 0.5)

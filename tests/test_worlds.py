@@ -79,6 +79,7 @@ def test_shares_of_ranks_change_only_rounding_and_dropout_and_are_resumed_exactl
     for ranks, result in results.items():
         assert distance(result["shares, resumed"], result["shares"]) == 0
         assert distance(result["other shares, resumed"], one) < 1e-12
+        assert distance(result["sizes"], one) < 1e-12, "every second rank has micro-batches of 1 item"
         assert (distance(result["shares"], result["dropout"]) > 0) == (ranks > 1), "other micro-batches have other dropout"
 
 

@@ -106,7 +106,10 @@ class SpeedConfig:
     """The options of the computation."""
 
     micro_batch_size: int | Literal["auto"] = option(
-        8, "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1
+        8,
+        "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
+        at_least=1,
+        per_node=True,
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
     compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")

@@ -292,6 +292,7 @@ def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
     """Return the options that must be the same on every node."""
     properties = properties_of(type(cfg))
     found = {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
+    found["micro_batch_size"] = "auto" if cfg.micro_batch_size == "auto" else "a number"  # ranks choose together
     weights = [split_weight(one)[1] for one in getattr(cfg, "train_file", ())]
     return found | ({"weights of --train_file": weights} if any(weights) else {})
 

@@ -324,7 +324,8 @@ class Checkpoints:
         evaluations = broadcast_object(evaluations, source) or {}
         resume.check_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
-            found = run["config"]["micro_batch_size"]  # the size that was chosen then keeps the run bit-identical
+            # The size that was chosen then keeps the run bit-identical.
+            found = run["micro_batch_sizes"][this_rank.rank] if "micro_batch_sizes" in run else run["config"]["micro_batch_size"]
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")

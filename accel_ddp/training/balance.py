@@ -10,7 +10,9 @@ from accelerate import Accelerator
 
 from accel_ddp.config.option_values import parse_shares
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
+from accel_ddp.ranks.process import links
 from accel_ddp.text import rough_seconds
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
@@ -38,6 +40,10 @@ class Balance(Hook):
         self.changes: list[tuple[int, list[int]]] = [(0, equal)]
         if self.measures and saved.get("num_ranks") == ranks:
             self.changes = [(step, counts) for step, counts in saved.get("shares") or self.changes]
+        self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
+        self.is_even = len({*self.sizes}) == 1
+        if links.sharding and not self.is_even:
+            raise UserError(f"--micro_batch_size {' '.join(map(str, self.sizes))} of the ranks: must be the same with FSDP.")
         self.window, self.before = FIRST, ()
         self.seen: dict[tuple[int, ...], float] = {}  # the seconds of a step with each division that was measured
         self.asked = -1  # the last step whose shares the data loader has read
@@ -47,15 +53,15 @@ class Balance(Hook):
         self.horizon = max(gather_everywhere(horizon)) if self.measures else 0
 
     @property
-    def state(self) -> list[tuple[int, list[int]]]:
+    def state(self) -> dict[str, Any]:
         """What a checkpoint must contain, so that a resumed run divides its steps as the run before it."""
-        return self.changes if self.measures else []
+        return {"shares": self.changes if self.measures else [], "micro_batch_sizes": self.sizes}
 
     def at(self, step: int) -> tuple[float, ...] | None:
-        """Return the shares of all ranks at a step, or None if they are equal."""
+        """Return the shares of all ranks at a step, or None if all ranks have as many items in micro-batches of the same size."""
         self.asked = max(self.asked, step)
         since, counts = next(change for change in reversed(self.changes) if change[0] <= step)
-        return self.given or (tuple(count / self.units for count in counts) if since else None)
+        return self.given or (tuple(count / self.units for count in counts) if since or not self.is_even else None)
 
     def on_update(self, numbers: Numbers, pace: Pace) -> None:
         if not self.measures or not numbers.ranks:

@@ -167,6 +167,7 @@ def main(cfg: Config) -> None:
     ranks = range(1, accelerator.num_processes + 1)
     rising, falling = (",".join(map(str, each)) if len(ranks) > 1 else "off" for each in (ranks, ranks[::-1]))
     results["shares"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, balance=rising)
+    results["sizes"] = train(accelerator, cfg, micro_batch_size=2 - accelerator.process_index % 2)
     results["shares, resumed"] = train_with_resume(accelerator, cfg, name="shares", balance=(rising, rising))
     results["other shares, resumed"] = train_with_resume(accelerator, cfg, name="other", dropout=0.0, balance=(rising, falling))
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
