@@ -254,10 +254,14 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
     split = f"{micro} per micro-batch x {counted(count, 'micro-batch')}"
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
+    if cfg.micro_batch_tokens:
+        split = f"micro-batches of at most {cfg.micro_batch_tokens:,} tokens"
     on_gpu = accelerator.device.type == "cuda"
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {counted(threads, 'thread')}"
-    text = f"{cfg.global_batch_size} items per step = {describe_ranks(links.nodes)} x {split}"
+    text = (
+        f"{cfg.step_size:,} {'tokens' if cfg.global_batch_tokens else 'items'} per step = {describe_ranks(links.nodes)} x {split}"
+    )
     text += f"   ({device}; mixed precision: {cfg.mixed_precision})"
     if links.sharding:
         text += f"\n{links.sharding.describe(this_rank.num_ranks, 'GPU' if on_gpu else 'rank')}"
@@ -305,7 +309,8 @@ def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
         )
     if cfg.sync_batchnorm and not use_gpu:
         raise UserError("--sync_batchnorm needs GPUs, because torch has no CPU version of it. Leave it out.")
-    if cfg.static_graph and cfg.split(this_rank.num_ranks)[1] > 1 and this_rank.num_ranks > 1:
+    has_several = cfg.split(this_rank.num_ranks)[1] > 1 or cfg.micro_batch_tokens or cfg.global_batch_tokens
+    if cfg.static_graph and has_several and this_rank.num_ranks > 1:
         raise UserError(
             "--static_graph cannot be combined with several micro-batches per update, because DDP learns the graph from a first "
             f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."

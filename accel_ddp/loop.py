@@ -131,7 +131,15 @@ class TrainingRun:
         self.num_items = len(train)
         if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
             raise UserError(f"--train_file {' '.join(cfg.train_file)}: this recipe does not mix datasets. Leave the weights out.")
-        self.total_steps = cfg.total_steps(len(train))
+        uneven = [
+            f"--{name} {getattr(cfg, name)}" for name in ("micro_batch_tokens", "global_batch_tokens") if getattr(cfg, name)
+        ]
+        uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
+        if isinstance(loss_sum, WholeBatch) and uneven:
+            raise UserError(
+                f"{uneven[0]}: each item is compared with those of all ranks, which must have equal numbers. Leave it out."
+            )
+        self.total_steps, self.epoch_size, self.mean_items = train.total_steps(cfg), train.epoch_size(cfg), train.mean_items(cfg)
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training") as self.loaded:
             if not cfg.evaluate_only:
@@ -140,7 +148,8 @@ class TrainingRun:
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
-        facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
+        identity = train.identity | ({"tokens": self.epoch_size} if cfg.global_batch_tokens else {})
+        facts = {"data": identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
         self.saved.more = lambda: {"stream": train.state, **self.balance.state}
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
@@ -154,12 +163,12 @@ class TrainingRun:
                 warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
-        self.balance = Balance(accelerator, cfg, self.saved.resumed)
+        self.balance = Balance(accelerator, cfg, self.saved.resumed, needs_equal=isinstance(loss_sum, WholeBatch))
         train.shares_at = self.balance.at
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
-        self.pace = Throughput(cfg.global_batch_size, self.speed.peak_flops if self.speed else None)
+        self.pace = Throughput(self.mean_items, self.speed.peak_flops if self.speed else None)
         self.nonfinite = NonfiniteSteps(accelerator, cfg, self.saved)
         self.hooks: list[Hook] = [self.nonfinite, self.balance, *hooks, Breakdown(accelerator.device)]
         self.first, self.keeps_weights = self.step, False  # whether an evaluation after a step has left the weights as they are
@@ -172,7 +181,7 @@ class TrainingRun:
         """Store the options that were chosen for this model, and describe the run to the hooks, which may end it."""
         if self.accelerator.is_main_process:
             update_options(self.cfg)
-        facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
+        facts = describe_run(self.accelerator, self.cfg, self.num_items, self.mean_items, self.model)
         self.notify("on_describe", facts)
         ends = self.notify("on_start", self.step, self.total_steps, self.saved.evaluations)
         self.is_done = self._any_rank(ends) or bool(self.cfg.evaluate_only)
@@ -311,7 +320,7 @@ class TrainingRun:
     def _is_due(self, step: int, every: int) -> bool:
         if every:
             return step % every == 0
-        epochs = lambda steps: steps * self.cfg.global_batch_size // self.num_items
+        epochs = lambda steps: steps * self.cfg.step_size // self.epoch_size
         return epochs(step) > epochs(step - 1)
 
     def save(self) -> None:

@@ -86,6 +86,9 @@ class TrainingConfig:
     epochs: float = option(1.0, "passes over the training items; --steps overrides it; a resumed run may have more")
     steps: int = option(0, "updates of the whole run; 0: as many as --epochs needs; a resumed run may have more", at_least=0)
     global_batch_size: int = option(32, "items per optimizer update, over all ranks; the result depends on it", at_least=1)
+    global_batch_tokens: int = option(
+        0, "instead of it: about so many tokens per update, without padding; 0: --global_batch_size", at_least=0, legacy=0
+    )
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", at_least=0)
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop",
@@ -110,6 +113,9 @@ class SpeedConfig:
         "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
         at_least=1,
         per_node=True,
+    )
+    micro_batch_tokens: int = option(
+        0, "instead of it: at most so many tokens, with padding where texts are padded; ranks are balanced by cost; 0: by items"
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
     compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")

@@ -69,6 +69,10 @@ class TrainConfig(
                 raise UserError(f"--{name} {value}: must be {properties.at_least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
+        for tokens, items in (("micro_batch_tokens", "micro_batch_size"), ("global_batch_tokens", "global_batch_size")):
+            if getattr(self, tokens) and getattr(self, items) != getattr(type(self), items):
+                given = f"--{tokens} {getattr(self, tokens)} --{items} {getattr(self, items)}"
+                raise UserError(f"{given}: both are the size of a batch. Leave one of them out.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
         parse_shares(self.balance)
@@ -100,17 +104,28 @@ class TrainConfig(
         """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
         return choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
-    def total_steps(self, num_items: int) -> int:
+    @property
+    def step_size(self) -> int:
+        """The items of a step, or its tokens with `--global_batch_tokens`."""
+        return self.global_batch_tokens or self.global_batch_size
+
+    def total_steps(self, epoch_size: int) -> int:
         """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.
 
-        If the last step is not full, it is filled from the next epoch. No item is dropped.
+        `epoch_size` is the number of items, or of their tokens with `--global_batch_tokens`. If the last step is not full, it is
+        filled from the next epoch. No item is dropped.
         """
-        return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
+        return self.steps or max(1, -int(-self.epochs * epoch_size // self.step_size))
 
     def split(self, num_ranks: int) -> tuple[int, int]:
-        """Return (items per micro-batch, micro-batches per update) of each rank."""
+        """Return (items per micro-batch, micro-batches per update) of each rank.
+
+        If batches have a number of tokens, it is an estimate for items of `--max_length` tokens.
+        """
         if self.evaluate_only:  # on any number of ranks
             return 1, 1
+        if self.micro_batch_tokens or self.global_batch_tokens:
+            return self._estimate_split(num_ranks)
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
@@ -130,6 +145,18 @@ class TrainConfig(
                 f"--global_batch_size {self.global_batch_size}. Use --micro_batch_size {' or '.join(map(str, near))}."
             )
         return micro, per_rank // micro
+
+    def _estimate_split(self, num_ranks: int) -> tuple[int, int]:
+        if self.global_batch_size < num_ranks and not self.global_batch_tokens:
+            raise UserError(
+                f"--global_batch_size {self.global_batch_size}: {num_ranks} ranks need an item each. Use at least {num_ranks}."
+            )
+        length = getattr(self, "max_length", 0)
+        length = length if isinstance(length, int) and length else 512
+        per_rank = max(1, (self.global_batch_tokens // length or self.global_batch_size) // num_ranks)
+        limit = self.micro_batch_tokens // length if self.micro_batch_tokens else self.micro_batch_size
+        micro = per_rank if limit == "auto" else min(max(1, limit), per_rank)
+        return micro, -(-per_rank // micro)
 
     def most_ranks(self, limit: int) -> tuple[int, str]:
         """Return the largest number of ranks up to `limit` that can split a batch, and why not `limit` with what to change, or ""."""

@@ -93,7 +93,7 @@ def options_from(
     if cfg is not None:
         items = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # only a training run can find the value of auto
         length = getattr(cfg, "max_length", 128)
-        tokens = items * min(128, 128 if length == "auto" else length)
+        tokens = cfg.micro_batch_tokens or items * min(128, 128 if length == "auto" else length)
     precision = getattr(cfg, "mixed_precision", "auto")
     precision = (stated_precision(topology.accelerate_config) or "auto") if precision == "auto" else precision
     return TuneOptions(

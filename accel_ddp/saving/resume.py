@@ -236,7 +236,8 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
     """Return the options that differ from the saved run. Those that are `free` or keep the result may differ."""
     # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
-    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
+    # A run that is older than the option had steps of items.
+    then, now = redact_values({"global_batch_tokens": 0} | run.get("config", {})), redact_values(as_plain_dict(cfg))
     before = run.get("data") or {}
     free = {*free, *options_that_keep_the_result(type(cfg)), "mixed_precision"}
     if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
@@ -253,11 +254,14 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
     Without `data` the saved run's number of items is used.
     """
     then, before = run.get("config", {}), run.get("data") or {}
-    last_step = lambda options, items: options.total_steps(items) if items or options.steps else 0
-    names = ("steps", "epochs", "global_batch_size")
+    size_of = lambda options, found: found.get("tokens" if options.global_batch_tokens else "items", 0)
+    last_step = lambda options, found: (
+        options.total_steps(size_of(options, found)) if size_of(options, found) or options.steps else 0
+    )
+    names = ("steps", "epochs", "global_batch_size", "global_batch_tokens")
     saved = dataclasses.replace(cfg, **{name: then[name] for name in names if name in then})
-    total = run.get("total_steps") or last_step(saved, before.get("items", 0))
-    return last_step(cfg, (data or before).get("items", 0)), total
+    total = run.get("total_steps") or last_step(saved, before)
+    return last_step(cfg, data or before), total
 
 
 # ---- loading

@@ -37,7 +37,7 @@ def choose(
     own size. `room` is the memory of a micro-batch in multiples of what its forward and backward pass take. It includes CUDA
     graphs, because they save more time than a larger micro-batch.
     """
-    if cfg.micro_batch_size != "auto":
+    if cfg.micro_batch_size != "auto" or cfg.micro_batch_tokens:
         return
     per_rank = cfg.split(accelerator.num_processes)[0]
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]

@@ -30,20 +30,26 @@ UNITS = 1024  # parts into which a step is divided if it has no fixed number of 
 class Balance(Hook):
     """The items of each rank from a step on, as whole numbers whose sum is the global batch. With `--balance off` it does nothing."""
 
-    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, saved: dict[str, Any]):
-        """`saved` is the run.json of the checkpoint from which the run continues. Its shares are for its number of ranks."""
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, saved: dict[str, Any], needs_equal: bool = False):
+        """`saved` is the run.json of the checkpoint from which the run continues. Its shares are for its number of ranks.
+
+        `needs_equal`: the loss compares the items of all ranks, which must have equal numbers.
+        """
         ranks = accelerator.num_processes
         self.given = parse_shares(cfg.balance, ranks)  # None: they are equal, or follow from the speed
         self.measures = cfg.balance == "speed" and ranks > 1
-        self.units = cfg.global_batch_size or UNITS
+        self.units = UNITS if cfg.global_batch_tokens else cfg.global_batch_size
         equal = [self.units * (rank + 1) // ranks - self.units * rank // ranks for rank in range(ranks)]
         self.changes: list[tuple[int, list[int]]] = [(0, equal)]
         if self.measures and saved.get("num_ranks") == ranks:
             self.changes = [(step, counts) for step, counts in saved.get("shares") or self.changes]
         self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
         self.is_even = len({*self.sizes}) == 1
-        if links.sharding and not self.is_even:
-            raise UserError(f"--micro_batch_size {' '.join(map(str, self.sizes))} of the ranks: must be the same with FSDP.")
+        if (links.sharding or needs_equal) and not self.is_even:
+            why = "a loss that compares all items" if needs_equal else "FSDP"
+            raise UserError(
+                f"--micro_batch_size {min(self.sizes)} to {max(self.sizes)}: must be the same on all ranks with {why}."
+            )
         self.window, self.before = FIRST, ()
         self.seen: dict[tuple[int, ...], float] = {}  # the seconds of a step with each division that was measured
         self.asked = -1  # the last step whose shares the data loader has read

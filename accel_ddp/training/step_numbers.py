@@ -137,7 +137,7 @@ class Pace(NamedTuple):
 class Throughput:
     """Measures the pace. The latest steps have the largest weight, and time outside of steps does not count."""
 
-    def __init__(self, samples_per_step: int, peak_flops: float | None) -> None:
+    def __init__(self, samples_per_step: float, peak_flops: float | None) -> None:
         self.samples_per_step, self.peak_flops = samples_per_step, peak_flops
         self.last, self.steps, self.tokens, self.flops, self.seconds = phases.HERE.training_seconds(), 0.0, 0.0, 0.0, 0.0
 

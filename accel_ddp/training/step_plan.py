@@ -4,9 +4,10 @@ A step takes as long as its slowest rank, so the items of a step are dealt to ra
 to rounding and dropout, its result depend on how they are dealt.
 """
 
+import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -15,12 +16,6 @@ from accel_ddp.config.train_config import TrainConfig
 
 Item = tuple[int, int]  # position in the stream, index in the dataset
 Shares = tuple[float, ...]  # the part of the work of each rank; their sum is 1
-
-
-class Order(Protocol):
-    """Which item each position of the stream has."""
-
-    def items(self, position: int, number: int) -> list[int]: ...
 
 
 class Cost(NamedTuple):
@@ -49,18 +44,18 @@ class StepPlan:
     """
 
     def __init__(
-        self, order: Order, cfg: TrainConfig, num_ranks: int, parts: np.ndarray | None = None, cost: Cost = BY_TOKENS,
+        self, order: Any, cfg: TrainConfig, num_ranks: int, parts: np.ndarray | None = None, cost: Cost = BY_TOKENS,
         is_sharded: bool = False,
     ):  # fmt: skip
-        """`parts` are the lengths of the texts of each item, a row for each, or None if they are not known."""
+        """`order` has the items of the stream, and `parts` the lengths of the texts of each item; None: they are not known."""
         self.order, self.num_ranks, self.parts, self.cost, self.is_sharded = order, num_ranks, parts, cost, is_sharded
-        self.limits = [cfg.split(num_ranks)[0]] * num_ranks  # items or tokens of a micro-batch, for each rank
-        self.counts_tokens = False
-        self.size = cfg.global_batch_size
-
-    def first(self, step: int) -> int:
-        """Return the position in the stream at which a step begins."""
-        return step * self.size
+        self.counts_tokens = bool(cfg.micro_batch_tokens)
+        micro = np.inf if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
+        self.limits = [cfg.micro_batch_tokens or micro] * num_ranks  # items or tokens of a micro-batch of each rank
+        self.is_equal = not (
+            cfg.micro_batch_tokens or cfg.global_batch_tokens
+        )  # for equal shares: micro-batches have as many items
+        self.first = find_starts(order, parts, cfg)  # the position in the stream at which a step begins
 
     def items(self, step: int) -> list[Item]:
         """Return the items of a step."""
@@ -73,12 +68,14 @@ class StepPlan:
 
     def deal(self, items: list[Item], rank: int, shares: Shares | None = None) -> list[list[Item]]:
         """Return the micro-batches of a rank, if these are the items of a step."""
-        if shares is None and not self.counts_tokens:
+        if shares is None and self.is_equal:
             return self._equal_groups(items)[rank :: self.num_ranks]
         parts = np.ones((len(items), 1)) if self.parts is None else self.parts[[index for _, index in items]]
         costs = self.cost.of(parts)
-        owned = _deal(costs, np.array(shares or [1 / self.num_ranks] * self.num_ranks), self.is_sharded)
-        pack = lambda rank, number=0: self._pack(owned[rank], parts, costs, self.limits[rank], number)
+        sizes = parts.sum(1) if self.counts_tokens else np.ones(len(parts))
+        parted = np.array(shares or [1.0] * self.num_ranks)
+        owned = _deal(np.argsort(-costs, kind="stable").tolist(), costs, parted, sizes, is_even=self.is_sharded)
+        pack = lambda rank, number=0: self._pack(owned[rank], parts, costs, sizes, self.limits[rank], number)
         number = 0
         if self.is_sharded:
             number = min(max(len(pack(rank)) for rank in range(self.num_ranks)), *map(len, owned))
@@ -87,19 +84,24 @@ class StepPlan:
         return [[items[place] for place in sorted(group)] for group in found]
 
     def _equal_groups(self, items: list[Item]) -> list[list[Item]]:
-        micro = min(self.limits[0], len(items) // self.num_ranks)
+        micro = int(min(self.limits[0], len(items) // self.num_ranks))
         number = len(items) // micro
         if self.parts is None or number == 1:
             return [items[first : first + micro] for first in range(0, len(items), micro)]
         return spread(items, self.parts[[index for _, index in items]].sum(1), number)
 
-    def _pack(self, own: list[int], parts: np.ndarray, costs: np.ndarray, limit: float, number: int) -> list[list[int]]:
+    def _pack(
+        self, own: list[int], parts: np.ndarray, costs: np.ndarray, sizes: np.ndarray, limit: float, number: int
+    ) -> list[list[int]]:
         """Return the micro-batches of items, which begin with the most expensive one: `number`, or as few as possible."""
-        sizes = parts.sum(1) if self.counts_tokens else np.ones(len(parts))
-        number, is_fixed = number or int(np.ceil(np.minimum(sizes[own], limit).sum() / limit)), bool(number)
-        while (found := _fill(own, sizes, costs, limit, number)) is None:
-            number, limit = (number, np.inf) if is_fixed else (number + 1, limit)
-        return found
+        if self.counts_tokens and self.cost.pads:
+            return _cut(sorted(own, key=lambda item: -parts[item].sum()), parts, limit, number)
+        least = max(1, int(np.ceil(np.minimum(sizes[own], limit).sum() / limit)))
+        if self.parts is None:  # a stream of rows can only be read forward
+            return [part.tolist() for part in np.array_split(own, number or least)]
+        # A sharded model exceeds the limit if it needs more micro-batches than a rank has items.
+        tries = [(number, limit), (number, np.inf)] if number else [(number, limit) for number in range(least, len(own) + 1)]
+        return next(filter(None, (_deal(own, costs, np.ones(number), sizes, limit) for number, limit in tries)))
 
 
 def spread(items: list[Item], lengths: np.ndarray, groups: int) -> list[list[Item]]:
@@ -112,40 +114,95 @@ def spread(items: list[Item], lengths: np.ndarray, groups: int) -> list[list[Ite
     return [sorted(group) for group in zip(*turns, strict=True)]
 
 
-def _deal(costs: np.ndarray, shares: np.ndarray, is_even: bool) -> list[list[int]]:
-    """Return the items of each rank: each goes to the rank that would be done first, from the most expensive item on.
+def _deal(
+    own: list[int], costs: np.ndarray, shares: np.ndarray, sizes: np.ndarray, limit: float = np.inf, is_even: bool = False
+) -> list[list[int]] | None:
+    """Return a group of items for each share: each goes to the group that would be done first, from the most expensive item on.
 
-    Without `is_even` the slowest rank takes at most 4/3 of the shortest possible time if the shares are equal (Graham 1969). With it
-    ranks have the same number of items, or one more.
+    With equal shares and without other conditions, the largest group costs at most 4/3 of the least that is possible (Graham 1969).
+    No group is empty, and none has a size above `limit` unless it is a single item; None: that was not found. With `is_even` groups
+    have the same number of items, or one more.
     """
-    loads, sizes = np.zeros(len(shares)), np.zeros(len(shares), dtype=int)
-    owned: list[list[int]] = [[] for _ in shares]
-    for done, item in enumerate(np.argsort(-costs, kind="stable").tolist()):
-        ends = (loads + costs[item]) / shares
+    loads, filled, numbers = np.zeros((3, len(shares)))
+    groups: list[list[int]] = [[] for _ in shares]
+    for done, item in enumerate(own):
+        is_open = (filled + sizes[item] <= limit) | (numbers == 0)
         if is_even:
-            ends[sizes > done // len(shares)] = np.inf
-        elif len(costs) - done <= (sizes == 0).sum():  # the last items are for ranks without any
-            ends[sizes > 0] = np.inf
-        rank = int(ends.argmin())
-        loads[rank] += costs[item]
-        sizes[rank] += 1
-        owned[rank].append(item)
-    return owned
-
-
-def _fill(own: list[int], sizes: np.ndarray, costs: np.ndarray, limit: float, number: int) -> list[list[int]] | None:
-    """Return `number` groups of about the same cost, none above `limit` unless it is a single item; None: they do not fit."""
-    loads, filled = np.zeros(number), np.zeros(number)
-    groups: list[list[int]] = [[] for _ in range(number)]
-    for item in own:
-        fits = (filled + sizes[item] <= limit) | (loads == 0)
-        group = int(np.where(fits, loads, np.inf).argmin())
-        if not fits[group]:
+            is_open &= numbers <= done // len(shares)
+        elif len(own) - done <= (numbers == 0).sum():  # the last items are for groups without any
+            is_open = numbers == 0
+        group = int(np.where(is_open, (loads + costs[item]) / shares, np.inf).argmin())
+        if not is_open[group]:
             return None
         loads[group] += costs[item]
         filled[group] += sizes[item]
+        numbers[group] += 1
         groups[group].append(item)
     return groups
+
+
+def _cut(own: list[int], parts: np.ndarray, limit: float, number: int) -> list[list[int]]:
+    """Return groups of items, which begin with the longest: `number`, or as few as possible. Texts of a group have similar lengths.
+
+    None is above `limit` with padding, unless it is a single item or `number` is too small.
+    """
+    groups, widths = [[]], [0] * parts.shape[1]
+    for item, lengths in zip(own, parts[own].tolist()):
+        wider = [*map(max, widths, lengths)]
+        is_full = bool(groups[-1]) and (len(groups[-1]) + 1) * sum(wider) > limit
+        groups += [[]] if is_full else []
+        widths = lengths if is_full else wider
+        groups[-1].append(item)
+    while number > len(groups):
+        largest = groups.pop(max(range(len(groups)), key=lambda place: len(groups[place])))
+        groups += [largest[::2], largest[1::2]]
+    while 0 < number < len(groups):
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return groups
+
+
+def find_starts(order: Any, parts: np.ndarray | None, cfg: TrainConfig) -> Callable[[int], int]:
+    """Return a function that returns the position in the stream at which a step begins."""
+    if cfg.global_batch_tokens and parts is not None:
+        return TokenSteps(order, parts.sum(1), cfg.global_batch_tokens).first
+    return lambda step: step * cfg.global_batch_size
+
+
+class TokenSteps:
+    """Where steps begin if each has about `--global_batch_tokens`: a step begins with the first item after so many tokens per step.
+
+    All epochs of a dataset have the same number of tokens. So only the epoch of a step is summed, in chunks and up to the step. A
+    mixture is summed from its beginning.
+    """
+
+    CHUNK = 1 << 16
+
+    def __init__(self, order: Any, lengths: np.ndarray, tokens: int):
+        self.order, self.lengths, self.tokens = order, lengths, tokens
+        self.chunk = min(self.CHUNK, max(16, len(lengths)))  # items; the small epochs of a small mixture take time
+        self.epoch_items = getattr(order, "num_items", 1 << 62)
+        self.epoch_tokens = int(lengths.sum()) if hasattr(order, "num_items") else 1 << 62
+        self._epoch, self._sums = 0, [0]  # the tokens before each chunk of an epoch
+        self._chunk, self._before = -1, np.zeros(0)  # the tokens before each item of a chunk
+
+    def first(self, step: int) -> int:
+        """Return the position in the stream at which a step begins."""
+        epoch, tokens = divmod(step * self.tokens, self.epoch_tokens)
+        if epoch != self._epoch:
+            self._epoch, self._sums, self._chunk = epoch, [0], -1
+        while self._sums[-1] < tokens:
+            self._sums.append(self._sums[-1] + int(self._lengths_of(len(self._sums) - 1).sum()))
+        chunk = max(0, bisect.bisect_left(self._sums, tokens) - 1)
+        if chunk != self._chunk:
+            lengths = self._lengths_of(chunk)
+            self._chunk, self._before = chunk, np.cumsum(lengths) - lengths
+        inside = int(np.searchsorted(self._before, tokens - self._sums[chunk]))
+        return epoch * self.epoch_items + chunk * self.chunk + inside
+
+    def _lengths_of(self, chunk: int) -> np.ndarray:
+        first = chunk * self.chunk
+        number = min(self.chunk, self.epoch_items - first)
+        return self.lengths[self.order.items(self._epoch * self.epoch_items + first, number)].astype(np.int64)
 
 
 class OwnMicroBatches(Sampler[list[Item]]):

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import mixed, seed_host
-from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan
+from accel_ddp.text import counted
+from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan, find_starts
 from accel_ddp.training.workers import loader_options, starting_workers
 
 
@@ -253,6 +254,7 @@ class TrainBatches:
         mixture = getattr(dataset, "mixture", None)
         self.mixture: Mixture | None = mixture if mixture and mixture.weights else None
         self._order: MixedShuffle | None = None
+        self._starts: Callable[[int], int] | None = None  # of the steps of a mixture
         if self.mixture:  # without names: renamed files have the same content
             self.identity["mixture"] = [[weight, size] for weight, size in zip(self.mixture.weights, self.mixture.sizes)]
 
@@ -279,15 +281,43 @@ class TrainBatches:
             self._order = MixedShuffle(self.mixture, seed)
         return self._order
 
+    def total_steps(self, cfg: TrainConfig) -> int:
+        """Return the number of steps of a run. Raise UserError for options that need other data."""
+        for name in ("micro_batch_tokens", "global_batch_tokens"):
+            value, instead = getattr(cfg, name), name.replace("tokens", "size")
+            if value and not (self.knows_lengths and self.lengths is not None):
+                raise UserError(f"--{name} {value}: the tokens of an item are not known before it is read. Use --{instead}.")
+        tokens, ranks = cfg.global_batch_tokens, this_rank.num_ranks
+        if tokens and tokens < (needed := ranks * int(self.lengths.max())):
+            reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
+            raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
+        return cfg.total_steps(self.epoch_size(cfg))
+
+    def epoch_size(self, cfg: TrainConfig) -> int:
+        """Return the items of an epoch, or their tokens with `--global_batch_tokens`. A step has `cfg.step_size` of them."""
+        if not cfg.global_batch_tokens:
+            return len(self)
+        if not (order := self._mixed_order(cfg.seed)):
+            return int(self.lengths.sum())
+        tokens = np.bincount(self.mixture.numbers, self.lengths, minlength=len(order.sizes))
+        return round(len(self) * float((tokens / order.sizes) @ order.shares))
+
+    def mean_items(self, cfg: TrainConfig) -> float:
+        """Return the items of a step, on average."""
+        return cfg.global_batch_tokens * len(self) / self.epoch_size(cfg) if cfg.global_batch_tokens else cfg.global_batch_size
+
     def counts(self, step: int, cfg: TrainConfig) -> dict[str, int]:
         """Return the rows of each dataset of a mixture in the first `step` steps, as `rows/NAME`. Without a mixture it is empty."""
         order = self._mixed_order(cfg.seed)
-        return {f"rows/{name}": number for name, number in order.counts(step * cfg.global_batch_size).items()} if order else {}
+        if order and self._starts is None:
+            self._starts = find_starts(order, self.part_lengths if cfg.global_batch_tokens else None, cfg)
+        return {f"rows/{name}": number for name, number in order.counts(self._starts(step)).items()} if order else {}
 
     def describe(self, total_steps: int, cfg: TrainConfig) -> tuple[str, list[str]]:
         """Return lines about how often the items are seen, and warnings."""
-        rows = total_steps * cfg.global_batch_size
+        rows = round(total_steps * self.mean_items(cfg))
         text = f"{total_steps} steps = {rows / len(self):.2f} epochs of {len(self):,} items"
+        text += f", about {self.mean_items(cfg):.1f} in each step" if cfg.global_batch_tokens else ""
         mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
         return "\n".join(filter(None, (text, mixed_text))), warnings
 
@@ -316,9 +346,7 @@ class TrainBatches:
         on_device = lambda batch: send_to_device(batch, accelerator.device, non_blocking=accelerator.device.type == "cuda")
         with starting_workers(loader):
             micro_batches = map(with_sizes, map(on_device, loader))
-            first = [
-                next(micro_batches)
-            ]  # a list, from which it is removed: otherwise its memory would be held for the whole run
+            first = [next(micro_batches)]  # it is removed below: otherwise its memory would be held for the whole run
         while True:
             batches = [first.pop() if first else next(micro_batches)]
             batches += (next(micro_batches) for _ in range(sampler.numbers.popleft() - 1))
