@@ -291,7 +291,7 @@ def store(folder: Path, nodes: list[tuple[str, int]], **changes: object) -> Path
     facts = {"version": "torch 2, NCCL 2", "network": {}, "model": "- - -", "bucket_cap_mb": 50, "comm_hook": "bf16"}
     settings = {"NCCL_ALGO": "ring,tree;allreduce:tree", "NCCL_NET_PLUGIN": "/tmp/x.so", "LD_PRELOAD": "x"}
     ((name, text),) = tuned_settings.make_file(nodes, "H200", settings, **{**facts, **changes}).items()
-    path = tuned_settings.folder_of(str(folder)) / name
+    path = folder / tuned_settings.FOLDER / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return path

@@ -10,7 +10,7 @@ from accel_ddp.errors import INTERRUPTED
 from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import JOIN_SECONDS, SILENCE_SECONDS
 from accel_ddp.nodes.messages import Stream, printable
-from accel_ddp.records.tuned_settings import folder_of
+from accel_ddp.records.tuned_settings import FOLDER
 
 WORKER_MODULE = "accel_ddp.measure.trial_worker"  # see `doctor.collective_launch`, which starts it
 
@@ -19,7 +19,7 @@ class Agent:
     """Starts and kills the worker processes of its node, prints texts and writes files, as the coordinator requests."""
 
     def __init__(self, processes: WorkerProcesses, out: str, cache_dir: str):
-        self.processes, self.folders = processes, {"files": out, "for_runs": str(folder_of(cache_dir))}
+        self.processes, self.folders = processes, {"files": out, "for_runs": f"{cache_dir}/{FOLDER}"}
 
     async def run(self, ip: str, port: int, key: bytes, info: dict[str, Any], interrupted: asyncio.Future) -> int:
         """Answer the coordinator at this address until it closes the connection, and return the exit code.

@@ -47,12 +47,12 @@ def connect(cfg: TrainConfig, saved: dict[str, Any]) -> bool:
     keys = NodeKeys(read_secret()) if this_rank.is_local_main and has_other_nodes else None  # of the monitor
     gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
     mine = {
-        "host": this_rank.host, "pid": os.getpid(), "gpus": gpus, "tuned": _announce_settings(cfg, saved, gpus),
+        "host": this_rank.host, "pid": os.getpid(), "gpus": gpus,
         "rank": this_rank.rank, "node": links.node, "local_rank": this_rank.local_rank, "local": this_rank.local_ranks,
         "nonce": secrets.token_hex(8), "key": keys.public if keys else None, "run": read_earlier_run(),
         "monitor": _start_monitor(cfg) if this_rank.is_local_main else None,
         "options": options_that_must_match(cfg), "torch": torch.__version__,
-        "sharding": links.sharding.settings() if links.sharding else {},
+        "sharding": links.sharding.settings() if links.sharding else {}, "tuned": _announce_settings(cfg, saved, gpus),
     }  # fmt: skip
     try:
         attempt, ranks = join_attempt(root, mine, cfg)

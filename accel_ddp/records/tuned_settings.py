@@ -1,5 +1,6 @@
 """What `accel-ddp tune` has found for a set of nodes: a file in `--cache_dir` of each node, which later runs on these nodes use."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ NAME = re.compile(r"NCCL_(?!.*PLUGIN)[A-Z0-9_]{1,60}")  # a plugin is code, whic
 VALUE = re.compile(r"[A-Za-z0-9.,:;=^_-]{1,100}")
 NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")  # settings are for one network
 DEFAULT_BUCKET = 25  # DDP's default
-MOST_FILES = 200
+FOLDER, MOST_FILES = "tuned", 200
 _TYPES = {"date": str, "device": str, "version": str, "network": dict, "settings": dict, "model": str, "bucket_cap_mb": int,
           "comm_hook": str}  # fmt: skip
 
@@ -29,14 +30,9 @@ def file_name(nodes: Nodes) -> str:
     return hashlib.blake2b(json.dumps(sorted(map(list, nodes))).encode(), digest_size=12).hexdigest() + ".json"
 
 
-def folder_of(cache_dir: str) -> Path:
-    return Path(cache_dir).expanduser() / "tuned"
-
-
 def make_file(nodes: Nodes, device: str, settings: dict[str, str], **facts: Any) -> dict[str, str]:
     """Return the name and the content of the file. The `comm_hook` in it is only suggested, because it changes the result."""
-    kept = {name: value for name, value in settings.items() if NAME.fullmatch(name) and VALUE.fullmatch(value)}
-    facts |= {"date": time.strftime("%Y-%m-%d %H:%M"), "device": device.partition(",")[0], "settings": kept}
+    facts |= {"date": time.strftime("%Y-%m-%d %H:%M"), "device": device.partition(",")[0], "settings": _allowed(settings)}
     return {file_name(nodes): json.dumps(facts, indent=1) + "\n"}
 
 
@@ -61,21 +57,18 @@ def announce(cfg: TrainConfig, saved: dict[str, Any], device: str, version: str,
 
 def _read_files(cache_dir: str) -> dict[str, dict[str, Any]]:
     """Return the newest files of a node by their names. A damaged one is empty."""
-    try:
-        paths = sorted(folder_of(cache_dir).glob("*.json"), key=lambda path: -path.stat().st_mtime)[:MOST_FILES]
-        return {path.name: _checked(parse(path.read_bytes()) or {}) for path in paths}
-    except OSError:  # no folder, or a disk that fails: the run has the default settings
-        return {}
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.suppress(OSError):  # no folder, or a disk that fails: the run has the default settings
+        paths = Path(cache_dir).expanduser().joinpath(FOLDER).glob("*.json")
+        for path in sorted(paths, key=lambda path: -path.stat().st_mtime)[:MOST_FILES]:
+            facts = parse(path.read_bytes()) or {}
+            is_valid = all(isinstance(facts.get(name), kind) for name, kind in _TYPES.items()) and facts["bucket_cap_mb"] >= 1
+            found[path.name] = facts if is_valid and _allowed(facts["settings"]) == facts["settings"] else {}
+    return found
 
 
-def _checked(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a file, or {} if they are not what `make_file` writes."""
-    is_valid = all(isinstance(facts.get(name), kind) for name, kind in _TYPES.items()) and facts["bucket_cap_mb"] >= 1
-    return facts if is_valid and all(_is_setting(*pair) for pair in facts["settings"].items()) else {}
-
-
-def _is_setting(name: Any, value: Any) -> bool:
-    return bool(NAME.fullmatch(str(name)) and VALUE.fullmatch(str(value)))
+def _allowed(settings: dict[Any, Any]) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if NAME.fullmatch(str(name)) and VALUE.fullmatch(str(value))}
 
 
 def find(announced: list[dict[str, Any]], nodes: Nodes) -> tuple[dict[str, Any], str]:
@@ -110,7 +103,7 @@ def apply(cfg: TrainConfig, announced: list[dict[str, Any]], nodes: Nodes, use_g
     found, reason = find(announced, nodes) if announced and cfg.tuned == "auto" else ({}, "")
     if reason:
         lines.append(
-            f"The settings of `accel-ddp tune` for these nodes are not used: {reason}. Run it again, or use --tuned off."
+            f"The settings of `accel-ddp tune` for these nodes are not used: {reason}. Run it again, or type --tuned off."
         )
     if cfg.tuned == "auto":
         settings, cfg.tuned = found.get("settings") if use_gpu else {}, "off"
@@ -126,14 +119,10 @@ def apply(cfg: TrainConfig, announced: list[dict[str, Any]], nodes: Nodes, use_g
                 lines.append(f"--comm_hook {found['comm_hook']} was faster still. It rounds gradients, so it is only suggested.")
     if cfg.bucket_cap_mb == "auto":
         cfg.bucket_cap_mb = DEFAULT_BUCKET
-    os.environ.update(parse_settings(cfg.tuned) if use_gpu else {})
+    if use_gpu and cfg.tuned != "off":
+        os.environ.update(_allowed(dict(word.split("=", 1) for word in cfg.tuned.split())))
     return lines
 
 
 def shown(settings: dict[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in settings.items())
-
-
-def parse_settings(text: str) -> dict[str, str]:
-    """Return the variables in a value of `--tuned`."""
-    return {} if text in ("auto", "off") else dict(word.split("=", 1) for word in text.split())

@@ -19,10 +19,7 @@ from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_be
 from accel_ddp.training.workers import loader_options
 
 WARM_UP = 3  # steps that are not measured, after the start and after a change
-FIRST, LONGEST = (
-    10,
-    160,
-)  # steps that are measured before a decision; the number doubles, because later decisions are rarely needed
+FIRST, LONGEST = 10, 160  # steps that are measured before a decision; the number doubles each time
 GAIN = 0.03  # of the time of a step; a smaller one is noise
 UNITS = 1024  # parts into which a step is divided if it has no fixed number of items
 
@@ -41,16 +38,17 @@ class Balance(Hook):
         self.units = UNITS if cfg.global_batch_tokens else cfg.global_batch_size
         equal = [self.units * (rank + 1) // ranks - self.units * rank // ranks for rank in range(ranks)]
         self.changes: list[tuple[int, list[int]]] = [(0, equal)]
-        if self.measures and saved.get("num_ranks") == ranks:
-            self.changes = [(step, counts) for step, counts in saved.get("shares") or self.changes]
+        if self.measures and saved.get("num_ranks") == ranks and saved.get("shares") and sum(saved["shares"][0][1]) == self.units:
+            self.changes = [(step, counts) for step, counts in saved["shares"]]
         self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
         self.is_even = len({*self.sizes}) == 1
         if (links.sharding or needs_equal) and not self.is_even:
             why = "a loss that compares all items" if needs_equal else "FSDP"
             raise UserError(
-                f"--micro_batch_size {min(self.sizes)} to {max(self.sizes)}: must be the same on all ranks with {why}."
+                f"--micro_batch_size {min(self.sizes)} to {max(self.sizes)}: must be the same on all ranks for {why}."
             )
-        self.window, self.before = FIRST, ()
+        self.window = FIRST
+        self.before: Sequence[RankSample] = ()  # of all ranks, when the current window began
         self.seen: dict[tuple[int, ...], float] = {}  # the seconds of a step with each division that was measured
         self.asked = -1  # the last step whose shares the data loader has read
         # Data workers prepare batches ahead, on each node its own number of them. A change begins behind all of these steps.
@@ -75,7 +73,7 @@ class Balance(Hook):
         since = self.changes[-1][0]
         now, first = numbers.ranks, min(sample.step for sample in numbers.ranks)
         if not self.before or self.before[0].step < since + WARM_UP:
-            self.before: Sequence[RankSample] = now if first >= since + WARM_UP else ()
+            self.before = now if first >= since + WARM_UP else ()
         elif first - self.before[0].step >= self.window and (splits := splits_between(self.before, now)):
             self.before, self.window = now, min(2 * self.window, LONGEST)
             own = [split.data + split.forward + split.backward for split in splits]
