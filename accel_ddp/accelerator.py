@@ -16,8 +16,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from accel_ddp import compat, phases
-from accel_ddp.config.choices import choose
-from accel_ddp.config.option_values import choose_ranks
+from accel_ddp.config.choices import choose, reasons
+from accel_ddp.config.option_values import choose_ranks, parse_shares
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import launcher
@@ -83,6 +83,7 @@ def _check_options(cfg: TrainConfig) -> list[str]:
             cfg.gradient_checkpointing = True
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
+    parse_shares(cfg.balance, this_rank.num_ranks)
     choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
     return _tracker_names(cfg)
 
@@ -93,7 +94,7 @@ def _connect(cfg: TrainConfig) -> bool:
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.die_with_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     if this_rank.num_ranks > 1:
-        use_gpu = group.connect(cfg)
+        use_gpu = group.connect(cfg, resume.settings_of_run(cfg))
     else:
         use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
         group.connect_single_rank(cfg)
@@ -283,8 +284,9 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
     if links.sharding:
         text += f"\n{links.sharding.describe(this_rank.num_ranks, 'GPU' if on_gpu else 'rank')}"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
-    is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
-    if len(links.nodes) > 1 and not is_tuned and not links.sharding and not cfg.sync_every:
+    is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or "tuned" in reasons(cfg)
+    is_tuned = is_tuned or cfg.tuned != "off" or cfg.bucket_cap_mb != 25 or cfg.sync_every > 0
+    if len(links.nodes) > 1 and not is_tuned and not links.sharding:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
     print_on_main(text)

@@ -33,6 +33,7 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.sources.data import mixture_weights
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training.balance import Balance
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
@@ -130,10 +131,14 @@ class TrainingRun:
         self.num_items = len(train)
         if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
             raise UserError(f"--train_file {' '.join(cfg.train_file)}: this recipe does not mix datasets. Leave the weights out.")
-        if isinstance(loss_sum, WholeBatch) and (cfg.micro_batch_tokens or cfg.global_batch_tokens):
-            name = "micro_batch" if cfg.micro_batch_tokens else "global_batch"
-            reason = "each item is compared with those of all ranks, which must have equal numbers"
-            raise UserError(f"--{name}_tokens {getattr(cfg, name + '_tokens')}: {reason}. Use --{name}_size.")
+        uneven = [
+            f"--{name} {getattr(cfg, name)}" for name in ("micro_batch_tokens", "global_batch_tokens") if getattr(cfg, name)
+        ]
+        uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
+        if isinstance(loss_sum, WholeBatch) and uneven:
+            raise UserError(
+                f"{uneven[0]}: each item is compared with those of all ranks, which must have equal numbers. Leave it out."
+            )
         self.total_steps, self.epoch_size, self.mean_items = train.total_steps(cfg), train.epoch_size(cfg), train.mean_items(cfg)
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training") as self.loaded:
@@ -152,7 +157,7 @@ class TrainingRun:
         facts = {"data": identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
         facts |= {"momentum": momentum, "states": self.workers.states, "before_save": self.check.require}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts)
-        self.saved.stream_state = lambda: train.state
+        self.saved.more = lambda: {"stream": train.state, **self.balance.state}
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
         self.workers.begin()
         train.state = self.saved.resumed.get("stream", "")
@@ -165,13 +170,15 @@ class TrainingRun:
                 warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+        self.balance = Balance(accelerator, cfg, self.saved.resumed, needs_equal=isinstance(loss_sum, WholeBatch))
+        train.shares_at = (lambda step: None) if cfg.sync_every else self.balance.at  # local workers have equal parts
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
         self.ended_at: dict[int, float] = {}  # the training time at the end of steps whose numbers are not read yet
         self.pace = Throughput(self.mean_items, self.speed.peak_flops if self.speed else None)
         self.nonfinite = NonfiniteSteps(accelerator, cfg, self.saved)
-        self.hooks: list[Hook] = [self.nonfinite, *hooks, Breakdown(accelerator.device)]
+        self.hooks: list[Hook] = [self.nonfinite, self.balance, *hooks, Breakdown(accelerator.device)]
         self.first, self.keeps_weights = self.step, False  # whether an evaluation after a step has left the weights as they are
         self.is_done = False  # a hook has ended the run
         self.is_stopping = 0 < cfg.stop_after <= self.step  # the run was asked to stop

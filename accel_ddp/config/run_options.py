@@ -61,7 +61,13 @@ class MultiNodeConfig:
     ddp_timeout_seconds: int = option(_DDP_TIMEOUT, "seconds to wait for a rank; default: DDP_TIMEOUT_SECONDS or 600", at_least=1)
     check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
-    bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
+    balance: str = option(
+        "off", "items of each rank: off: as many; speed: by its measured speed; or numbers, for example 2,1: in this proportion"
+    )
+    tuned: str = option("auto", "NCCL settings: off, NAME=VALUE ..., or auto: those that `accel-ddp tune` found for these nodes")
+    bucket_cap_mb: int | Literal["auto"] = option(
+        "auto", "DDP: megabytes of gradients per all-reduce; auto: 25, or what `accel-ddp tune` found", at_least=1, legacy=25
+    )
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")
@@ -117,7 +123,10 @@ class SpeedConfig:
     """The options of the computation."""
 
     micro_batch_size: int | Literal["auto"] = option(
-        8, "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1
+        8,
+        "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
+        at_least=1,
+        per_node=True,
     )
     micro_batch_tokens: int = option(
         0, "instead of it: at most so many tokens, with padding where texts are padded; ranks are balanced by cost; 0: by items"

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
-from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps, split_weight
+from accel_ddp.config.option_values import (
+    BestMetric,
+    Direction,
+    check_end,
+    choose,
+    parse_ranks,
+    parse_shares,
+    parse_steps,
+    split_weight,
+)
 from accel_ddp.config.options import of_group, option, properties_of
 from accel_ddp.config.run_options import (
     TIMEOUT_VARIABLE,
@@ -43,6 +52,9 @@ class TrainConfig(
                 raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
             raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
+        if self.balance != "off":
+            why = "FSDP gathers weights in every micro-batch of every rank, so ranks need equal work"
+            raise UserError(f"--balance {self.balance}: {why}. Leave it out, or train with DDP: accelerate_configs/1node.yaml.")
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
         if self.sync_every:
@@ -55,7 +67,7 @@ class TrainConfig(
         for name in ("local_workers", "outer_lr", "outer_momentum", "sync_dtype"):
             if not self.sync_every and getattr(self, name) != getattr(TrainConfig, name):
                 raise UserError(f"--{name} {getattr(self, name)}: needs --sync_every, for example --sync_every 30.")
-        for name, value in {"comm_hook": "none", "sync_batchnorm": False, "global_batch_tokens": 0}.items():
+        for name, value in {"comm_hook": "none", "sync_batchnorm": False, "global_batch_tokens": 0, "balance": "off"}.items():
             if self.sync_every and getattr(self, name) != value:
                 raise UserError(
                     f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out."
@@ -84,6 +96,11 @@ class TrainConfig(
                 raise UserError(f"{given}: both are the size of a batch. Leave one of them out.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
+        parse_shares(self.balance)
+        if self.balance != "off" and self.static_graph:
+            raise UserError(f"--balance {self.balance} --static_graph: needs ranks with several micro-batches. Use one of them.")
+        if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
+            raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()
         self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
@@ -334,6 +351,7 @@ def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
     """Return the options that must be the same on every node."""
     properties = properties_of(type(cfg))
     found = {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
+    found["micro_batch_size"] = "auto" if cfg.micro_batch_size == "auto" else "a number"  # ranks choose together
     weights = [split_weight(one)[1] for one in getattr(cfg, "train_file", ())]
     return found | ({"weights of --train_file": weights} if any(weights) else {})
 

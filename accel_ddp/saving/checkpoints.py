@@ -72,7 +72,9 @@ class Checkpoints:
         self.kept = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}
         self.kept |= {f"{name}/{OUTER}": one for name, one in (momentum or {}).items()}
         self.states = states
-        self.stream_state: Callable[[], str] = str  # returns where the run is in data that are read in order
+        self.more: Callable[[], dict[str, Any]] = (
+            dict  # what else run.json needs: the place in data that are read in order, shares
+        )
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -141,7 +143,7 @@ class Checkpoints:
             "on_host": [name for name, tensor in groups[OPTIMIZER].items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
-            **({"shards": len(self._writers)} if self.is_sharded else {}), "stream": self.stream_state(),
+            **({"shards": len(self._writers)} if self.is_sharded else {}), **self.more(),
         }  # fmt: skip
         self.failed = ""
         self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)
@@ -336,7 +338,8 @@ class Checkpoints:
         evaluations = broadcast_object(evaluations, source) or {}
         resume.check_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
-            found = run["config"]["micro_batch_size"]  # the size that was chosen then keeps the run bit-identical
+            # The size that was chosen then keeps the run bit-identical.
+            found = run["micro_batch_sizes"][this_rank.rank] if "micro_batch_sizes" in run else run["config"]["micro_batch_size"]
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")

@@ -20,6 +20,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
+from accel_ddp.ranks.restarts import read_earlier_run
 from accel_ddp.ranks.shards import is_sharded, local, region, sharded_like
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, state_tensors
@@ -166,6 +167,28 @@ def take_saved_options(cfg: TrainConfig) -> None:
     step, run = max(gather_everywhere(mine), key=lambda one: one[0])  # of equal steps that of the first rank
     if step >= 0:
         take_saved(cfg, run)
+
+
+def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the options for communication of the newest checkpoint on this disk, or {} if it is of another number of ranks.
+
+    They must be known before the ranks can communicate, so each node looks for itself, and also for the folder of an earlier attempt.
+    """
+    earlier = read_earlier_run().get("absolute", "")
+    if not this_rank.is_local_main or not (cfg.resume or earlier):
+        return {}
+    folder = cfg.output_dir or folder_of_resume(cfg) or earlier
+    with contextlib.suppress(OSError):  # it is reported when the checkpoint is read
+        paths = candidates(dataclasses.replace(cfg, resume=cfg.resume or "auto", output_dir=folder))
+        run = next(filter(None, map(checkpoint_format.read_run, reversed(paths))), {})
+        if run.get("num_ranks") == this_rank.num_ranks:
+            stored = {"tuned": "off", "bucket_cap_mb": 25, **run["config"]}
+            return {
+                "step": run["step"],
+                "chosen": run.get("chosen", {}),
+                **{name: stored[name] for name in ("tuned", "bucket_cap_mb")},
+            }
+    return {}
 
 
 def check_options_early(cfg: TrainConfig) -> None:

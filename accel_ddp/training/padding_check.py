@@ -55,7 +55,7 @@ def require_independence(
     and as many in float64 if the results differ slightly.
     """
     is_single = cfg.split(accelerator.num_processes)[0] == 1 and cfg.micro_batch_size != "auto" and not cfg.micro_batch_tokens
-    if is_single and getattr(cfg, "eval_batch_size", 1) == 1:
+    if all(gather_everywhere(is_single)) and getattr(cfg, "eval_batch_size", 1) == 1:
         return  # no text is padded
     # For a sharded model it is a collective, and so outside of the block.
     with contextlib.nullcontext() if is_sharded(model) else together("compare a text with and without padding"):

@@ -108,14 +108,12 @@ def count_tokens(dataset) -> np.ndarray:
     return np.array([len(ids) for ids, _ in dataset])
 
 
-def train(
-    accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, lengths=None, cost=None, shares=None, **changes
-):
+def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, lengths=None, cost=None, **changes):
     """Return the weights after the last step, and the losses and gradient norms of all steps."""
     cfg = dataclasses.replace(cfg, **changes)
     model, history = new_model(dtype, dropout, scale), History()
     data = TrainBatches(kind(rows()), collate, lengths=lengths)
-    data.cost, data.shares_at = cost or data.cost, lambda step: shares
+    data.cost = cost or data.cost
     accel_ddp.fit(
         accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=data, loss_sum=loss_sum, count=count,
         hooks=[history], **({"speedups": None} if cost else {}),
@@ -209,22 +207,25 @@ def metrics_that_differ_between_ranks(accelerator, cfg):
     return gather_objects(found)
 
 
-def train_with_resume(accelerator, cfg, kind=list):
+def train_with_resume(accelerator, cfg, kind=list, name="", dropout=0.3, balance=("off", "off")):
     """Train 5 steps with dropout, resume from the checkpoint, and return the results after 9 steps."""
-    common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{kind.__name__}", "kind": kind}
-    train(accelerator, cfg, steps=5, **common)
+    common = {"dropout": dropout, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{name}{kind.__name__}", "kind": kind}
+    train(accelerator, cfg, steps=5, balance=balance[0], **common)
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
-    return train(accelerator, cfg, steps=9, resume="auto", **common)
+    return train(accelerator, cfg, steps=9, resume="auto", balance=balance[1], **common)
 
 
 def train_uneven(accelerator, cfg) -> dict[str, dict]:
     """Return runs whose micro-batches have other numbers of items, on ranks that have other numbers of micro-batches."""
-    ranks, packed = accelerator.num_processes, {"lengths": count_tokens, "cost": Cost(2.0, 0.1, pads=False)}
-    shares = tuple(2 * (rank + 1) / (ranks * (ranks + 1)) for rank in range(ranks))
+    ranks, packed = range(1, accelerator.num_processes + 1), {"lengths": count_tokens, "cost": Cost(2.0, 0.1, pads=False)}
+    rising, falling = (",".join(map(str, each)) if len(ranks) > 1 else "off" for each in (ranks, ranks[::-1]))
     found = {"padded": train(accelerator, cfg, lengths=count_tokens, micro_batch_tokens=60)}
     found["packed"] = train(accelerator, cfg, micro_batch_tokens=60, **packed)
-    found["shares"] = train(accelerator, cfg, micro_batch_size=2, shares=shares)
-    found["shares, packed"] = train(accelerator, cfg, micro_batch_tokens=60, shares=shares, **packed)
+    found["sizes"] = train(accelerator, cfg, micro_batch_size=2 - accelerator.process_index % 2)
+    found["shares, packed"] = train(accelerator, cfg, micro_batch_tokens=60, balance=rising, **packed)
+    found["shares"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, balance=rising)
+    found["shares, resumed"] = train_with_resume(accelerator, cfg, name="shares", balance=(rising, rising))
+    found["other shares, resumed"] = train_with_resume(accelerator, cfg, name="other", dropout=0.0, balance=(rising, falling))
     by_tokens = {"global_batch_tokens": 700, "micro_batch_size": 4, "kind": Mixed, **packed}
     found["steps of tokens"] = train(accelerator, cfg, **by_tokens)
     folder, first = Path(f"{cfg.output_dir}_tokens"), Path(cfg.output_dir).with_name("1_tokens")
