@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from datetime import date
 
     import torch
-    from accelerate import Accelerator
     from torch import Tensor, nn
 
 # ---- modules and tensors
@@ -365,11 +364,6 @@ def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
 
 
 # ---- Accelerate
-
-
-def forget_last_loader(accelerator: "Accelerator") -> None:
-    """Let Accelerate forget the last data loader, whose workers would otherwise run until the end. Tested with accelerate 1.15."""
-    accelerator._dataloaders.pop()
 
 
 def skip_port_check() -> None:

@@ -364,18 +364,6 @@ def test_fake_tensors_have_shapes_autocast_and_no_values():
 # ---- Accelerate
 
 
-def test_accelerate_forgets_a_loader():
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    kept, forgotten = (torch.utils.data.DataLoader([1, 2]) for _ in range(2))
-    prepared = [accelerator.prepare(kept), accelerator.prepare(forgotten)]
-    compat.forget_last_loader(accelerator)
-    assert [loader.dataset for loader in accelerator._dataloaders] == [kept.dataset]
-    assert len(prepared) == 2
-    accelerator.free_memory()
-
-
 def test_accelerate_launch_does_not_check_its_port(monkeypatch):
     import accelerate.utils.launch as launch
 

@@ -34,6 +34,7 @@ from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
+from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
@@ -114,6 +115,7 @@ def attach(
     """
     speed = Speed(accelerator, cfg, model, train, loss_sum)
     speed.remove_padding()
+    train.cost = speed.cost
     speed.capture_layers(total_steps)
     done = ["no padding inside of the layers"] * bool(speed.padding_free)
     done += ["layers are captured as CUDA graphs"] * bool(speed.graphs) + ["layers are compiled"] * bool(speed.plain_calls)
@@ -231,6 +233,12 @@ class Speed:
             return float(tokens), 0.0
         return float(tokens), float(sum(self._flops.count(s.tokens - s.shared, s.squares, s.targets, s.texts) for s in sizes))
 
+    @property
+    def cost(self) -> Cost:
+        """What an item costs. Targets are not known before an item is read, and their part is small."""
+        per_token, per_square = (self._flops.per_token, self._flops.per_square) if self._flops else BY_TOKENS[:2]
+        return Cost(per_token, per_square, pads=self.padding_free is None)
+
     # ---- what `attach` does
 
     def remove_padding(self) -> None:
@@ -317,7 +325,8 @@ class Speed:
             if known is None:
                 known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
         length = float(np.mean(known))
-        return total_steps * self.cfg.global_batch_size * length * num_layers >= TOKENS_WORTH_COMPILING
+        tokens = self.cfg.global_batch_tokens or self.cfg.global_batch_size * length
+        return total_steps * tokens * num_layers >= TOKENS_WORTH_COMPILING
 
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free
