@@ -121,6 +121,23 @@ def test_steps_of_tokens_begin_where_a_sum_over_all_items_says(monkeypatch, chun
         assert [TokenSteps(order, lengths, 130).first(step) for step in (150, 16, 0)] == [expected[step] for step in (150, 16, 0)]
 
 
+def test_what_batches_of_tokens_need_from_the_data():
+    rows = datasets.Dataset.from_dict({"input_ids": [[1] * n for n in LENGTHS]})
+    train, total = TrainBatches(rows, list), sum(LENGTHS)
+    cfg = TrainConfig(global_batch_tokens=2 * max(LENGTHS), epochs=2)
+    assert train.total_steps(cfg) == math.ceil(2 * total / cfg.global_batch_tokens)
+    assert train.mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / np.mean(LENGTHS))
+    with pytest.raises(UserError, match=f"the longest item has {max(LENGTHS)} tokens.*Use at least {max(LENGTHS)}"):
+        train.total_steps(TrainConfig(global_batch_tokens=max(LENGTHS) - 1))
+    for name in ("micro_batch", "global_batch"):
+        with pytest.raises(UserError, match=f"--{name}_tokens 500: the tokens of an item are not known.* Use --{name}_size."):
+            TrainBatches([1, 2], list).total_steps(TrainConfig(**{f"{name}_tokens": 500}))
+    mixed = rows.add_column("n", list(range(len(LENGTHS))))
+    mixed.mixture = Mixture(("a", "b"), np.arange(len(LENGTHS)) % 2, (3.0, 1.0))
+    expected = 0.75 * np.mean(LENGTHS[::2]) + 0.25 * np.mean(LENGTHS[1::2])
+    assert TrainBatches(mixed, list).mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / expected, rel=0.01)
+
+
 def test_rounding_gives_few_different_lengths_and_adds_little():
     rows = {number: padding_free.rounded_up(number) for number in range(1, 20_000)}
     assert all(row - number >= 0 for number, row in rows.items())
