@@ -295,7 +295,8 @@ def test_the_backward_pass_of_each_part_is_observed(group):
     for number, layer in enumerate(model):
         (one,) = compat.fsdp_groups(layer)
         begin = lambda number=number: seen.append(("gather", number))
-        reduce = lambda params, number=number: seen.append((number, [compat.has_gradient(p) for p in params]))
+        found = lambda params, used: [p in used for p in params]
+        reduce = lambda params, is_sent, number=number: seen.append((number, found(params, compat.collect_gradients(params))))
         compat.observe_backward(one, begin, reduce)
     assert compat.fsdp_groups(model) == []  # all of its parameters belong to layers
     model(torch.ones(1, 2)).sum().backward()

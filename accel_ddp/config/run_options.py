@@ -115,6 +115,12 @@ class SpeedConfig:
         False, "use GPU kernels that give the same bits every time; slower; a resumed run is bit-identical", affects_result=True
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, about a third more time")
+    keep_gathered: Literal["auto", "none", "weights", "gradients"] = option(
+        "auto",
+        "FSDP: what a GPU keeps whole during a step: the weights, or also the sums of gradients of several micro-batches; auto: what "
+        "fits in memory",
+        legacy="none",
+    )
     gpu_memory_gb: float = option(0.0, "GiB of each GPU that a run may need; a model that needs more is refused; 0: all of it")
 
 

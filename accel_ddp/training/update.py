@@ -31,7 +31,7 @@ from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
 from accel_ddp.training.optim import words_to_freeze
-from accel_ddp.training.sharding import Lockstep
+from accel_ddp.training.sharding import Lockstep, begin_micro_batch
 from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[MicroBatch], Tensor | int]
@@ -295,14 +295,9 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
 
 
 def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
-    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients.
-
-    Sharded gradients are summed after every micro-batch, because the gradients of a whole model may not fit on one GPU. Only the sum
-    over replicas, which are on different nodes, waits for the last one.
-    """
+    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients."""
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)
+        begin_micro_batch(model, is_last)
         return nullcontext()
     return nullcontext() if is_last else accelerator.no_sync(model)
 

@@ -54,11 +54,14 @@ class Case:
     broken_compiler: bool = False  # of the last rank, in its second layer
     plan: ShardingPlan | None = PLAIN  # None: DDP
     precision: str = "no"
+    keep: str = "auto"  # --keep_gathered
     of_rows: bool = False  # the loss is computed from the log-probabilities of rows
 
 
 CASES = {
     "sharded": Case(),
+    "weights kept": Case(keep="weights"),
+    "gradients kept": Case(keep="gradients"),
     "ddp": Case(plan=None),
     "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False), of_rows=True),
     "checkpointed": Case(tied=True, checkpointing=True),
@@ -67,7 +70,7 @@ CASES = {
     "in fit": Case(in_fit=True, plan=ShardingPlan(activation_checkpointing=True)),
     "offloaded": Case(plan=ShardingPlan(cpu_offload=True), of_rows=True),
     "broken compiler": Case(broken_compiler=True),
-    "bf16": Case(precision="bf16"),
+    "bf16": Case(precision="bf16", keep="gradients"),
     "bf16 ddp": Case(plan=None, precision="bf16"),
     "compiled": Case(compiled=True),
 }
@@ -138,7 +141,7 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
 def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[str, torch.Tensor], dict]:
     """Train as `fit` does. Return the trained weights, and what was found on the way."""
     links.sharding, facts = case.plan, {}
-    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing)
+    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing, keep_gathered=case.keep)
     model = build(case)
     if case.plan and not case.in_fit:
         sharding.shard(model, case.plan, *sharding_options(accelerator, cfg))
@@ -226,6 +229,7 @@ def main(cfg: Config) -> None:
     start = {name: p.detach() for name, p in build(Case()).named_parameters()}
     found["learned"] = difference(start, weights["sharded"])
     found["to ddp"] = difference(weights["sharded"], weights["ddp"])
+    found["to weights kept"] = difference(weights["sharded"], weights["weights kept"])
     found["branches"] = sharded_branches.compare(accelerator)
     if this_rank.is_main:
         Path(cfg.out).write_text(json.dumps(found))
