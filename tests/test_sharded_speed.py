@@ -36,6 +36,12 @@ def test_weights_that_stay_gathered_between_micro_batches_change_no_bit(found):
     assert found["to weights kept"] == 0
 
 
+def test_what_is_kept_during_a_step_is_not_sent_again(found):
+    """Gathers and sums of the root and three layers, in two micro-batches."""
+    sent = {case: list(found[case]["sent"].values()) for case in ("sharded", "weights kept", "gradients kept")}
+    assert sent == {"sharded": [14, 8], "weights kept": [4, 8], "gradients kept": [4, 4]}
+
+
 def test_gathers_in_bf16_change_weights_by_less_than_bf16_itself(found):
     """DDP multiplies in bf16 too. FSDP also sends the weights of layers in bf16, among them those of norms."""
     assert 0 < found["bf16"]["to ddp"] < 5e-3

@@ -1,5 +1,6 @@
 """Train small Llamas sharded, with DDP and in a plain loop of one rank. Rank 0 writes the differences as JSON to OUT."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import sharded_branches  # in this folder
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -173,11 +175,36 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for step in range(STEPS):
         own = [train.batch_of(indices(step, this_rank.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
-        stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
+        with collectives_counted() as facts["sent"]:
+            stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
     sharding.reshard(model)
     module = accelerator.unwrap_model(model)
     return {name: full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}, facts
+
+
+@contextlib.contextmanager
+def collectives_counted():
+    """Count how often a sharded model gathers weights and sums gradients inside of the block."""
+    is_new = hasattr(dist, "all_gather_single")  # torch 2.13 uses new names
+    names = ("all_gather_single", "reduce_scatter_single") if is_new else ("all_gather_into_tensor", "reduce_scatter_tensor")
+    found = dict.fromkeys(names, 0)
+    before = {name: getattr(dist, name) for name in found}
+
+    def counting(name):
+        def call(*args, **kwargs):
+            found[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in found:
+        setattr(dist, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
 
 
 def warm_up_with_broken_compiler(speed) -> list[bool]:
