@@ -271,10 +271,28 @@ def fsdp_groups(part: "nn.Module") -> list[Any]:
     return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
+def surround_waits(group: Any, surround: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Enter `surround` where a pass waits for weights or for earlier sums of gradients.
+
+    On a GPU the stream of the pass waits, and on a CPU the host waits in the call that starts a gather. FSDP has no hook for either.
+    Tested with torch 2.13.
+    """
+    gather = "unshard" if group.device.type == "cpu" else "wait_for_unshard"
+
+    def surrounded(method: Callable[..., Any], is_gather: bool, *args: Any) -> Any:
+        is_done = group.is_unsharded if gather == "unshard" else group._all_gather_result is None
+        with contextlib.nullcontext() if is_gather and is_done else surround():
+            return method(*args)
+
+    for name in (gather, "post_backward"):
+        setattr(group, name, functools.partial(surrounded, getattr(group, name), name == gather))
+
+
 def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[list[Any], bool], None]) -> None:
     """Call `begins` before a group gathers in a backward pass, and `sums` with its parameters when their gradients are computed.
 
-    The second argument of `sums` tells whether FSDP is about to sum them over ranks. Public hooks of modules run after FSDP has started to communicate. Tested with torch 2.13.
+    The second argument of `sums` tells whether FSDP is about to sum them over ranks. Public hooks of modules run after FSDP has
+    started to communicate. Tested with torch 2.13.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState

@@ -302,9 +302,10 @@ class Estimator:
         has_several = self.cfg.micro_batch_size != "auto" and self.cfg.split(ranks)[1] > 1
         for keep in ("gradients", "weights") if has_several else ("weights",):
             found = self.estimate(ranks, plan, keep_gathered=keep, **changes)
+            why = f"{found.total / GIB:.1f} of {available / GIB:.1f} GiB estimated with"
             if needed(found.total * MARGIN, ranks) <= available or plan.keeps("auto") == keep:
-                return (keep, f"{found.total / GIB:.1f} of {available / GIB:.1f} GiB estimated with it"), found
-        return ("none", f"{least.total / GIB:.1f} of {available / GIB:.1f} GiB estimated, {found.total / GIB:.1f} with weights"), least
+                return (keep, f"{why} it"), found
+        return ("none", f"{why} weights, and {least.total / GIB:.1f} without"), least
 
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
         """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.

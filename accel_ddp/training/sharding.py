@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from accel_ddp import compat
+from accel_ddp import compat, phases
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
@@ -74,6 +74,7 @@ class Lockstep:
             part.register_forward_hook(lambda *_: self._enter(self._names.index(END), is_forward=True))
         for group in compat.fsdp_groups(part):
             self._params += group.fsdp_params
+            compat.surround_waits(group, _communicating)
             compat.observe_backward(group, functools.partial(self._enter, first + 1), functools.partial(self._sum, first + 2))
 
     def _sum(self, place: int, params: list[Any], is_sent: bool) -> None:
@@ -159,6 +160,12 @@ class Lockstep:
         if len(self._used) == len(self._trained):
             return []
         return [param.sharded_param for param, count in zip(self._trained, counts.tolist()) if not count]
+
+
+def _communicating() -> contextlib.AbstractContextManager:
+    """Return a context in which the time of a pass counts as communication. Evaluations and saves have no such part."""
+    is_in_step = phases.HERE.phase in (phases.FORWARD, phases.BACKWARD)
+    return phases.phase(phases.SYNC) if is_in_step else contextlib.nullcontext()
 
 
 def shard(
