@@ -62,6 +62,10 @@ class MultiNodeConfig:
     check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
     bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
+    send_rows: Literal["auto", "on", "off"] = option(
+        "auto", "DDP: of large embedding tables, send only the rows that a step has used; auto: between nodes", legacy="off",
+        affects_result=False,
+    )  # fmt: skip
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")

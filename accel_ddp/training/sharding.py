@@ -30,6 +30,7 @@ from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.training.embedding_rows import attach_rows, take_tables
 
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
@@ -386,7 +387,10 @@ def prepare(
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     _check_optimizer(optimizer, cfg.lr)
     if links.sharding is None:
-        return accelerator.prepare(model, optimizer)
+        tables = take_tables(cfg, model)
+        prepared = accelerator.prepare(model, optimizer)
+        attach_rows(prepared[0], tables, cfg.comm_hook)
+        return prepared
     plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         names = {id(p): name for name, p in model.named_parameters()}
