@@ -287,10 +287,10 @@ def surround_waits(group: Any, surround: Callable[[], contextlib.AbstractContext
     """
     gather = "unshard" if group.device.type == "cpu" else "wait_for_unshard"
 
-    def surrounded(method: Callable[..., Any], is_gather: bool, *args: Any) -> Any:
+    def surrounded(method: Callable[..., Any], is_gather: bool, *args: Any, **kwargs: Any) -> Any:
         is_done = group.is_unsharded if gather == "unshard" else group._all_gather_result is None
         with contextlib.nullcontext() if is_gather and is_done else surround():
-            return method(*args)
+            return method(*args, **kwargs)
 
     for name in (gather, "post_backward"):
         setattr(group, name, functools.partial(surrounded, getattr(group, name), name == gather))
