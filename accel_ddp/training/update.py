@@ -31,7 +31,7 @@ from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
 from accel_ddp.training.optim import words_to_freeze
-from accel_ddp.training.sharding import Lockstep
+from accel_ddp.training.sharding import Lockstep, begin_micro_batch
 from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[MicroBatch], Tensor | int]
@@ -95,8 +95,9 @@ def update(
     sums = _Sums(sum(counts), carry, num_ranks, device)
     numbers = _Numbers(sums.dtype, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
-    if lockstep:
-        lockstep.begin_step()
+    tables = getattr(model, "_embedding_rows", None)  # that DDP leaves out
+    for one in filter(None, (lockstep, tables)):
+        one.begin_step()
     times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
@@ -116,6 +117,8 @@ def update(
             weighted = loss * weight
             if is_last and num_ranks > 1:
                 sync_after_backward(weighted)
+            if is_last and tables:
+                tables.send_places()
             if lockstep:
                 lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
@@ -127,6 +130,8 @@ def update(
     enter(OPTIMIZER)
     if used:
         used.complete(model)
+    for parameter, gradient in tables.sums() if tables else ():
+        parameter.grad = gradient
     if _learning_rates(optimizer) != rates:
         raise UserError(
             "The learning rate was changed during an update, for example by a scheduler that the loss steps. It would change once per "
@@ -295,14 +300,9 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
 
 
 def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
-    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients.
-
-    Sharded gradients are summed after every micro-batch, because the gradients of a whole model may not fit on one GPU. Only the sum
-    over replicas, which are on different nodes, waits for the last one.
-    """
+    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients."""
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)
+        begin_micro_batch(model, is_last)
         return nullcontext()
     return nullcontext() if is_last else accelerator.no_sync(model)
 
