@@ -88,7 +88,7 @@ def a_speed(model=None, cfg=None, train=None) -> attach.Speed:
     return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), model or nn.Linear(1, 1), train, loss_of)
 
 
-def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
+def test_the_work_of_a_run_is_counted_in_tokens_and_layers():
     """They are computed from the lengths of all rows, or from a sample if the lengths are not known."""
     rows = [{"input_ids": [5] * n, "attention_mask": [1] * n} for n in (10, 20, 30, 40)] * 20
 
@@ -98,12 +98,12 @@ def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
             for name in ("input_ids", "attention_mask")
         }
 
-    cfg, needed = TrainConfig(global_batch_size=32), attach.TOKENS_WORTH_COMPILING / (32 * 25 * 12)
     for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
-        assert not a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.floor(needed))
-        assert a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.ceil(needed))
+        speed = a_speed(cfg=TrainConfig(global_batch_size=32), train=train)
+        speed.total_steps, speed.padding_free = 7, SimpleNamespace(calls=[None] * 12)
+        assert speed._count_work() == pytest.approx(7 * 32 * 25 * 12, rel=0.01)
 
 
 def test_tokens_of_an_encoder_and_of_its_decoder_are_added():

@@ -235,8 +235,8 @@ def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if value is None and kind is not str:
         raise UserError(f"{name}: needs a value.")
-    if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
-        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
+    if isinstance(value, bool) and _choices(kind):  # YAML reads an unquoted `no`, `on` or `off` as a boolean
+        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in _choices(kind)), value)
     return [f"--{name}", "" if value is None else str(value)]
 
 

@@ -103,7 +103,11 @@ class SpeedConfig:
         8, "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
-    compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
+    compile: int | Literal["auto", "on", "graphs", "off"] = option(
+        "auto",
+        "compile the layers: on: before the first step; a number: from this step on; auto: where it saves time, chosen once per run; "
+        "graphs: only capture them as CUDA graphs; off: neither",
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
         "precision of computation; auto: as in the accelerate config, else bf16 if all GPUs have it, and no (float32) on CPUs",
