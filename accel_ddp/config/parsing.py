@@ -265,7 +265,7 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
             if word not in ("true", "false"):
                 raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")
             words += [f"--{name}" if word == "true" else f"--no_{name}", *values[1:]]
-        elif word in ("true", "false") and "on" in typing.get_args(kind):
+        elif word in ("true", "false") and "on" in _choices(kind):
             words += [f"--{name}", "on" if word == "true" else "off", *values[1:]]
         elif len(values) == 1 and word.startswith("-"):
             words.append(f"--{name}={values[0]}")
