@@ -307,7 +307,9 @@ def saved(folder: Path, step: int) -> list[bytes]:
     return [(folder / f"step_{step:08d}" / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-@pytest.mark.parametrize("options", [["bf16"], ["bf16", "--compile", "on"], ["bf16", "--compile", "12"], ["fp16", "--deterministic"]])
+@pytest.mark.parametrize(
+    "options", [["bf16"], ["bf16", "--compile", "on"], ["bf16", "--compile", "12"], ["fp16", "--deterministic"]]
+)
 def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
     """With AdamW, dropout, workers and the fp16 scaler. --deterministic is tested too, although this model does not need it."""
     common = ["--mixed_precision", *options, "--num_workers", "2", "--steps", "20", "--eval_every", "100"]
