@@ -194,6 +194,28 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
         callback_handler.remove_end_callback(end)
 
 
+def compile_options() -> dict[str, Any]:
+    """Set what torch.compile has no option for, and return its options. Tested with torch 2.11 and 2.13.
+
+    Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one,
+    layers with a custom gradient are not cached. Without `deterministic`, kernels with sums are chosen by measured times.
+    """
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._dynamo.config.specialize_float = True
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    return {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled and not found in a cache. Tested with torch 2.13."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
+
+
 def end_failed_capture(device: int, pool: Any) -> None:
     """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
 

@@ -3,8 +3,8 @@
 import functools
 import itertools
 import json
-import math
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -184,7 +184,7 @@ def a_speed(model=None, cfg=None, train=None) -> attach.Speed:
     return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), model or nn.Linear(1, 1), train, loss_of)
 
 
-def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
+def test_the_work_of_a_run_is_counted_in_tokens_and_layers():
     """They are computed from the lengths of all rows, or from a sample if the lengths are not known."""
     rows = [{"input_ids": [5] * n, "attention_mask": [1] * n} for n in (10, 20, 30, 40)] * 20
 
@@ -194,12 +194,12 @@ def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
             for name in ("input_ids", "attention_mask")
         }
 
-    cfg, needed = TrainConfig(global_batch_size=32), attach.TOKENS_WORTH_COMPILING / (32 * 25 * 12)
     for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
-        assert not a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.floor(needed))
-        assert a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.ceil(needed))
+        speed = a_speed(cfg=TrainConfig(global_batch_size=32), train=train)
+        speed.total_steps, speed.padding_free = 7, SimpleNamespace(calls=[None] * 12)
+        assert speed._count_work() == pytest.approx(7 * 32 * 25 * 12, rel=0.01)
 
 
 def test_tokens_of_an_encoder_and_of_its_decoder_are_added():
@@ -316,7 +316,10 @@ def test_an_option_that_is_not_possible_is_reported_with_the_reason(tmp_path):
     command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--padding_free", "on", "--compile", "on"]
     text = run_all([[*command, "--output_dir", tmp_path / "run"]], [clean_environment()]).well().text
     assert "--padding_free on is not possible: the model has 2 stacks of layers. Texts are padded." in text
-    assert "--compile on is not possible: there is no GPU. The layers run without compilation." in text
+    assert (
+        "--compile on is not possible: texts are padded, so every batch has a different shape. The layers run without compilation."
+        in text
+    )
 
 
 def test_the_micro_batch_size_is_a_number_or_auto():

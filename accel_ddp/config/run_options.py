@@ -136,7 +136,12 @@ class SpeedConfig:
         0, "instead of it: at most so many tokens, with padding where texts are padded; ranks are balanced by cost; 0: by items"
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
-    compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
+    compile: int | Literal["auto", "on", "graphs", "off"] = option(
+        "auto",
+        "compile the layers: on: before the first step; a number: from this step on; auto: where it saves time, chosen once per run; "
+        "graphs: only capture them as CUDA graphs; off: neither",
+        at_least=0,
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
         "precision of computation; auto: as in the accelerate config, else bf16 if all GPUs have it, and no (float32) on CPUs",
