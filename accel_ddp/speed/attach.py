@@ -27,7 +27,7 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
-from accel_ddp.speed import autobatch, linear_cross_entropy
+from accel_ddp.speed import autobatch, linear_cross_entropy, linear_layers
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
@@ -114,6 +114,8 @@ def attach(
     """
     speed = Speed(accelerator, cfg, model, train, loss_sum)
     speed.remove_padding()
+    if speed.padding_free and accelerator.device.type == "cuda" and not is_sharded(model):
+        linear_layers.install(speed.padding_free.layers)
     speed.capture_layers(total_steps)
     done = ["no padding inside of the layers"] * bool(speed.padding_free)
     done += ["layers are captured as CUDA graphs"] * bool(speed.graphs) + ["layers are compiled"] * bool(speed.plain_calls)

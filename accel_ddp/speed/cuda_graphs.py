@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp import compat
+from accel_ddp.speed.linear_layers import gradients_written_to
 from accel_ddp.training.update import move_gradients
 
 log = logging.getLogger(__name__)
@@ -370,23 +371,25 @@ class GraphedLayers:
                 if not out.requires_grad:
                     gradient_in = None
                     continue
-                wanted = ([x] if x.requires_grad else []) + aliases
-                found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
-                gradient_in = found.pop(0) if x.requires_grad else None
-                targets = []
-                for parameter, g in zip(group.parameters_of_layers[len(passed)], found):
-                    if g is None:
-                        continue
-                    learned.append(parameter)
+                parameters = group.parameters_of_layers[len(passed)]
+                first, targets = len(places), []
+                for parameter in parameters:
                     places.append(len(views))
-                    views.append(group.gradients[start : start + g.numel()].view(g.shape))
-                    targets.append(views[-1])
-                    start += g.numel()
+                    targets.append(group.gradients[start : start + parameter.numel()].view(parameter.shape))
+                    views.append(targets[-1])
+                    start += parameter.numel()
                     if gap := -start % ALIGNMENT:
                         views.append(group.gradients[start : start + gap])
                         start += gap
-                if targets:
-                    compat.copy_all(targets, [g for g in found if g is not None])
+                wanted = ([x] if x.requires_grad else []) + aliases
+                with gradients_written_to(aliases, targets):
+                    found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+                gradient_in = found.pop(0) if x.requires_grad else None
+                used = [i for i, g in enumerate(found) if g is not None]
+                learned += [parameters[i] for i in used]
+                places[first:] = [places[first + i] for i in used]
+                if elsewhere := [i for i in used if found[i].data_ptr() != targets[i].data_ptr()]:
+                    compat.copy_all([targets[i] for i in elsewhere], [found[i] for i in elsewhere])
                 gradient = gradient_in if gradient_in is not None else gradient
                 del found, out, x, aliases, wanted
         return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned, places, start)

@@ -11,7 +11,9 @@ If two texts begin with the same prompt (`batch["shared"]`), the row contains th
 answer attends to the prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
 """
 
+import functools
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -190,12 +192,28 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real, at.second)[0].unflatten(0, at.shape)
 
 
+def _own_kernels(q: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float) -> Any:
+    """Return the module `attention_kernels` if it can compute this attention and is faster than torch's, or else None."""
+    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr() or not _has_kernels(q.device):
+        return None
+    from accel_ddp.speed import attention_kernels as own
+
+    return own if q.shape[2] in own.SIZES and len(starts) <= own.MAX_TEXTS else None
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return bool(find_spec("triton")) and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 # Each is one operator, so a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
     dropout: float, causal: bool, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if own := _own_kernels(q, starts, key_starts, keys, dropout):
+        return *own.forward(q, k, v, starts, causal, scale), torch.empty(2, dtype=torch.uint64, device=q.device)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale)
 
@@ -212,6 +230,8 @@ def _flash_backward(
     keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if own := _own_kernels(q, starts, key_starts, keys, dropout):
+        return own.backward(gradient, q, k, v, out, lse, starts, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory

@@ -49,6 +49,8 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
         gradient, momentum = local(p.grad), local(state["momentum_buffer"])
+        if (divisor := getattr(self, "grad_scale", None)) is not None:
+            gradient = gradient / divisor
         new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
         direction = orthogonalize(full(sharded_like(gradient.lerp(new_momentum, group["momentum"]), p)))
         (first, _), (rows, _) = region(p)

@@ -30,7 +30,7 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
-from accel_ddp.training.optim import words_to_freeze
+from accel_ddp.training.optim import Muon, words_to_freeze
 from accel_ddp.training.sharding import Lockstep
 from accel_ddp.training.step_times import sync_after_backward
 
@@ -135,11 +135,11 @@ def update(
     if accelerator.scaler:
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # The norm is logged, so it is computed even if nothing is clipped.
-    grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm or float("inf"))).to(device)
+    grad_norm, divisor = _clip(getattr(optimizer, "optimizer", optimizer), parameters, cfg.max_grad_norm)
+    grad_norm = grad_norm.to(device)
     total_loss, totals = _sum_of_ranks(total, numbers.sums, lockstep or used, num_ranks)
     mean_loss = total_loss * (weight / num_ranks)
-    _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
+    _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers, divisor)
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
     above, below = totals.view(2, len(totals) // 2)
@@ -202,9 +202,7 @@ class _Numbers:
             )
         if numbers:
             values = [value for value, _ in numbers.values()] + [items if n is None else n for _, n in numbers.values()]
-            new = lambda value: torch.full(
-                (), value, dtype=self.sums.dtype, device=self.sums.device
-            )  # copies nothing from the host
+            new = lambda value: self.sums.new_full((), value)  # copies nothing from the host
             row = torch.stack([v.detach().to(self.sums).reshape(()) if isinstance(v, Tensor) else new(v) for v in values])
             self.sums = self.sums + row if len(self.sums) else row
 
@@ -224,15 +222,27 @@ def _sum_of_ranks(
     return summed[0], summed[1:last]
 
 
+def _clip(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], max_norm: float) -> tuple[Tensor, Tensor | None]:
+    """Return the norm of all gradients, and what `optimizer` divides them by (None: they are clipped here, or never)."""
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])  # also if nothing is clipped, for the log
+    # The kernels of these optimizers read the divisor. Otherwise clipping is one more pass over all gradients.
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, Muon) and _can_skip_on_device(optimizer, norm.device):
+        return shards.full(norm), ((shards.full(norm) + 1e-6) / max_norm).clamp(min=1).float() if max_norm else None
+    if max_norm:
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return shards.full(norm), None
+
+
 def _step_if_finite(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor]
-) -> None:
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor],
+    divisor: Tensor | None,
+) -> None:  # fmt: skip
     """Step the optimizer if `number` is finite, otherwise restore `buffers`. Every rank has the same number."""
     # Accelerate's wrapper searches the disk for an optional package every step. What it does for the scaler is done here.
     stepper = getattr(optimizer, "optimizer", optimizer)
     if _can_skip_on_device(stepper, number.device):
         is_bad = (number - number) != 0  # the difference is NaN for a number that is not finite, and NaN differs from 0
-        stepper.grad_scale, stepper.found_inf = None, is_bad.float()
+        stepper.grad_scale, stepper.found_inf = divisor, is_bad.float()
         try:
             stepper.step()
         finally:

@@ -1,0 +1,99 @@
+"""Linear layers under autocast whose weight gradients have the type of the weights from the start.
+
+Autocast multiplies in half precision. torch rounds the gradient of a weight to half precision, converts it back, and a captured group
+copies it to the memory of its gradients: 16 bytes per weight, read and written. Here the product, which sums in float32 anyway, writes
+float32 to that memory: 4 bytes. Gradients are not rounded, so they are more exact, and plain, captured and compiled layers compute the
+same.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Address of a weight -> where its gradient is written. Only a capture fills it.
+_targets: dict[int, Tensor] = {}
+
+
+@contextlib.contextmanager
+def gradients_written_to(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[None]:
+    """Let the gradients of linear layers be written to `targets` inside of the block. Others get new memory, as outside of it.
+
+    The second gradient of a weight that is used twice gets new memory too, and autograd adds both.
+    """
+    _targets.update((weight.data_ptr(), target) for weight, target in zip(weights, targets, strict=True))
+    try:
+        yield
+    finally:
+        _targets.clear()
+
+
+def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in the wide type. A GPU sums in it anyway and can write the result directly."""
+    is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
+    if not (a.is_cuda and is_narrow and hasattr(torch.ops.aten.mm, "dtype")):
+        found = (a @ b).to(wide)
+        return found if out is None else out.copy_(found)
+    return torch.mm(a, b, out_dtype=wide) if out is None else torch.ops.aten.mm.dtype_out(a, b, wide, out=out)
+
+
+# A compiler does not trace these. It would convert a weight again in the backward pass, which saves memory and costs time.
+@torch.library.custom_op("accel_ddp::narrowed", mutates_args=())
+def _narrowed(weight: Tensor, kind: torch.dtype) -> Tensor:
+    return weight.to(kind, copy=True)
+
+
+@_narrowed.register_fake
+def _(weight, kind):
+    return torch.empty_like(weight, dtype=kind)
+
+
+@torch.library.custom_op("accel_ddp::weight_gradient", mutates_args=())
+def _weight_gradient(gradient: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return product(gradient.T, rows, weight.dtype, _targets.pop(weight.data_ptr(), None) if _targets else None)
+
+
+@_weight_gradient.register_fake
+def _(gradient, rows, weight):
+    return torch.empty_like(weight)
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear(rows, weight, bias) in the type of `rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        matrix = _narrowed(weight, rows.dtype)
+        ctx.save_for_backward(rows, matrix, weight)
+        return F.linear(rows, matrix, None if bias is None else bias.to(rows.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        rows, matrix, weight = ctx.saved_tensors
+        wants_rows, _, wants_bias = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        d_rows = (flat @ matrix).view(rows.shape) if wants_rows else None
+        d_weight = _weight_gradient(flat, rows.reshape(-1, rows.shape[-1]), weight)
+        return d_rows, d_weight, flat.sum(0, dtype=weight.dtype) if wants_bias else None
+
+
+class WideGradients(nn.Linear):
+    """A linear layer whose weight gradient is not rounded to the type of autocast."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        kind = rows.device.type
+        weight = self.weight
+        if not (torch.is_autocast_enabled(kind) and torch.is_grad_enabled() and weight.requires_grad and weight.dtype == torch.float32):
+            return F.linear(rows, weight, self.bias)
+        return _Linear.apply(rows.to(torch.get_autocast_dtype(kind)), weight, self.bias)
+
+
+def install(layers: Sequence[nn.Module]) -> None:
+    """Replace the linear layers inside of `layers`. Their parameters, hooks and names stay as they are."""
+    for layer in layers:
+        for module in layer.modules():
+            if type(module) is nn.Linear and "forward" not in module.__dict__:
+                module.__class__ = WideGradients
