@@ -1,8 +1,8 @@
 """Attention over concatenated texts, in Triton, for GPUs from Hopper on. Its gradient sums in a fixed order.
 
-torch's flash attention starts as many blocks for each text as the longest one needs, and in its deterministic mode one block computes the
-gradients of a whole text and head, so most of the GPU waits for the longest text. Here each block finds its own text, so that none is
-empty, and no two blocks add to the same gradient. Import this module only if Triton is installed.
+torch's flash attention starts as many blocks for each text as the longest one needs, and in its deterministic mode one block computes
+the gradients of a whole text and head, so most of the GPU waits for the longest text. Here each block finds its own text, so that none
+is empty, and no two blocks add to the same gradient. Import this module only if Triton is installed.
 """
 
 import torch
@@ -39,7 +39,11 @@ def _rows(base, rows, width, length, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, rows, columns, length, scale, acc, total, top, width, CAUSAL: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+def _attend(
+    q, k, v, rows, column, length, scale, acc, total, top, width, CAUSAL: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    columns = column + tl.arange(0, COLUMNS)
     s = tl.dot(q, tl.trans(_rows(k, columns, width, length, SIZE))) * (scale * LOG2E)
     if MASKED:
         sees = columns[None, :] < length
@@ -67,11 +71,13 @@ def _forward(
         top = tl.full([ROWS], float("-inf"), tl.float32)
         whole = (begin if CAUSAL else length) // COLUMNS * COLUMNS  # columns that every row of the block sees
         for column in range(0, whole, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            acc, total, top = _attend(block, k + there, v + there, rows, columns, length, scale, acc, total, top, of_keys, CAUSAL, False, SIZE)  # fmt: skip
+            acc, total, top = _attend(
+                block, k + there, v + there, rows, column, length, scale, acc, total, top, of_keys, CAUSAL, False, SIZE, COLUMNS
+            )
         for column in range(whole, tl.minimum(begin + ROWS, length) if CAUSAL else length, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            acc, total, top = _attend(block, k + there, v + there, rows, columns, length, scale, acc, total, top, of_keys, CAUSAL, True, SIZE)  # fmt: skip
+            acc, total, top = _attend(
+                block, k + there, v + there, rows, column, length, scale, acc, total, top, of_keys, CAUSAL, True, SIZE, COLUMNS
+            )
         where = out + here + rows[:, None] * width + tl.arange(0, SIZE)[None, :]
         tl.store(where, (acc / total[:, None]).to(block.dtype), rows[:, None] < length)
         tl.store(lse + head * tokens + first + rows, (top + tl.log2(total)) / LOG2E, rows < length)
@@ -87,7 +93,11 @@ def _of_queries(
     first, length, begin = _find(starts, texts, tl.program_id(0), N, ROWS)
     if begin < length:
         rows, width, of_keys = begin + tl.arange(0, ROWS), heads * SIZE, groups * SIZE
-        here, there, place = first * width + head * SIZE, first * of_keys + head // (heads // groups) * SIZE, head * tokens + first
+        here, there, place = (
+            first * width + head * SIZE,
+            first * of_keys + head // (heads // groups) * SIZE,
+            head * tokens + first,
+        )
         block, d_out = _rows(q + here, rows, width, length, SIZE), _rows(gradient + here, rows, width, length, SIZE)
         weighted = tl.sum(_rows(out + here, rows, width, length, SIZE).to(tl.float32) * d_out.to(tl.float32), 1)
         tl.store(sums + place + rows, weighted, rows < length)
@@ -103,7 +113,8 @@ def _of_queries(
             p = tl.where(sees, tl.exp2(s - logarithms[:, None]), 0.0)
             d_p = tl.dot(d_out, tl.trans(_rows(v + there, columns, of_keys, length, SIZE)))
             acc = tl.dot((p * (d_p - weighted[:, None])).to(block.dtype), keys, acc)
-        tl.store(d_q + here + rows[:, None] * width + tl.arange(0, SIZE)[None, :], (acc * scale).to(block.dtype), rows[:, None] < length)
+        where = d_q + here + rows[:, None] * width + tl.arange(0, SIZE)[None, :]
+        tl.store(where, (acc * scale).to(block.dtype), rows[:, None] < length)
 
 
 @triton.jit
@@ -116,7 +127,11 @@ def _of_keys(
     first, length, begin = _find(starts, texts, tl.program_id(0), N, ROWS)
     if begin < length:
         rows, width, of_keys = begin + tl.arange(0, ROWS), heads * SIZE, groups * SIZE
-        here, there, place = first * width + head * SIZE, first * of_keys + head // (heads // groups) * SIZE, head * tokens + first
+        here, there, place = (
+            first * width + head * SIZE,
+            first * of_keys + head // (heads // groups) * SIZE,
+            head * tokens + first,
+        )
         keys, values = _rows(k + there, rows, of_keys, length, SIZE), _rows(v + there, rows, of_keys, length, SIZE)
         sum_k, sum_v = tl.zeros([ROWS, SIZE], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
         for column in range(begin // COLUMNS * COLUMNS if CAUSAL else 0, length, COLUMNS):
@@ -136,7 +151,9 @@ def _of_keys(
         tl.store(d_v + where, sum_v.to(keys.dtype), rows[:, None] < length)
 
 
-def _launch(kernel, table: dict[int, tuple[int, int, int, int]], q: Tensor, k: Tensor, starts: Tensor, tensors, causal, scale) -> None:
+def _launch(
+    kernel, table: dict[int, tuple[int, int, int, int]], q: Tensor, k: Tensor, starts: Tensor, tensors, causal, scale
+) -> None:
     (tokens, heads, size), texts = q.shape, len(starts) - 1
     rows, columns, warps, stages = table[max(64, size)]
     grid = (tokens // rows + texts, heads)  # at least as many blocks as all texts have
