@@ -12,6 +12,7 @@ answer attends to the prompt and to itself. In a causal model the result is the 
 """
 
 import functools
+import logging
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 from accel_ddp import compat
 from accel_ddp.training.losses import CurrentBatch
+
+log = logging.getLogger(__name__)
 
 LEAST_SHARED = 0.05  # of the tokens of a micro-batch; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
@@ -203,7 +206,18 @@ def _own_kernels(q: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | N
 
 @functools.cache
 def _has_kernels(device: torch.device) -> bool:
-    return bool(find_spec("triton")) and torch.cuda.get_device_capability(device)[0] >= 9
+    """Return whether Triton can compile our kernels here. They are faster from Hopper on."""
+    if not find_spec("triton") or torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    from accel_ddp.speed import attention_kernels as own
+
+    some, starts = torch.zeros(1, 1, 32, dtype=torch.bfloat16, device=device), torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        own.forward(some, some, some, starts, True, None)
+    except Exception as error:  # of many kinds, for example no C compiler
+        log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 # Each is one operator, so a compiler does not trace it.
