@@ -115,7 +115,7 @@ def attach(
     speed = Speed(accelerator, cfg, model, train, loss_sum)
     speed.remove_padding()
     if speed.padding_free and accelerator.device.type == "cuda" and not is_sharded(model):
-        linear_layers.install(speed.padding_free.layers, speed.same_inputs)
+        linear_layers.install(speed.padding_free.layers)
     speed.capture_layers(total_steps)
     done = ["no padding inside of the layers"] * bool(speed.padding_free)
     done += ["layers are captured as CUDA graphs"] * bool(speed.graphs) + ["layers are compiled"] * bool(speed.plain_calls)
@@ -132,7 +132,6 @@ class Speed:
     ):
         self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
         self.padding_free: PaddingFree | None = None
-        self.same_inputs: list[list[str]] = []  # names of linear layers that get the same input, inside of each layer
         self.graphs: GraphedLayers | None = None
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
@@ -265,8 +264,7 @@ class Speed:
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
-            with linear_layers.same_inputs(padding_free.layers[0]) as self.same_inputs:
-                reason = "" if sharded else self._compare(padding_free, loss, batch)
+            reason = "" if sharded else self._compare(padding_free, loss, batch)
         if sharded:  # a collective, and so outside of the block
             reason = self._compare(padding_free, loss, batch)
             sharding.recover(model)  # the forward pass may have raised an error

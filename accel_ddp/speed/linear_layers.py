@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp import compat
-
 # Address of a weight -> where its gradient is written. Only a capture fills it.
 _targets: dict[int, Tensor] = {}
 
@@ -42,18 +40,15 @@ def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) 
     return torch.mm(a, b, out_dtype=wide) if out is None else torch.ops.aten.mm.dtype_out(a, b, wide, out=out)
 
 
-# A compiler does not trace these. It would convert weights again in the backward pass, which saves memory and costs time.
+# A compiler does not trace these. It would convert a weight again in the backward pass, which saves memory and costs time.
 @torch.library.custom_op("accel_ddp::narrowed", mutates_args=())
-def _narrowed(weights: list[Tensor], kind: torch.dtype) -> Tensor:
-    """Return the weights as one matrix of this type."""
-    matrix = weights[0].new_empty((sum(map(len, weights)), weights[0].shape[1]), dtype=kind)
-    compat.copy_all(matrix.split([*map(len, weights)]), weights)
-    return matrix
+def _narrowed(weight: Tensor, kind: torch.dtype) -> Tensor:
+    return weight.to(kind, copy=True)
 
 
 @_narrowed.register_fake
-def _(weights, kind):
-    return weights[0].new_empty((sum(map(len, weights)), weights[0].shape[1]), dtype=kind)
+def _(weight, kind):
+    return torch.empty_like(weight, dtype=kind)
 
 
 @torch.library.custom_op("accel_ddp::weight_gradient", mutates_args=())
@@ -66,82 +61,39 @@ def _(gradient, rows, weight):
     return torch.empty_like(weight)
 
 
-class _Linears(torch.autograd.Function):
-    """F.linear(rows, weight, bias) in the type of `rows`, for several weights, with one product forward and one for the rows."""
+class _Linear(torch.autograd.Function):
+    """F.linear(rows, weight, bias) in the type of `rows`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, number: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        weights, biases = tensors[:number], [bias for bias in tensors[number:] if bias is not None]
-        matrix = _narrowed([*weights], rows.dtype)
-        ctx.save_for_backward(rows, matrix, *weights)
-        bias = torch.cat(biases).to(rows.dtype) if biases else None
-        return F.linear(rows, matrix, bias).split([*map(len, weights)], -1)
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        matrix = _narrowed(weight, rows.dtype)
+        ctx.save_for_backward(rows, matrix, weight)
+        return F.linear(rows, matrix, None if bias is None else bias.to(rows.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, matrix, *weights = ctx.saved_tensors
-        has_bias = ctx.needs_input_grad[2 + len(weights) :]
-        whole = gradients[0] if len(weights) == 1 else torch.cat(gradients, -1)
-        whole, flat = whole.reshape(-1, len(matrix)), rows.reshape(-1, rows.shape[-1])
-        d_rows = (whole @ matrix).view(rows.shape) if ctx.needs_input_grad[0] else None
-        parts = whole.split([*map(len, weights)], -1)
-        d_weights = [_weight_gradient(part, flat, weight) for part, weight in zip(parts, weights)]
-        d_biases = [part.sum(0, dtype=weight.dtype) if has else None for part, weight, has in zip(parts, weights, has_bias)]
-        return d_rows, None, *d_weights, *d_biases
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        rows, matrix, weight = ctx.saved_tensors
+        wants_rows, _, wants_bias = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        d_rows = (flat @ matrix).view(rows.shape) if wants_rows else None
+        d_weight = _weight_gradient(flat, rows.reshape(-1, rows.shape[-1]), weight)
+        return d_rows, d_weight, flat.sum(0, dtype=weight.dtype) if wants_bias else None
 
 
 class WideGradients(nn.Linear):
     """A linear layer whose weight gradient is not rounded to the type of autocast."""
 
-    same_input: "tuple[WideGradients, ...]"  # the layers that get the input of this one after it, such as keys after queries
-    given: tuple[Tensor, Tensor] | None  # an input, and the output that another layer has computed for it
-
     def forward(self, rows: Tensor) -> Tensor:
-        given, self.given = self.given, None
-        if given is not None and given[0] is rows:
-            return given[1]
-        if not self._is_wide(rows):
-            return F.linear(rows, self.weight, self.bias)
-        # One product is faster than several. Without a compiler, joining the gradients would cost more.
-        layers = [self, *(m for m in self.same_input if m._is_wide(rows))] if torch.compiler.is_compiling() else [self]
-        narrow = rows.to(torch.get_autocast_dtype(rows.device.type))
-        out, *others = _Linears.apply(narrow, len(layers), *(m.weight for m in layers), *(m.bias for m in layers))
-        for layer, other in zip(layers[1:], others):
-            layer.given = rows, other
-        return out
-
-    def _is_wide(self, rows: Tensor) -> bool:
-        is_trained = self.weight.requires_grad and torch.is_grad_enabled()
-        return is_trained and self.weight.dtype == torch.float32 and torch.is_autocast_enabled(rows.device.type)
+        weight, kind = self.weight, rows.device.type
+        is_trained = torch.is_grad_enabled() and weight.requires_grad
+        if not (is_trained and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)):
+            return F.linear(rows, weight, self.bias)
+        return _Linear.apply(rows.to(torch.get_autocast_dtype(kind)), weight, self.bias)
 
 
-@contextlib.contextmanager
-def same_inputs(layer: nn.Module) -> Iterator[list[list[str]]]:
-    """Yield a list. At the end of the block it contains the names of linear layers that got the same input, in their order."""
-    calls: dict[int, tuple[Tensor, dict[str, None]]] = {}  # by the id of the input, which stays unique while it is held
-    note = lambda name: lambda _, args: calls.setdefault(id(args[0]), (args[0], {}))[1].setdefault(name)
-    named = {name: module for name, module in layer.named_modules() if type(module) is nn.Linear}
-    hooks = [module.register_forward_pre_hook(note(name)) for name, module in named.items()]
-    found: list[list[str]] = []
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-        has_bias = lambda name: named[name].bias is not None
-        for _, names in calls.values():
-            same = [name for name in names if has_bias(name) == has_bias(next(iter(names)))]
-            found += [same] if len(same) > 1 and same not in found else []
-
-
-def install(layers: Sequence[nn.Module], same: list[list[str]]) -> None:
+def install(layers: Sequence[nn.Module]) -> None:
     """Replace the linear layers inside of `layers`. Their parameters, hooks and names stay as they are."""
     for layer in layers:
         for module in layer.modules():
             if type(module) is nn.Linear and "forward" not in module.__dict__:
                 module.__class__ = WideGradients
-                module.same_input, module.given = (), None
-        for names in same:
-            first, *others = [layer.get_submodule(name) for name in names]
-            if all(type(module) is WideGradients for module in (first, *others)):
-                first.same_input = tuple(others)

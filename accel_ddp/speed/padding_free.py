@@ -195,29 +195,27 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real, at.second)[0].unflatten(0, at.shape)
 
 
-def _own_kernels(q: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float) -> Any:
-    """Return the module `attention_kernels` if it can compute this attention and is faster than torch's, or else None."""
-    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr() or not _has_kernels(q.device):
+def _own_kernels(q: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float, causal: bool) -> Any:
+    """Return the module `attention_kernels` if it can compute this attention, or else None. It is faster than torch's."""
+    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr():
         return None
-    from accel_ddp.speed import attention_kernels as own
-
-    return own if q.shape[2] in own.SIZES and len(starts) <= own.MAX_TEXTS else None
+    own = _kernels_for(q.device, q.dtype, q.shape[2], causal)
+    return own if own and len(starts) <= own.MAX_TEXTS else None
 
 
 @functools.cache
-def _has_kernels(device: torch.device) -> bool:
-    """Return whether Triton can compile our kernels here. They are faster from Hopper on."""
+def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, causal: bool) -> Any:
+    """Return the module `attention_kernels` if Triton can compile it for heads of this size on this GPU, or else None."""
     if not find_spec("triton") or torch.cuda.get_device_capability(device)[0] < 9:
-        return False
+        return None
     from accel_ddp.speed import attention_kernels as own
 
-    some, starts = torch.zeros(1, 1, 32, dtype=torch.bfloat16, device=device), torch.arange(2, dtype=torch.int32, device=device)
+    some, starts = torch.zeros(1, 1, size, dtype=dtype, device=device), torch.arange(2, dtype=torch.int32, device=device)
     try:
-        own.forward(some, some, some, starts, True, None)
+        return own if size in own.SIZES and own.forward(some, some, some, starts, causal, None) else None
     except Exception as error:  # of many kinds, for example no C compiler
         log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
-        return False
-    return True
+        return None
 
 
 # Each is one operator, so a compiler does not trace it.
@@ -226,7 +224,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
     dropout: float, causal: bool, scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if own := _own_kernels(q, starts, key_starts, keys, dropout):
+    if own := _own_kernels(q, starts, key_starts, keys, dropout, causal):
         return *own.forward(q, k, v, starts, causal, scale), torch.empty(2, dtype=torch.uint64, device=q.device)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale)
@@ -244,7 +242,7 @@ def _flash_backward(
     keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if own := _own_kernels(q, starts, key_starts, keys, dropout):
+    if own := _own_kernels(q, starts, key_starts, keys, dropout, causal):
         return own.backward(gradient, q, k, v, out, lse, starts, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

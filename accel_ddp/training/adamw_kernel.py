@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # numbers that a block steps
+BLOCK = 1024  # numbers that a block steps
 
 
 @triton.jit
