@@ -106,8 +106,8 @@ def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def rounded_up(number: int) -> int:
-    """Round up by at most a sixteenth on average, to one of few different numbers."""
-    grain = max(64, 1 << max(0, (number // 8).bit_length() - 1))
+    """Round up by a fiftieth on average, to one of few different numbers."""
+    grain = max(64, 1 << max(0, (number // 16).bit_length() - 1))
     return max(1, -(-number // grain)) * grain
 
 
