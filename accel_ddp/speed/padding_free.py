@@ -24,6 +24,7 @@ from accel_ddp.training.losses import CurrentBatch
 LEAST_SHARED = 0.05  # of the tokens of a micro-batch; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
 REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
+GROUPED = "grouped_mm"  # the products of experts that `experts` replaces
 
 
 class NeedsPadding(Exception):
@@ -274,7 +275,9 @@ def attention(
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     if unknown := [name for name in ("softcap", "s_aux") if others.get(name) is not None]:
-        raise NeedsPadding(f"its attention has {', '.join(unknown)}, which torch's attention over texts of different lengths lacks")
+        raise NeedsPadding(
+            f"its attention has {', '.join(unknown)}, which torch's attention over texts of different lengths lacks"
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal and (segments.second is not None or segments.keys is not None):
         raise NeedsPadding("its texts share their beginnings, and its attention is not causal")
@@ -327,3 +330,28 @@ def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     return None if is_active.get() else sdpa_mask(*args, **kwargs)
+
+
+class _Narrow:
+    """A module whose parameters are converted when they are read."""
+
+    def __init__(self, module: nn.Module, kind: torch.dtype):
+        self._module, self._kind = module, kind
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._kind) if isinstance(value, nn.Parameter) else value
+
+
+def experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts like transformers' `grouped_mm`, in the type of autocast.
+
+    Autocast does not convert the inputs of grouped products. In float32, torch has no kernel and waits for the GPU.
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind):
+        return grouped_mm_experts_forward(module, hidden, chosen, weights)
+    narrow = torch.get_autocast_dtype(kind)
+    return grouped_mm_experts_forward(_Narrow(module, narrow), hidden.to(narrow), chosen, weights)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp.speed import padding_free
-from accel_ddp.speed.padding_free import NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 
@@ -97,7 +97,9 @@ class Stack:
         if self.is_plain:
             return original
 
-        def call(row: Tensor, segments: Segments, lengths: list[int], rotary: dict[str, Any], places: Any, **given: Any) -> Tensor:
+        def call(
+            row: Tensor, segments: Segments, lengths: list[int], rotary: dict[str, Any], places: Any, **given: Any
+        ) -> Tensor:
             hidden, *carried = row.split(lengths, 1) if len(lengths) > 1 else [row]
             given |= {name: rows if name == CARRIED[0] else rows[0] for name, rows in zip(self.carried_names, carried)}
             if self.alternates:
@@ -153,10 +155,11 @@ class Stack:
 class PaddingFree:
     """Lets `model` compute without padding whenever its attention mask belongs to the current batch."""
 
-    def __init__(self, model: nn.Module, is_fixed: bool = False):
+    def __init__(self, model: nn.Module, is_fixed: bool = False, is_sharded: bool = False):
         """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others.
 
-        `is_fixed`: items have no mask, because all of them have the same length, such as images.
+        `is_fixed`: items have no mask, because all of them have the same length, such as images. The weights of a model that
+        `is_sharded` exist only inside of their layer, and its layers are not captured as CUDA graphs.
         """
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -179,7 +182,13 @@ class PaddingFree:
             raise NeedsPadding("its attention is not that of transformers")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
+        experts = [getattr(config, "_experts_implementation", None) for config in self.configs.values()]
         self.has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
+        self.expert_configs = [c for c, how in zip(self.configs.values(), experts) if self.has_experts and how in (GROUPED, NAME)]
+        if self.expert_configs:
+            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+            ALL_EXPERTS_FUNCTIONS.register(NAME, padding_free.experts)
         self.windows = {int(window) for window in found if window}
         # A window, which may extend to both sides, has no effect on texts that are at most half as long.
         self.longest = min((window // 2 for window in self.windows), default=1 << 30)
@@ -190,10 +199,12 @@ class PaddingFree:
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         self.rotaries = [m for m in owner.modules() if type(m).__name__.endswith("RotaryEmbedding") and id(m) not in inside]
         several = len(self.rotaries) > 1 or any("layer_type" in inspect.signature(m.forward).parameters for m in self.rotaries)
-        self.stacks[0].alternates = several and len(stacks) == 1 and not self.attentions
+        self.stacks[0].alternates = several and len(stacks) == 1 and not self.attentions and not is_sharded
+        if is_sharded and any(stack.bias is not None for stack in self.stacks):
+            raise NeedsPadding("its layers share a position bias, which is sharded")
         self.plain: list[Callable[..., Any]] = [stack.call_of(n) for stack in self.stacks for n in _numbers(stack)]
-        self.calls = self.plain
-        self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`; set by `attach` to use CUDA graphs
+        self.calls = [*self.plain]
+        self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`, see `capture`
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
         self.is_enabled = True
         self.last_batch: CurrentBatch | None = None
@@ -212,6 +223,8 @@ class PaddingFree:
     def install(self) -> None:
         for config in self.configs.values() if not self.attentions else ():
             config._attn_implementation = NAME
+        for config in self.expert_configs:
+            config._experts_implementation = NAME
         for table in small_tables(self.owner) if next(self.owner.parameters()).is_cuda else ():
             table.forward = functools.partial(_look_up, table)
         keep = lambda module, args, output: self.rotary.setdefault(str(len(self.rotary)), output)
@@ -228,12 +241,31 @@ class PaddingFree:
     def remove(self) -> None:
         for config in self.configs.values() if not self.attentions else ():
             config._attn_implementation = REPLACED
+        for config in self.expert_configs:
+            config._experts_implementation = GROUPED
         inner = [module for attention in self.attentions for module in (attention, *_linear_children(attention))]
         for module in [self.owner, *self.layers, *small_tables(self.owner), *inner]:
             module.__dict__.pop("forward", None)
         while self.hooks:
             self.hooks.pop().remove()
         self._clear()
+
+    def capture(self, graphs_of: Callable[[list[nn.Module], list[Callable[..., Any]]], Any]) -> list[Any]:
+        """Call the layers of each stack through `graphs_of(layers, calls)`, which captures them as CUDA graphs, and return these."""
+        found = [graphs_of(stack.layers, self.calls[stack.first : stack.last + 1]) for stack in self.stacks]
+        owner = {number: (graphs, stack.first) for stack, graphs in zip(self.stacks, found) for number in _numbers(stack)}
+
+        def run(number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+            graphs, first = owner[number]
+            return graphs.call(number - first, hidden, args, kwargs)
+
+        self.run, self.on_new_batch = run, lambda: [graphs.pending.clear() for graphs in found]
+        return found
+
+    @property
+    def targets(self) -> list[Any]:
+        """Return what is compiled: layers, or functions that call them with other arguments."""
+        return [s.layers[n - s.first] if s.is_plain else self.plain[n] for s in self.stacks for n in _numbers(s)]
 
     def _model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -522,7 +554,8 @@ def _pad_around(attention: nn.Module) -> None:
             return original(hidden_states, *args, **kwargs)
         padded = unpack(hidden_states, at)
         _Inside.pair = padded, hidden_states
-        out = original(padded, *args, **kwargs)
+        pad = lambda x: unpack(x, at) if isinstance(x, Tensor) and x.shape[:2] == hidden_states.shape[:2] else x
+        out = original(padded, *map(pad, args), **{name: pad(value) for name, value in kwargs.items()})
         _Inside.pair = None, None
         return (pack(out[0], at), *out[1:]) if isinstance(out, tuple) else pack(out, at)
 
