@@ -10,7 +10,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ def _of_one(matrix: nn.Module) -> int:
 TOKENS_WORTH_COMPILING = 250_000_000
 
 NO_TEXTS = "its batches have no attention mask"
+NOT_CAPTURED = "layers are not captured as CUDA graphs: "  # and why not, for items of a fixed length
 
 
 def attach(
@@ -117,8 +118,8 @@ def attach(
     if speed.padding_free and accelerator.device.type == "cuda" and not is_sharded(model):
         linear_layers.install(speed.padding_free.layers)
     speed.capture_layers(total_steps)
-    done = ["no padding inside of the layers"] * bool(speed.padding_free)
-    done += ["layers are captured as CUDA graphs"] * bool(speed.graphs) + ["layers are compiled"] * bool(speed.plain_calls)
+    done = ["padding-free"] * bool(speed.padding_free and not speed.padding_free.is_fixed)
+    done += ["CUDA graphs"] * bool(speed.graphs) + ["compiled"] * bool(speed.plain_calls)
     if done:
         print_on_main("speed: " + ", ".join(done))
     return speed
@@ -132,7 +133,7 @@ class Speed:
     ):
         self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
         self.padding_free: PaddingFree | None = None
-        self.graphs: GraphedLayers | None = None
+        self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
         self.softmax: linear_cross_entropy.Softmax = linear_cross_entropy.plain_softmax  # of the heads
@@ -244,6 +245,8 @@ class Speed:
             self.padding_free = None
         if reasons and asked == "on":
             warn_on_main(f"--padding_free on is not possible: {reasons[0]}. Texts are padded.", "FALLBACK")
+        elif reasons and reasons[0].startswith(NOT_CAPTURED):
+            print_on_main(reasons[0])
         elif reasons and reasons[0] not in ("--padding_free off", NO_TEXTS):
             print_on_main(f"texts are padded: {reasons[0]}.")
 
@@ -253,14 +256,16 @@ class Speed:
         sharded = is_sharded(model)
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
-            if getattr(batch, "sizes", None) is None:
+            is_fixed = getattr(batch, "sizes", None) is None
+            if is_fixed and (accelerator.device.type != "cuda" or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
                 return NO_TEXTS
+            kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
             try:
-                padding_free = PaddingFree(model)
+                padding_free = PaddingFree(model, is_fixed, sharded)
             except NeedsPadding as reason:
-                return str(reason)
+                return f"{kept}{reason}"
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
@@ -270,7 +275,7 @@ class Speed:
             sharding.recover(model)  # the forward pass may have raised an error
         if reason:
             padding_free.remove()
-            return reason
+            return f"{kept}{reason}"
         self.padding_free = padding_free
         return ""
 
@@ -316,14 +321,16 @@ class Speed:
         """Return whether compiling saves more time than it takes. The answer is the same on every rank and after a restart."""
         with together("count tokens"):
             known = self.train.lengths
-            if known is None:
+            if self.padding_free.is_fixed:
+                known = [self.padding_free.mask.shape[1]]
+            elif known is None:
                 known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
         length = float(np.mean(known))
         return total_steps * self.cfg.global_batch_size * length * num_layers >= TOKENS_WORTH_COMPILING
 
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free
-        layers.calls, layers.run, self.graphs = calls, None, None
+        layers.calls, layers.run, self.graphs = calls, None, []
         if is_sharded(self.model):
             print_on_main(
                 "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
@@ -332,8 +339,8 @@ class Speed:
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
             group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
-            self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
-            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.pending.clear
+            is_compiled = bool(self.plain_calls)
+            self.graphs = layers.capture(lambda some, calls: GraphedLayers(some, calls, device, is_compiled, group_bytes))
 
     @contextlib.contextmanager
     def _plain_layers(self) -> Iterator[None]:
