@@ -227,7 +227,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
     dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if own := _own_kernels(q, starts, key_starts, keys, dropout, causal):
+    if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
         return *own.forward(q, k, v, starts, causal, scale), torch.empty(2, dtype=torch.uint64, device=q.device)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
@@ -245,7 +245,7 @@ def _flash_backward(
     keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
     scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if own := _own_kernels(q, starts, key_starts, keys, dropout, causal):
+    if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
         return own.backward(gradient, q, k, v, out, lse, starts, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
