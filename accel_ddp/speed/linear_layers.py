@@ -40,15 +40,18 @@ def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) 
     return torch.mm(a, b, out_dtype=wide) if out is None else torch.ops.aten.mm.dtype_out(a, b, wide, out=out)
 
 
-# A compiler does not trace these. It would convert a weight again in the backward pass, which saves memory and costs time.
-@torch.library.custom_op("accel_ddp::narrowed", mutates_args=())
-def _narrowed(weight: Tensor, kind: torch.dtype) -> Tensor:
-    return weight.to(kind, copy=True)
+# Each is one operator, which a compiler does not trace: it would convert weights again in the backward pass. (It could not store code
+# with an autograd.Function.)
+@torch.library.custom_op("accel_ddp::linear", mutates_args=())
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return F.linear(rows, weight, bias) in the type of `rows`, and the weight in this type."""
+    matrix = weight.to(rows.dtype, copy=True)
+    return F.linear(rows, matrix, None if bias is None else bias.to(rows.dtype)), matrix
 
 
-@_narrowed.register_fake
-def _(weight, kind):
-    return torch.empty_like(weight, dtype=kind)
+@_linear.register_fake
+def _(rows, weight, bias):
+    return rows.new_empty((*rows.shape[:-1], len(weight))), torch.empty_like(weight, dtype=rows.dtype)
 
 
 @torch.library.custom_op("accel_ddp::weight_gradient", mutates_args=())
@@ -61,23 +64,21 @@ def _(gradient, rows, weight):
     return torch.empty_like(weight)
 
 
-class _Linear(torch.autograd.Function):
-    """F.linear(rows, weight, bias) in the type of `rows`."""
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no zeros for the matrix
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        matrix = _narrowed(weight, rows.dtype)
-        ctx.save_for_backward(rows, matrix, weight)
-        return F.linear(rows, matrix, None if bias is None else bias.to(rows.dtype))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        rows, matrix, weight = ctx.saved_tensors
-        wants_rows, _, wants_bias = ctx.needs_input_grad
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        d_rows = (flat @ matrix).view(rows.shape) if wants_rows else None
-        d_weight = _weight_gradient(flat, rows.reshape(-1, rows.shape[-1]), weight)
-        return d_rows, d_weight, flat.sum(0, dtype=weight.dtype) if wants_bias else None
+def _gradients(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    rows, matrix, weight = ctx.saved_tensors
+    wants_rows, _, wants_bias = ctx.needs_input_grad
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    d_rows = (flat @ matrix).view(rows.shape) if wants_rows else None
+    d_weight = _weight_gradient(flat, rows.reshape(-1, rows.shape[-1]), weight)
+    return d_rows, d_weight, flat.sum(0, dtype=weight.dtype) if wants_bias else None
+
+
+_linear.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 class WideGradients(nn.Linear):
@@ -88,7 +89,7 @@ class WideGradients(nn.Linear):
         is_trained = torch.is_grad_enabled() and weight.requires_grad
         if not (is_trained and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)):
             return F.linear(rows, weight, self.bias)
-        return _Linear.apply(rows.to(torch.get_autocast_dtype(kind)), weight, self.bias)
+        return _linear(rows.to(torch.get_autocast_dtype(kind)), weight, self.bias)[0]
 
 
 def install(layers: Sequence[nn.Module]) -> None:
