@@ -101,11 +101,12 @@ def fake_mode() -> Any:
 
 def flash_attention(
     q: "Tensor", k: "Tensor", v: "Tensor", starts: "Tensor", key_starts: "Tensor", longest: int, dropout: float, causal: bool,
-    scale: float | None,
+    scale: float | None, window: int = -1,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
     """Return the output of attention over concatenated texts, the log of its sums, and the state of the random generator.
 
-    A text may have more keys than queries. The last query then sees all of them.
+    A text may have more keys than queries. The last query then sees all of them. A query sees `window` keys before it, and as many
+    after it if the attention is not causal, or all of them if `window` is -1.
 
     No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Its arguments
     are tested with torch 2.13 on the meta device, its values by tests that need a GPU.
@@ -113,19 +114,22 @@ def flash_attention(
     import torch
 
     forward = torch.ops.aten._flash_attention_forward
-    return forward(q, k, v, starts, key_starts, longest, longest, dropout, causal, False, scale=scale)[:3]
+    sides = {"window_size_left": window, "window_size_right": 0 if causal else window} if window >= 0 else {}
+    return forward(q, k, v, starts, key_starts, longest, longest, dropout, causal, False, scale=scale, **sides)[:3]
 
 
 def flash_attention_gradients(
     gradient: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", starts: "Tensor",
     key_starts: "Tensor", longest: int, dropout: float, causal: bool, random_state: "Tensor", scale: float | None,
+    window: int = -1,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
     """Return the gradients of queries, keys and values of `flash_attention`. Tested like it with torch 2.13."""
     import torch
 
+    sides = {"window_size_left": window, "window_size_right": 0 if causal else window} if window >= 0 else {}
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), q, k, v, out, lse, starts, key_starts, longest, longest, dropout, causal,
-        random_state, torch.empty(0, device=q.device), scale=scale,
+        random_state, torch.empty(0, device=q.device), scale=scale, **sides,
     )  # fmt: skip
 
 

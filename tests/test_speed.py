@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed import attach, autobatch, padding_free
+from accel_ddp.speed import attach, autobatch, linear_layers, padding_free
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
@@ -297,6 +298,41 @@ def test_gradients_move_out_of_memory_that_is_overwritten():
     assert parameters[0].grad.tolist() == [[4, 5, 6], [7, 8, 9]]
     assert parameters[1].grad is other
     assert parameters[2].grad is None
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.down, self.shared = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        x = x + self.down(nn.functional.silu(self.gate(x)))
+        return self.shared(x) + self.shared(x * x)  # one weight is used twice
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_are_needed():
+    torch.manual_seed(0)
+    layer, x = _Layer(), torch.randn(1, 40, 16, requires_grad=True)
+    parameters = [*layer.parameters()]
+
+    def gradients(targets):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        with linear_layers.gradients_written_to(parameters, targets):
+            return torch.autograd.grad(out.float().square().sum(), [x, *parameters])
+
+    expected = gradients([torch.zeros_like(p) for p in parameters])
+    linear_layers.install([layer])
+    targets = [torch.zeros_like(p) for p in parameters]
+    found = gradients(targets)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < 0.02 * b.abs().max()
+    written = {name for (name, _), a, b in zip(layer.named_parameters(), found[1:], targets) if a.data_ptr() == b.data_ptr()}
+    assert {"gate.weight", "down.weight"} <= written
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        assert torch.equal(out, layer.requires_grad_(False)(x)), "frozen layers compute as before"
 
 
 def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
