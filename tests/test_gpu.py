@@ -171,7 +171,7 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
-    for kind in ("bert", "llama", "packed", "pairs"):
+    for kind in (kind for kind in found if kind != "dropout"):
         assert found[kind]["padding-free"] < 0.05, found
         assert found[kind]["captured"] == 0, found
         assert found[kind]["accumulated"] == 0, found
@@ -681,7 +681,7 @@ def test_a_profile_contains_the_kernels_of_cuda_graphs(tmp_path):
         "--eval_every", "100", "--save_every", "100", "--no_eval_first", "--out", tmp_path / "out.pt", "--output_dir", tmp_path,
     ]  # fmt: skip
     ended = run_all([[sys.executable, PROGRAMS / "speedups.py", *options]], [on_gpu()]).well()
-    assert "layers are captured as CUDA graphs" in ended.text
+    assert "CUDA graphs" in ended.text
     from accel_ddp.observe.traces import read_trace
 
     calls = {}
