@@ -1,10 +1,9 @@
 """LoRA adapters of a model: new ones, or those that `--model` names."""
 
+import functools
 import json
 import logging
 import tempfile
-import types
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +46,7 @@ def find_adapters(name: str, cache_dir: str) -> Adapters | None:
     return Adapters(place, config, config.base_model_name_or_path or "")
 
 
-@cache  # the tokenizer, the config and the model need the folder
+@functools.cache  # the tokenizer, the config and the model need the folder
 def _download_adapters(name: str) -> str:
     """Return the folder with the files of adapters on the Hub, or "" if there are no adapters with this name."""
     from huggingface_hub import snapshot_download
@@ -163,25 +162,22 @@ def _multiply_at_once(layer: Any) -> None:
     is_plain = type(base) is nn.Linear or type(base).__name__ == "Linear4bit"
     is_plain = is_plain and all(type(one) is nn.Identity for one in layer.lora_dropout.values()) and not layer.lora_variant
     if is_plain and all(one.bias is None for one in layer.lora_B.values()):
-        layer.forward = types.MethodType(_forward_at_once, layer)
+        layer.forward = functools.partial(_forward_at_once, layer)  # not a method, which pickle would look for in peft's class
 
 
 def _forward_at_once(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    base, (name, *others) = layer.base_layer, layer.active_adapters or [""]
-    weight, is_changed = (
-        base.weight,
-        layer.disable_adapters or layer.merged or others or args or kwargs or name not in layer.lora_A,
-    )
-    state = getattr(weight, "quant_state", None)
-    is_narrow = torch.is_autocast_enabled(x.device.type)  # otherwise peft converts between the types of adapters and weights
-    if type(base) is nn.Linear:
-        can = is_narrow or x.dtype == weight.dtype == layer.lora_A[name].weight.dtype
-    else:  # bitsandbytes multiplies few rows, as in a generation, without unpacking
-        can = is_narrow and state is not None and torch.is_grad_enabled()
-    if is_changed or not can:
-        return type(layer).forward(layer, x, *args, **kwargs)
+    base, (name, *others), usual = layer.base_layer, layer.active_adapters or [""], type(layer).forward
+    weight, bias, state = base.weight, base.bias, getattr(base.weight, "quant_state", None)
+    trains_base = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if layer.disable_adapters or layer.merged or name not in layer.lora_A or others or args or kwargs or trains_base:
+        return usual(layer, x, *args, **kwargs)
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
-    return _AdaptedProduct.apply(x, weight, base.bias, a, b, layer.scaling[name], state)
+    can = torch.is_autocast_enabled(x.device.type)  # otherwise peft converts between the types of adapters and weights
+    if weight.is_floating_point():
+        can = can or x.dtype == weight.dtype == a.dtype
+    else:  # bitsandbytes multiplies few rows, as in a generation, without unpacking
+        can = can and state is not None and torch.is_grad_enabled()
+    return _AdaptedProduct.apply(x, weight, bias, a, b, layer.scaling[name], state) if can else usual(layer, x)
 
 
 def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -> Any:
