@@ -13,7 +13,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links
-from accel_ddp.text import rough_seconds
+from accel_ddp.text import rough_seconds, shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
 from accel_ddp.training.workers import loader_options
@@ -28,10 +28,7 @@ class Balance(Hook):
     """The items of each rank from a step on, as whole numbers whose sum is the global batch. With `--balance off` it does nothing."""
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig, saved: dict[str, Any], needs_equal: bool = False):
-        """`saved` is the run.json of the checkpoint from which the run continues. Its shares are for its number of ranks.
-
-        `needs_equal`: the loss compares the items of all ranks, which must have equal numbers.
-        """
+        """`saved` is the run.json from which the run continues. `needs_equal`: ranks must have equal numbers of items."""
         ranks = accelerator.num_processes
         self.given = parse_shares(cfg.balance, ranks)  # None: they are equal, or follow from the speed
         self.measures = cfg.balance == "speed" and ranks > 1
@@ -43,10 +40,8 @@ class Balance(Hook):
         self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
         self.is_even = len({*self.sizes}) == 1
         if (links.sharding or needs_equal) and not self.is_even:
-            why = "a loss that compares all items" if needs_equal else "FSDP"
-            raise UserError(
-                f"--micro_batch_size {min(self.sizes)} to {max(self.sizes)}: must be the same on all ranks for {why}."
-            )
+            why = "FSDP, local steps and losses that compare all items"
+            raise UserError(f"--micro_batch_size {self.sizes}: must be the same on all ranks for {why}.")
         self.window = FIRST
         self.before: Sequence[RankSample] = ()  # of all ranks, when the current window began
         self.seen: dict[tuple[int, ...], float] = {}  # the seconds of a step with each division that was measured
@@ -59,7 +54,7 @@ class Balance(Hook):
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint must contain, so that a resumed run divides its steps as the run before it."""
-        return {"shares": self.changes if self.measures else [], "micro_batch_sizes": self.sizes}
+        return {"shares": [*self.changes] if self.measures else [], "micro_batch_sizes": self.sizes}
 
     def at(self, step: int) -> tuple[float, ...] | None:
         """Return the shares of all ranks at a step, or None if all ranks have as many items in micro-batches of the same size."""
@@ -77,8 +72,7 @@ class Balance(Hook):
         elif first - self.before[0].step >= self.window and (splits := splits_between(self.before, now)):
             self.before, self.window = now, min(2 * self.window, LONGEST)
             own = [split.data + split.forward + split.backward for split in splits]
-            found = self.decide(own, [split.optimizer + split.other for split in splits])
-            if found:
+            if found := self.decide(own, [split.optimizer + split.other for split in splits]):
                 self._change(numbers.step + self.horizon, *found)
 
     def decide(self, own: list[float], fixed: list[float]) -> tuple[list[int], float, float] | None:
@@ -97,13 +91,10 @@ class Balance(Hook):
     def _change(self, step: int, counts: list[int], now: float, expected: float) -> None:
         if step <= self.asked:
             raise RuntimeError(f"shares that begin at step {step} are too late: step {self.asked} is already divided")
-        before, self.changes = self.changes[-1][1], [*self.changes, (step, counts)]
-        parts = [f"rank {rank}: {new} instead of {old}" for rank, (new, old) in enumerate(zip(counts, before)) if new != old]
-        more = f" and {len(parts) - 8} more ranks" if len(parts) > 8 else ""
-        print_on_main(
-            f"--balance speed: from step {step + 1} on, of {self.units} items {', '.join(parts[:8])}{more}. The slowest rank should "
-            f"take {rough_seconds(expected)} per step instead of {rough_seconds(now)}."
-        )
+        self.changes.append((step, counts))
+        items = shorten(", ".join(map(str, counts)), 100)
+        text = f"--balance speed: from step {step + 1} on, the ranks get {items} of {self.units} items"
+        print_on_main(f"{text}. The slowest should take {rough_seconds(expected)} per step instead of {rough_seconds(now)}.")
 
 
 def divide(units: int, costs: Sequence[float], fixed: Sequence[float]) -> list[int]:
