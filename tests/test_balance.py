@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_ddp.config.option_values import parse_shares
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.train_config import TrainConfig, options_that_must_match
 from accel_ddp.errors import UserError
 from accel_ddp.phases import Timing
 from accel_ddp.training.balance import Balance, divide
@@ -87,6 +87,11 @@ def test_ranks_get_as_many_items_as_their_shares_say():
         found = [plan.of_rank(5, rank, tuple(count / 64 for count in counts)) for rank in range(2)]
         assert [sum(map(len, batches)) for batches in found] == counts
         assert all(len(batch) <= 8 for batches in found for batch in batches)
+
+
+def test_nodes_may_have_different_micro_batches_unless_they_are_chosen_together():
+    must_match = lambda size: options_that_must_match(TrainConfig(micro_batch_size=size))
+    assert must_match(4) == must_match(8) != must_match("auto")
 
 
 def test_wrong_shares_are_refused():
