@@ -78,13 +78,17 @@ class Balance(Hook):
     def decide(self, own: list[float], fixed: list[float]) -> tuple[list[int], float, float] | None:
         """Return a faster division, the seconds of a step now, and what they should become; None: keep the division.
 
-        `own` are the seconds of each rank that grow with its items, and `fixed` those that do not.
+        `own` are the seconds of each rank that grow with its items, and `fixed` those that do not. On a GPU whose host is late, `own`
+        of a fast rank is too short, because the GPU waits for other ranks meanwhile. So shares change by a factor of 2 at most, and a
+        division that was measured to be faster is taken again.
         """
         counts = self.changes[-1][1]
-        found = divide(self.units, [max(seconds, 1e-9) / count for seconds, count in zip(own, counts)], fixed)
         now = self.seen[tuple(counts)] = max(a + b for a, b in zip(own, fixed))
+        best = min(self.seen, key=lambda each: self.seen[each])
+        found = divide([max(seconds, 1e-9) / count for seconds, count in zip(own, counts)], fixed, counts)
         expected = max(a * new / old + b for a, b, new, old in zip(own, fixed, found, counts))
-        # A division that was measured before and was not faster is not tried again: time is not quite proportional to items.
+        if self.seen[best] < (1 - GAIN) * now:
+            found, expected = [*best], self.seen[best]
         is_faster = max(expected, self.seen.get(tuple(found), 0.0)) < (1 - GAIN) * now
         return (found, now, expected) if is_faster else None
 
@@ -97,17 +101,17 @@ class Balance(Hook):
         print_on_main(f"{text}. The slowest should take {rough_seconds(expected)} per step instead of {rough_seconds(now)}.")
 
 
-def divide(units: int, costs: Sequence[float], fixed: Sequence[float]) -> list[int]:
-    """Return how many units each rank gets, at least one, so that the slowest rank is done as early as possible.
+def divide(costs: Sequence[float], fixed: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return how many units each rank gets, from half to twice as many as before, so that the slowest rank is done early.
 
-    A rank takes `fixed` seconds and its cost for each unit.
+    A rank takes `fixed` seconds and its cost for each unit. No other division within these limits ends earlier.
     """
+    units, ranks = sum(before), range(len(costs))
     end = (units + sum(f / c for f, c in zip(fixed, costs))) / sum(1 / c for c in costs)
-    counts = [max(1, int((end - f) / c)) for f, c in zip(fixed, costs)]
+    counts = [min(2 * old, max((old + 1) // 2, int((end - f) / c))) for f, c, old in zip(fixed, costs, before)]
     ends = lambda rank, more: fixed[rank] + costs[rank] * (counts[rank] + more)
-    ranks = range(len(costs))
     while sum(counts) < units:
-        counts[min(ranks, key=lambda rank: ends(rank, 1))] += 1
+        counts[min((rank for rank in ranks if counts[rank] < 2 * before[rank]), key=lambda rank: ends(rank, 1))] += 1
     while sum(counts) > units:
-        counts[max((rank for rank in ranks if counts[rank] > 1), key=lambda rank: ends(rank, 0))] -= 1
+        counts[max((rank for rank in ranks if 2 * counts[rank] > before[rank] + 1), key=lambda rank: ends(rank, 0))] -= 1
     return counts
