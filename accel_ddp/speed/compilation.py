@@ -100,7 +100,8 @@ class Compilation:
     """The calls that are compiled in one run, the place of their code in the cache, and the process that compiles them."""
 
     def __init__(self, cache_dir: str, device: torch.device, model: nn.Module):
-        self.folder, self.device = Path(cache_dir).expanduser() / "compiled", device
+        self.folder = Path(cache_dir).expanduser() / "compiled"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         config = getattr(model, "config", None)
         self._model = config.to_dict() if hasattr(config, "to_dict") else {}
         self._model.pop("_name_or_path", None)
@@ -117,7 +118,8 @@ class Compilation:
             if about not in self.calls:
                 self.calls[about] = b""
                 try:
-                    self.calls[about] = _dump((_without_wrapper(target), args, kwargs, _modes(self.device)))
+                    _Pickler(file := io.BytesIO()).dump((_without_wrapper(target), args, kwargs, _modes(self.device)))
+                    self.calls[about] = file.getvalue()
                 except Exception as error:  # of any class that a layer may contain
                     self.unsent = f"{type(error).__name__}: {error}"
             return call(*args, **kwargs)
@@ -130,16 +132,7 @@ class Compilation:
         on_gpu = self.device.type == "cuda"
         device = [torch.cuda.get_device_name(self.device), *torch.cuda.get_device_capability(self.device)] if on_gpu else ["CPU"]
         settings = _settings() | ({"threads": 0} if on_gpu else {})
-        facts = [
-            _code_digest(),
-            versions(),
-            _version_of_triton(),
-            device,
-            self.device.index,
-            settings,
-            self._model,
-            sorted(self.calls),
-        ]
+        facts = [_code_digest(), _versions(), device, self.device.index, settings, self._model, sorted(self.calls)]
         return self.folder / f"{hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:32]}.bin"
 
     def is_cached(self) -> bool:
@@ -223,10 +216,10 @@ def _code_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 
-def _version_of_triton() -> str:
+def _versions() -> dict[str, str]:
     with contextlib.suppress(PackageNotFoundError):
-        return version("triton")
-    return ""
+        return versions() | {"triton": version("triton")}
+    return versions()
 
 
 def _settings() -> dict[str, Any]:
@@ -299,12 +292,6 @@ class _Unpickler(pickle.Unpickler):
         return tensor.requires_grad_(needs_gradient).clone() if needs_gradient else tensor  # like the output of a layer
 
 
-def _dump(call: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(call)
-    return file.getvalue()
-
-
 def compile_call(data: bytes, device: torch.device) -> None:
     """Compile a call that was stored by `recording`, forward and backward."""
     target, args, kwargs, modes = _Unpickler(io.BytesIO(data), device).load()
@@ -313,9 +300,7 @@ def compile_call(data: bytes, device: torch.device) -> None:
         with torch.autocast(device.type, modes["dtype"], modes["autocast"], modes["cached"]):
             out = function(*args, **kwargs)
         found = [x for x in compat.flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad]
-        wanted = [x for _, x in _tensors_of(target) if x.requires_grad] + [
-            x for x in args if isinstance(x, Tensor) and x.requires_grad
-        ]
+        wanted = [x for x in (*args, *[x for _, x in _tensors_of(target)]) if isinstance(x, Tensor) and x.requires_grad]
         if found and wanted:
             torch.autograd.grad(found, wanted, [torch.zeros_like(x) for x in found], allow_unused=True)
 
