@@ -105,11 +105,15 @@ class _Verification:
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
         self.has_log = bool(one.updates)
         lines = []
-        share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
+        options = one.run["config"]
+        kind = "tokens" if options.get("micro_batch_tokens") else "size"
+        share = (
+            options[f"micro_batch_{kind}"] if kind == "tokens" else min(options["micro_batch_size"], options["global_batch_size"])
+        )
         if share > 1 and not self.shards:
             other = share // 2 if share % 2 == 0 else 1
-            smaller = self.run("micro", 1, self.steps, *EXACT, "--micro_batch_size", str(other), alone=True)
-            lines.append(self.within(f"micro-batch {other} and {share}", one, smaller))
+            smaller = self.run("micro", 1, self.steps, *EXACT, f"--micro_batch_{kind}", str(other), alone=True)
+            lines.append(self.within(f"micro-batch {other} and {share}{' tokens' * (kind == 'tokens')}", one, smaller))
         if ranks:
             lines.append(self.within(f"{_describe(ranks)} and 1 rank", one, ranks))
         lines += self.compare_sharded(one, ranks, gpus) if ranks and self.shards else []

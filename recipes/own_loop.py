@@ -18,7 +18,7 @@ def main(cfg: Config):
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
     optimizer = accel_ddp.optim.build(task.model, cfg)
-    total_steps = cfg.total_steps(len(task.train))
+    total_steps = task.train.total_steps(cfg)
 
     accel_ddp.padding_check.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)

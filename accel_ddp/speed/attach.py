@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,7 +26,7 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
-from accel_ddp.speed import autobatch, linear_cross_entropy
+from accel_ddp.speed import autobatch, linear_cross_entropy, linear_layers
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.padding_free import NeedsPadding
@@ -34,6 +34,7 @@ from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
+from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
@@ -99,6 +100,7 @@ WORK_WORTH_COMPILING = 250_000_000
 WORK_WORTH_MEASURING = 5_000_000
 
 NO_TEXTS = "its batches have no attention mask"
+NOT_CAPTURED = "layers are not captured as CUDA graphs: "  # and why not, for items of a fixed length
 
 
 def attach(
@@ -115,9 +117,12 @@ def attach(
     """
     speed = Speed(accelerator, cfg, model, train, loss_sum, total_steps)
     speed.remove_padding()
+    if speed.padding_free and accelerator.device.type == "cuda" and not is_sharded(model):
+        linear_layers.install(speed.padding_free.layers)
+    train.cost = speed.cost
     speed.capture_layers()
-    done = ["no padding inside of the layers"] * bool(speed.padding_free)
-    done += ["layers are captured as CUDA graphs"] * bool(speed.graphs)
+    done = ["padding-free"] * bool(speed.padding_free and not speed.padding_free.is_fixed)
+    done += ["CUDA graphs"] * bool(speed.graphs)
     if done:
         print_on_main("speed: " + ", ".join(done))
     return speed
@@ -140,7 +145,7 @@ class Speed:
         self.compilation: Compilation | None = None
         self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
         self.padding_free: PaddingFree | None = None
-        self.graphs: GraphedLayers | None = None
+        self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
         self.softmax: linear_cross_entropy.Softmax = linear_cross_entropy.plain_softmax  # of the heads
@@ -278,9 +283,12 @@ class Speed:
         """Return the tokens of all steps times the layers, from the lengths of all rows or, if they are not known, of a sample."""
         with together("count tokens"):
             known = self.train.lengths
-            if known is None:
+            if self.padding_free.is_fixed:
+                known = [self.padding_free.mask.shape[1]]
+            elif known is None:
                 known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
-        return self.total_steps * self.cfg.global_batch_size * float(np.mean(known)) * len(self.padding_free.calls)
+        tokens = self.cfg.global_batch_tokens or self.cfg.global_batch_size * float(np.mean(known))
+        return self.total_steps * tokens * len(self.padding_free.calls)
 
     def _record_calls(self, measures: bool = False) -> float:
         """Store how layers are called, for the key of the cache. With `measures`, return the seconds of a step."""
@@ -333,6 +341,12 @@ class Speed:
             return float(tokens), 0.0
         return float(tokens), float(sum(self._flops.count(s.tokens - s.shared, s.squares, s.targets, s.texts) for s in sizes))
 
+    @property
+    def cost(self) -> Cost:
+        """What an item costs. Targets are not known before an item is read, and their part is small."""
+        per_token, per_square = (self._flops.per_token, self._flops.per_square) if self._flops else BY_TOKENS[:2]
+        return Cost(per_token, per_square, pads=self.padding_free is None)
+
     # ---- what `attach` does
 
     def remove_padding(self) -> None:
@@ -344,6 +358,8 @@ class Speed:
             self.padding_free = None
         if reasons and asked == "on":
             warn_on_main(f"--padding_free on is not possible: {reasons[0]}. Texts are padded.", "FALLBACK")
+        elif reasons and reasons[0].startswith(NOT_CAPTURED):
+            print_on_main(reasons[0])
         elif reasons and reasons[0] not in ("--padding_free off", NO_TEXTS):
             print_on_main(f"texts are padded: {reasons[0]}.")
 
@@ -353,14 +369,16 @@ class Speed:
         sharded = is_sharded(model)
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
-            if getattr(batch, "sizes", None) is None:
+            is_fixed = getattr(batch, "sizes", None) is None
+            if is_fixed and (accelerator.device.type != "cuda" or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
                 return NO_TEXTS
+            kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
             try:
-                padding_free = PaddingFree(model)
+                padding_free = PaddingFree(model, is_fixed, sharded)
             except NeedsPadding as reason:
-                return str(reason)
+                return f"{kept}{reason}"
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
@@ -370,7 +388,7 @@ class Speed:
             sharding.recover(model)  # the forward pass may have raised an error
         if reason:
             padding_free.remove()
-            return reason
+            return f"{kept}{reason}"
         self.padding_free = padding_free
         return ""
 
@@ -406,14 +424,14 @@ class Speed:
 
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free
-        layers.calls, layers.run, self.graphs = calls, None, None
+        layers.calls, layers.run, self.graphs = calls, None, []
         # Checkpointing runs a layer again in the backward pass, and the weights of a sharded model have no fixed addresses.
         if self._on_gpu and not is_sharded(self.model) and self.cfg.gradient_checkpointing is not True:
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
             group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
-            self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
-            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.pending.clear
+            is_compiled = bool(self.plain_calls)
+            self.graphs = layers.capture(lambda some, calls: GraphedLayers(some, calls, device, is_compiled, group_bytes))
 
     @contextlib.contextmanager
     def _plain_layers(self) -> Iterator[None]:
