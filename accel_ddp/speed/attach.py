@@ -295,19 +295,16 @@ class Speed:
         layers, found, seconds = self.padding_free, self.compilation, 0.0
         if found.calls:
             return seconds
-        was_training, plain = self.model.training, [*layers.calls]
+        was_training = self.model.training
         self.model.train(self.cfg.dropout)
         with contextlib.nullcontext() if is_sharded(self.model) else together("record the calls of layers"):
             batch = self._warm_up_batch()
             seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-            layers.calls[:] = [found.recording(layer, call) for layer, call in zip(layers.layers, plain)]
-            self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
-            try:
+            with self._plain_layers():
+                layers.calls = [found.recording(target, call) for target, call in zip(layers.targets, layers.calls)]
+                self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
                 rehearse(self.model, batch, self.loss_sum)
-            finally:
-                layers.calls[:] = plain
-                self._set_softmax(linear_cross_entropy.plain_softmax)
-            for _ in range(2 if measures else 0):  # the first pass captures graphs
+            for _ in range(3 if measures else 0):  # the second pass captures graphs
                 began = time.monotonic()
                 rehearse(self.model, batch, self.loss_sum)
                 if self._on_gpu:

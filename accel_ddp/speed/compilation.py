@@ -321,6 +321,10 @@ def main(job: str, path: str) -> None:
 
     AttentionInterface.register(padding_free.NAME, padding_free.attention)
     AttentionMaskInterface.register(padding_free.NAME, padding_free.mask_of)
+    with contextlib.suppress(ImportError):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(padding_free.NAME, padding_free.experts)
     with _locked(Path(path)):
         if read_code(Path(path))[0] is not None:
             return
