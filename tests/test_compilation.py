@@ -121,7 +121,7 @@ def test_the_process_that_compiles_is_killed_with_its_parent(tmp_path):
         try:
             found = recorded(tmp_path, Layer(4, 4), torch.ones(2, 4))
             found.start()
-            os.write(writer, f"{found.process.pid} {found._work}\n".encode())
+            os.write(writer, f"{found.process.pid} {found._private_folder()}\n".encode())
             time.sleep(60)
         finally:
             os._exit(1)

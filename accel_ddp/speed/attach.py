@@ -205,11 +205,10 @@ class Speed:
 
         The process that compiles has time until here. If compiling fails on a rank, all ranks continue without it.
         """
-        began, sharded = time.monotonic(), is_sharded(self.model)
+        began = time.monotonic()
         print_on_main(f"compiling the layers (cached in {self.compilation.folder}; --compile graphs skips this)")
-        with (
-            contextlib.nullcontext() if sharded else together("compile the layers")
-        ):  # each pass of a sharded model gathers weights
+        # Not together, if each pass gathers weights.
+        with contextlib.nullcontext() if is_sharded(self.model) else together("compile the layers"):
             reason = self.compilation.wait() or self._try_compiled_layers()
         reasons = gather_everywhere(reason and f"{reason} (rank {this_rank.rank})")
         if any(reasons):
@@ -318,17 +317,13 @@ class Speed:
 
     def _refuse_to_compile(self, reason: str) -> None:
         if self.cfg.compile not in ("auto", "graphs", "off"):
-            warn_on_main(
-                f"--compile {self.cfg.compile} is not possible: {reason}. The layers run without compilation.", "FALLBACK"
-            )
+            text = f"--compile {self.cfg.compile} is not possible: {reason}. The layers run without compilation."
+            warn_on_main(text, "FALLBACK")
 
     def describe(self) -> dict[str, bool]:
         """Return what was done to the layers."""
-        return {
-            "padding_free": bool(self.padding_free),
-            "captured": bool(self.graphs),
-            "compiled": self.compiled_from is not None,
-        }
+        compiles = self.compiled_from is not None
+        return {"padding_free": bool(self.padding_free), "captured": bool(self.graphs), "compiled": compiles}
 
     def work_of(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Return (tokens, FLOPs) of this rank's share of an update. They are 0 if they are not known."""
@@ -415,9 +410,7 @@ class Speed:
         elif self._on_gpu and self.cfg.compile != "off":
             self._capture(self.padding_free.calls)
             if is_sharded(self.model):
-                print_on_main(
-                    "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
-                )
+                print_on_main("layers are not captured as CUDA graphs: the weights of a sharded model have no fixed addresses")
 
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free

@@ -6,6 +6,7 @@ versions, the device, and the model's layers and their arguments. Its content is
 """
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -18,8 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Compilation:
         self.calls: dict[str, bytes] = {}  # description -> the call without the values of weights
         self.unsent = ""  # why another process cannot compile them
         self.process: subprocess.Popen | None = None
-        self._work: Path | None = None  # the private folder of this process
+        self._work: tempfile.TemporaryDirectory | None = None  # see `_private_folder`
 
     def recording(self, target: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call`, which also stores each new kind of its calls. `target`: the layer or function that will be compiled."""
@@ -132,7 +132,7 @@ class Compilation:
         on_gpu = self.device.type == "cuda"
         device = [torch.cuda.get_device_name(self.device), *torch.cuda.get_device_capability(self.device)] if on_gpu else ["CPU"]
         settings = _settings() | ({"threads": 0} if on_gpu else {})
-        facts = [_code_digest(), _versions(), device, self.device.index, settings, self._model, sorted(self.calls)]
+        facts = [_versions(), device, self.device.index, settings, self._model, sorted(self.calls)]
         return self.folder / f"{hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:32]}.bin"
 
     def is_cached(self) -> bool:
@@ -157,7 +157,7 @@ class Compilation:
         code, self.process = self.process.wait(), None
         if code == 0:
             return ""
-        lines = (self._work / "log").read_text(errors="replace").strip().splitlines()
+        lines = (self._private_folder() / "log").read_text(errors="replace").strip().splitlines()
         return (lines[-1] if lines else f"the compiling process ended with code {code}")[:300]
 
     def load(self) -> None:
@@ -191,35 +191,17 @@ class Compilation:
                 with contextlib.suppress(OSError, ValueError):
                     if left.stat().st_uid == os.geteuid() and not Path(f"/proc/{int(left.name.split('_')[3])}").exists():
                         shutil.rmtree(left)
-            self._work = Path(tempfile.mkdtemp(prefix=f"accel_ddp_compiled_{os.getpid()}_"))
-            weakref.finalize(self, shutil.rmtree, self._work, ignore_errors=True)
-        return self._work
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time run the block for a cache file. A process that cannot lock runs it anyway."""
-    from filelock import FileLock
-
-    lock = FileLock(path.with_suffix(".lock"))
-    with contextlib.suppress(OSError, NotImplementedError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _code_digest() -> str:
-    files = [*Path(__file__).parent.glob("*.py"), Path(compat.__file__)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
+            self._work = tempfile.TemporaryDirectory(prefix=f"accel_ddp_compiled_{os.getpid()}_", ignore_cleanup_errors=True)
+        return Path(self._work.name)
 
 
 def _versions() -> dict[str, str]:
+    """Return a digest of this package's code too."""
+    files = sorted([*Path(__file__).parent.glob("*.py"), Path(compat.__file__)])
+    found = versions() | {"code": hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()}
     with contextlib.suppress(PackageNotFoundError):
-        return versions() | {"triton": version("triton")}
-    return versions()
+        found["triton"] = version("triton")
+    return found
 
 
 def _settings() -> dict[str, Any]:
@@ -278,9 +260,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, device: torch.device):
-        super().__init__(file)
-        self.device = device
+    device: torch.device
 
     def persistent_load(self, pid: Any) -> Tensor:
         if pid[0] == "values":
@@ -294,7 +274,9 @@ class _Unpickler(pickle.Unpickler):
 
 def compile_call(data: bytes, device: torch.device) -> None:
     """Compile a call that was stored by `recording`, forward and backward."""
-    target, args, kwargs, modes = _Unpickler(io.BytesIO(data), device).load()
+    reader = _Unpickler(io.BytesIO(data))
+    reader.device = device
+    target, args, kwargs, modes = reader.load()
     function = compiled(target.forward if isinstance(target, nn.Module) else target)
     with torch.set_grad_enabled(modes["grad"]):
         with torch.autocast(device.type, modes["dtype"], modes["autocast"], modes["cached"]):
@@ -325,7 +307,10 @@ def main(job: str, path: str) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(padding_free.NAME, padding_free.experts)
-    with _locked(Path(path)):
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Path(path).with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # without locks, each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if read_code(Path(path))[0] is not None:
             return
         began = time.monotonic()
