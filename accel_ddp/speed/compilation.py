@@ -332,10 +332,7 @@ def main(job: str, path: str) -> None:
     torch.set_num_threads(settings["threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(padding_free.NAME, padding_free.attention)
-    AttentionMaskInterface.register(padding_free.NAME, padding_free.mask_of)
+    padding_free.register()
     with _locked(Path(path)):
         if read_code(Path(path))[0] is not None:
             return
