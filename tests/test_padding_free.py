@@ -21,6 +21,7 @@ from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
+from tests.conftest import ROOT
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 LENGTHS = [3, 17, 9, 30, 1]
@@ -260,6 +261,14 @@ def test_the_reason_why_other_families_are_padded(kind):
     except padding_free.NeedsPadding as refused:
         found = str(refused)
     assert reason in found
+
+
+def test_the_page_about_speed_names_the_families():
+    lines = (ROOT / "docs" / "speed.md").read_text().lower().splitlines()
+    padded = " ".join(line for line in lines if "| padded: " in line)
+    assert [kind for kind in EXCEPTIONS if kind not in padded] == []
+    rest = " ".join(line for line in lines if "| padded" not in line)
+    assert [kind for kind in FAMILIES | MORE_FAMILIES if kind.split(",")[0].removesuffix(" 1") not in rest] == []
 
 
 def test_texts_in_one_row_do_not_attend_to_each_other():
