@@ -104,8 +104,8 @@ def measure(kind: str, mode: str, options: argparse.Namespace) -> tuple[float, f
     train = TrainBatches(Items(options.batch * 4, options.tiny), collate(kind, options.tiny))
     speed = attach(accelerator, cfg, model.train(), train, loss, total_steps=1)
     model = accelerator.prepare(model)
-    speed.choose_compilation(0)
-    if speed.is_due(0):
+    if compile_option == "on":
+        speed.choose_compilation(0)
         speed.compile_layers()
     firsts = range(0, 4 * options.batch, options.batch)
     batches = [train.batch_of([*range(first, first + options.batch)], accelerator, cfg) for first in firsts]
