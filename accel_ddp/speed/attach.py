@@ -29,8 +29,9 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.speed import autobatch, linear_cross_entropy, linear_layers
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
+from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.padding_free import NeedsPadding
-from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
+from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32

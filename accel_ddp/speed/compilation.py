@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # From benchmarks/README.md, on one H200. A step is chosen once and stored, so estimates cost time and not exactness.
 COMPILE_SECONDS = 40.0  # until the process beside a training has filled the cache
-SWITCH_SECONDS = 4.0  # for which all ranks wait to load compiled code
+SWITCH_SECONDS = 6.0  # for which all ranks wait to load compiled code
 SAVED = 0.2  # of the time of a step, at least
 
 
@@ -299,14 +299,7 @@ def main(job: str, path: str) -> None:
     torch.set_num_threads(settings["threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(padding_free.NAME, padding_free.attention)
-    AttentionMaskInterface.register(padding_free.NAME, padding_free.mask_of)
-    with contextlib.suppress(ImportError):
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-        ALL_EXPERTS_FUNCTIONS.register(padding_free.NAME, padding_free.experts)
+    padding_free.register()
     Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with Path(path).with_suffix(".lock").open("w") as lock:
         with contextlib.suppress(OSError):  # without locks, each process compiles
