@@ -107,6 +107,8 @@ class Compilation:
         self._model.pop("_name_or_path", None)
         self.calls: dict[str, bytes] = {}  # description -> the call without the values of weights
         self.unsent = ""  # why another process cannot compile them
+        with contextlib.suppress(OSError):  # there is no folder yet
+            self.unsent = find_risk(self.folder)
         self.process: subprocess.Popen | None = None
         self._work: tempfile.TemporaryDirectory | None = None  # see `_private_folder`
 
