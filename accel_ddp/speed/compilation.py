@@ -253,8 +253,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, thing: Any) -> Any:
         if not isinstance(thing, Tensor):
             return None
-        if type(thing) not in (Tensor, nn.Parameter):
-            raise pickle.PicklingError(f"a tensor of type {type(thing).__name__}")
+        if type(thing) not in (Tensor, nn.Parameter) or 0 in thing.stride():
+            raise pickle.PicklingError(f"an expanded tensor, or one of type {type(thing).__name__}")
         if not thing.is_floating_point():
             return "values", thing.cpu().numpy()
         kind = "parameter" if isinstance(thing, nn.Parameter) else "tensor"
