@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from datetime import date
 
     import torch
-    from accelerate import Accelerator
     from torch import Tensor, nn
 
 # ---- modules and tensors
@@ -102,11 +101,12 @@ def fake_mode() -> Any:
 
 def flash_attention(
     q: "Tensor", k: "Tensor", v: "Tensor", starts: "Tensor", key_starts: "Tensor", longest: int, dropout: float, causal: bool,
-    scale: float | None,
+    scale: float | None, window: int = -1,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
     """Return the output of attention over concatenated texts, the log of its sums, and the state of the random generator.
 
-    A text may have more keys than queries. The last query then sees all of them.
+    A text may have more keys than queries. The last query then sees all of them. A query sees `window` keys before it, and as many
+    after it if the attention is not causal, or all of them if `window` is -1.
 
     No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Its arguments
     are tested with torch 2.13 on the meta device, its values by tests that need a GPU.
@@ -114,19 +114,22 @@ def flash_attention(
     import torch
 
     forward = torch.ops.aten._flash_attention_forward
-    return forward(q, k, v, starts, key_starts, longest, longest, dropout, causal, False, scale=scale)[:3]
+    sides = {"window_size_left": window, "window_size_right": 0 if causal else window} if window >= 0 else {}
+    return forward(q, k, v, starts, key_starts, longest, longest, dropout, causal, False, scale=scale, **sides)[:3]
 
 
 def flash_attention_gradients(
     gradient: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", starts: "Tensor",
     key_starts: "Tensor", longest: int, dropout: float, causal: bool, random_state: "Tensor", scale: float | None,
+    window: int = -1,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
     """Return the gradients of queries, keys and values of `flash_attention`. Tested like it with torch 2.13."""
     import torch
 
+    sides = {"window_size_left": window, "window_size_right": 0 if causal else window} if window >= 0 else {}
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), q, k, v, out, lse, starts, key_starts, longest, longest, dropout, causal,
-        random_state, torch.empty(0, device=q.device), scale=scale,
+        random_state, torch.empty(0, device=q.device), scale=scale, **sides,
     )  # fmt: skip
 
 
@@ -193,6 +196,28 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
     finally:
         callback_handler.remove_start_callback(begin)
         callback_handler.remove_end_callback(end)
+
+
+def compile_options() -> dict[str, Any]:
+    """Set what torch.compile has no option for, and return its options. Tested with torch 2.11 and 2.13.
+
+    Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one,
+    layers with a custom gradient are not cached. Without `deterministic`, kernels with sums are chosen by measured times.
+    """
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._dynamo.config.specialize_float = True
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    return {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled and not found in a cache. Tested with torch 2.13."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
 
 
 def end_failed_capture(device: int, pool: Any) -> None:
@@ -405,11 +430,6 @@ def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
 
 
 # ---- Accelerate
-
-
-def forget_last_loader(accelerator: "Accelerator") -> None:
-    """Let Accelerate forget the last data loader, whose workers would otherwise run until the end. Tested with accelerate 1.15."""
-    accelerator._dataloaders.pop()
 
 
 def skip_port_check() -> None:

@@ -388,18 +388,6 @@ def test_fake_tensors_have_shapes_autocast_and_no_values():
 # ---- Accelerate
 
 
-def test_accelerate_forgets_a_loader():
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    kept, forgotten = (torch.utils.data.DataLoader([1, 2]) for _ in range(2))
-    prepared = [accelerator.prepare(kept), accelerator.prepare(forgotten)]
-    compat.forget_last_loader(accelerator)
-    assert [loader.dataset for loader in accelerator._dataloaders] == [kept.dataset]
-    assert len(prepared) == 2
-    accelerator.free_memory()
-
-
 def test_accelerate_launch_does_not_check_its_port(monkeypatch):
     import accelerate.utils.launch as launch
 
@@ -517,3 +505,21 @@ assert not {"torch", "accelerate", "numpy"} & set(sys.modules)
 def test_programs_start_inside_of_the_lock_and_nothing_imports_torch():
     ended = subprocess.run([sys.executable, "-c", STARTS], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout.strip()) == (0, "started"), ended.stderr
+
+
+def test_torch_has_the_settings_of_the_compiler():
+    """Setting one that does not exist is an error. The options are those that torch.compile accepts."""
+    options = compat.compile_options()
+    assert options == {"deterministic": True}
+    torch.compile(lambda x: x, options=options)
+    before = compat.compiled_graphs()
+    with torch.compiler.set_stance("force_eager"):
+        torch.compile(lambda x: x + 3, options=options)(torch.ones(2))
+    assert compat.compiled_graphs() == before
+
+
+@pytest.mark.slow
+def test_graphs_that_are_compiled_are_counted():
+    before = compat.compiled_graphs()
+    torch.compile(lambda x: (x * 7.25).sin(), options=compat.compile_options())(torch.ones(3))
+    assert compat.compiled_graphs() == before + 1

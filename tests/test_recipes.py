@@ -365,6 +365,9 @@ SLOW = {
     "rerank",
     "reward",
     "dpo",
+    "tag",
+    "pretrain_mlm",
+    "images",
 }
 
 

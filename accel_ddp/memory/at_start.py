@@ -107,7 +107,7 @@ def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: flo
     estimator = estimator.settled(ranks, plan, min(size, free))
     found = estimator.estimate(ranks, plan)
     expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak
-    is_least = estimator.cfg.micro_batch_size == "auto"
+    is_least = estimator.cfg.micro_batch_size == "auto" and not estimator.cfg.micro_batch_tokens
     what = f"estimated{_with(found)}{' for micro-batches of 1 item' * is_least}{_parts(found, expected)}"
     lines = [f"memory per GPU: {expected / GIB:.1f} of {size / GIB:.1f} GiB {what}"]
     if ranks > 1 and found.peak > GIB and (plan or estimator.can_be_sharded()):

@@ -315,6 +315,7 @@ class Estimator:
         cfg = copy.copy(self.cfg)
         for name, value in changes.items():
             setattr(cfg, name, value)
+        cfg.micro_batch_tokens = 0 if "micro_batch_size" in changes else cfg.micro_batch_tokens
         if cfg.micro_batch_size == "auto":
             cfg.micro_batch_size = 1
         in_plan = plan is not None and plan.activation_checkpointing
@@ -402,7 +403,7 @@ class Estimator:
         """Yield a layout alone, and with gradient checkpointing and micro-batches of a half, a quarter, and 1."""
         join = lambda more: _joined(words, more)
         yield words, ranks, plan, {}
-        micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
+        micro = 1 if self.cfg.micro_batch_size == "auto" and not self.cfg.micro_batch_tokens else self.cfg.split(ranks)[0]
         smaller = {size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}
         sizes = sorted(smaller, reverse=True)
         for size in sizes:

@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from accel_ddp import compat, phases
@@ -386,6 +387,8 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     _check_optimizer(optimizer, cfg.lr)
+    if cfg.sync_every:
+        return _prepare_worker(accelerator, model), optimizer
     if links.sharding is None:
         tables = take_tables(cfg, model)
         prepared = accelerator.prepare(model, optimizer)
@@ -413,6 +416,15 @@ def prepare(
         )
     # This adds autocast and nothing else.
     return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), optimizer
+
+
+def _prepare_worker(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model of a local worker, wrapped with DDP over the ranks of its team. Accelerate would take all ranks."""
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    if links.team.size == 1:
+        return model
+    devices = [accelerator.device.index] if accelerator.device.type == "cuda" else None
+    return DistributedDataParallel(model, devices, process_group=links.team.group, **accelerator.ddp_handler.to_kwargs())
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
