@@ -6,17 +6,16 @@ pass ends, so nothing hides its all-reduce, although all but a few thousand rows
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import compat, phases
 from accel_ddp.config.choices import choose
-from accel_ddp.phases import SYNC
 from accel_ddp.ranks.process import links, this_rank
 
 if TYPE_CHECKING:
@@ -26,54 +25,47 @@ LARGE = 4 << 20  # numbers of a table; smaller ones take less time than the two 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of --comm_hook
 
 
-def take_tables(cfg: "TrainConfig", model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the tables whose rows are sent, by the names of their weights, and let DDP leave them out.
-
-    Call it before DDP wraps the model. The answer is the same on every rank.
-    """
+def take_tables(cfg: "TrainConfig", model: nn.Module) -> list[nn.Embedding]:
+    """Return the tables whose rows are sent, and let DDP leave them out. The answer is the same on every rank."""
     if this_rank.num_ranks == 1 or cfg.comm_hook == "powersgd" or cfg.send_rows == "off":
-        return {}
+        return []
     owners: dict[nn.Parameter, list[nn.Module]] = {}  # a weight that is also an output head has a gradient in every row
     for module in model.modules():
         for parameter in compat.own_parameters(module).values():
             owners.setdefault(parameter, []).append(module)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = {
-        name: owners[p][0] for name, p in trained.items()
-        if len(owners[p]) == 1 and type(owners[p][0]) is nn.Embedding and (cfg.send_rows == "on" or p.numel() >= LARGE)
-    }  # fmt: skip
-    found = found if len(found) < len(trained) else {}  # DDP needs a parameter
-    if found and cfg.send_rows == "auto":
+    is_table = lambda p: len(owners[p]) == 1 and type(owners[p][0]) is nn.Embedding
+    names = [name for name, p in trained.items() if is_table(p) and (cfg.send_rows == "on" or p.numel() >= LARGE)]
+    if not names or len(names) == len(trained):  # DDP needs a parameter
+        return []
+    if cfg.send_rows == "auto":
         several = len(links.nodes) > 1
         choose(cfg, "send_rows", "on" if several else "off", "the network between nodes is slow" if several else "one node")
-    if cfg.send_rows != "on":
-        return {}
-    compat.leave_out_of_ddp(model, [*found])
-    model._summed_by_rows = set(found)
-    return found
+    if cfg.send_rows == "off":
+        return []
+    compat.leave_out_of_ddp(model, names)
+    model._summed_by_rows = set(names)
+    return [owners[trained[name]][0] for name in names]
 
 
 class EmbeddingRows:
     """Sums the gradients of tables over all ranks. `update` calls it."""
 
-    def __init__(self, tables: dict[str, nn.Embedding], hook: str):
-        self._tables, self._dtype = list(tables.values()), DTYPES.get(hook)
-        self._used = [torch.zeros(len(table.weight), dtype=torch.uint8, device=table.weight.device) for table in self._tables]
+    def __init__(self, tables: list[nn.Embedding], hook: str):
+        self._tables, self._dtype = tables, DTYPES.get(hook)
+        device = tables[0].weight.device
+        self._used = [torch.zeros(len(table.weight), dtype=torch.uint8, device=device) for table in tables]
+        self._works: list[Any] = []  # the exchange of `_used`
         self._is_open = False  # between the beginning of a step and its last backward pass
         self._are_sparse: list[bool] = []  # of each table: whether rows that were not looked up have no gradient
-        self._works: list[Any] = []
-        device = self._used[0].device
-        self._stream = (
-            torch.cuda.Stream(device) if device.type == "cuda" else None
-        )  # on which the host waits for the numbers of rows
-        for table, used in zip(self._tables, self._used):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # on which the host waits for the exchange
+        for table, used in zip(tables, self._used):
             dist.broadcast(table.weight.detach(), 0)  # as DDP does with other parameters
-            note = lambda _, args, kwargs, used=used: self._note(used, args[0] if args else kwargs["input"])
-            table.register_forward_pre_hook(note, with_kwargs=True)
+            table.register_forward_pre_hook(functools.partial(self._note, used), with_kwargs=True)
 
-    def _note(self, used: Tensor, ids: Tensor) -> None:
+    def _note(self, used: Tensor, table: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         if self._is_open:
-            used[ids] = 1
+            used[args[0] if args else kwargs["input"]] = 1
 
     def begin_step(self) -> None:
         self._is_open = True
@@ -107,7 +99,7 @@ class EmbeddingRows:
                 continue
             sent = gradient if is_dense else gradient.index_select(0, rows)
             sent = sent.to(self._dtype or sent.dtype).div_(this_rank.num_ranks)
-            with phases.phase(SYNC):
+            with phases.phase(phases.SYNC):
                 dist.all_reduce(sent)
             sent = sent.to(gradient.dtype)
             yield weight, sent if is_dense else gradient.index_copy_(0, rows, sent)
@@ -121,9 +113,3 @@ def _is_sparse(gradient: Tensor, used: Tensor) -> bool:
     others = (gradient.ne(0).any(1) & used.eq(0)).any().to(torch.uint8)
     dist.all_reduce(others, dist.ReduceOp.MAX)
     return not others.item()
-
-
-def attach_rows(model: nn.Module, tables: dict[str, nn.Embedding], hook: str) -> None:
-    """Let `update` sum the tables of a model that DDP wraps. Call it on every rank."""
-    if tables and isinstance(model, DistributedDataParallel):
-        model._embedding_rows = EmbeddingRows(tables, hook)
