@@ -317,7 +317,7 @@ def observe_group(group: Any, begins: Callable[[], None], sums: Callable[..., No
     gather, before, reduce = getattr(group, name), group.pre_backward, group.post_backward
 
     def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
-        is_done = group.is_unsharded or (name == "wait_for_unshard" and group._all_gather_result is None)
+        is_done = group.is_unsharded or (name == "wait_for_unshard") == (group._all_gather_result is None)
         with contextlib.nullcontext() if is_done else waits():
             return gather(*args, **kwargs)
 
