@@ -164,6 +164,7 @@ class TrainingRun:
         if not cfg.evaluate_only:
             if self.speed:
                 self.speed.choose_micro_batch_size(self.model, self.optimizer)
+                self.speed.choose_compilation(self.step)
             text, warnings = train.describe(self.total_steps, cfg)
             print_on_main(text)
             for warning in warnings:
@@ -207,6 +208,8 @@ class TrainingRun:
         """Open what lasts as long as the training, and close it however the run ends."""
         with contextlib.ExitStack() as self.stack:
             self.stack.callback(self.hooks.clear)  # some refer to the run, which would keep the model in memory
+            if self.speed:
+                self.stack.callback(self.speed.close)
             self.stack.enter_context(signals.can_save(self.cfg))
             self.stack.enter_context(phase(LOAD))
             self.system = self.stack.enter_context(SystemSample(self.accelerator.device))
@@ -227,16 +230,20 @@ class TrainingRun:
             self._run_evaluation()
 
     def warm_up(self) -> None:
-        """Compile the layers, and report an automatic restart."""
+        """Compile the layers if that is due, and report an automatic restart."""
         if not self._continues():
             return
-        with phase(COMPILE):
-            seconds = self.speed.warm_up() if self.speed else None
-        if seconds is not None:
-            self.notify("on_warm_up", self.step, seconds)
+        self._compile_if_due()
         if restart := restart_record.begin_training(self.cfg, self.step, self.saved.resumed_from):
             self.notify("on_restart", self.step, restart)
         self.stack.enter_context(compilations_published())
+
+    def _compile_if_due(self) -> None:
+        if self.speed and self.speed.is_due(self.step):
+            with phase(LOAD), phase(COMPILE):  # the time belongs to no step
+                seconds = self.speed.compile_layers()
+            self.notify("on_warm_up", self.step, seconds)
+            self.stack.enter_context(compilations_published())
 
     # ---- a step
 
@@ -244,6 +251,7 @@ class TrainingRun:
         """Yield the number of updates done, until the run ends."""
         phases.enter(OTHER)
         while self._continues():
+            self._compile_if_due()
             self.notify("on_step_begin", self.step + 1)
             yield self.step
 

@@ -75,6 +75,8 @@ class _Verification:
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int, shards: bool):
         self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
+        if not any(word.startswith("--compile") for word in options):
+            every += ["--compile", "graphs"]  # `auto` would choose another step in each run
         self.options = [*options, *every, "--eval_every", "1000000000", "--no_eval_first", "--report_to", "", "--push_to_hub", ""]
         request = (parse_accelerate_command(["accelerate", "launch", *launch]) or {}) if launch else {}
         self.node = int(request.get("machine_rank") or os.environ.get("NODE_RANK", 0))

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -17,7 +18,7 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed import attach, autobatch, padding_free
+from accel_ddp.speed import attach, autobatch, linear_layers, padding_free
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
@@ -121,6 +122,23 @@ def test_steps_of_tokens_begin_where_a_sum_over_all_items_says(monkeypatch, chun
         assert [TokenSteps(order, lengths, 130).first(step) for step in (150, 16, 0)] == [expected[step] for step in (150, 16, 0)]
 
 
+def test_what_batches_of_tokens_need_from_the_data():
+    rows = datasets.Dataset.from_dict({"input_ids": [[1] * n for n in LENGTHS]})
+    train, total = TrainBatches(rows, list), sum(LENGTHS)
+    cfg = TrainConfig(global_batch_tokens=2 * max(LENGTHS), epochs=2)
+    assert train.total_steps(cfg) == math.ceil(2 * total / cfg.global_batch_tokens)
+    assert train.mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / np.mean(LENGTHS))
+    with pytest.raises(UserError, match=f"the longest item has {max(LENGTHS)} tokens.*Use at least {max(LENGTHS)}"):
+        train.total_steps(TrainConfig(global_batch_tokens=max(LENGTHS) - 1))
+    for name in ("micro_batch", "global_batch"):
+        with pytest.raises(UserError, match=f"--{name}_tokens 500: the tokens of an item are not known.* Use --{name}_size."):
+            TrainBatches([1, 2], list).total_steps(TrainConfig(**{f"{name}_tokens": 500}))
+    mixed = rows.add_column("n", list(range(len(LENGTHS))))
+    mixed.mixture = Mixture(("a", "b"), np.arange(len(LENGTHS)) % 2, (3.0, 1.0))
+    expected = 0.75 * np.mean(LENGTHS[::2]) + 0.25 * np.mean(LENGTHS[1::2])
+    assert TrainBatches(mixed, list).mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / expected, rel=0.01)
+
+
 def test_rounding_gives_few_different_lengths_and_adds_little():
     rows = {number: padding_free.rounded_up(number) for number in range(1, 20_000)}
     assert all(row - number >= 0 for number, row in rows.items())
@@ -167,7 +185,7 @@ def a_speed(model=None, cfg=None, train=None) -> attach.Speed:
     return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), model or nn.Linear(1, 1), train, loss_of)
 
 
-def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
+def test_the_work_of_a_run_is_counted_in_tokens_and_layers():
     """They are computed from the lengths of all rows, or from a sample if the lengths are not known."""
     rows = [{"input_ids": [5] * n, "attention_mask": [1] * n} for n in (10, 20, 30, 40)] * 20
 
@@ -177,12 +195,12 @@ def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
             for name in ("input_ids", "attention_mask")
         }
 
-    cfg, needed = TrainConfig(global_batch_size=32), attach.TOKENS_WORTH_COMPILING / (32 * 25 * 12)
     for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
-        assert not a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.floor(needed))
-        assert a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.ceil(needed))
+        speed = a_speed(cfg=TrainConfig(global_batch_size=32), train=train)
+        speed.total_steps, speed.padding_free = 7, SimpleNamespace(calls=[None] * 12)
+        assert speed._count_work() == pytest.approx(7 * 32 * 25 * 12, rel=0.01)
 
 
 def test_tokens_of_an_encoder_and_of_its_decoder_are_added():
@@ -250,8 +268,8 @@ def test_a_run_logs_its_speed_and_chooses_its_micro_batch_size(tmp_path):
     auto = run_ranks(2, sft, *options, "--micro_batch_size", "auto", "--output_dir", tmp_path / "auto").well()
     assert "micro_batch_size 6: 1 micro-batch per rank and step, at most 8 on CPUs" in auto.text
     one = run_ranks(1, sft, *options, "--micro_batch_size", "4", "--padding_free", "off", "--output_dir", tmp_path / "one").well()
-    assert "speed: no padding inside of the layers" in auto.text
-    assert "no padding inside of the layers" not in one.text
+    assert "speed: padding-free" in auto.text
+    assert "padding-free" not in one.text
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("auto", "one")]
     updates = [[event for event in log if event["event"] == "update"] for log in logs]
     for a, b in zip(*updates):
@@ -282,6 +300,41 @@ def test_gradients_move_out_of_memory_that_is_overwritten():
     assert parameters[2].grad is None
 
 
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.down, self.shared = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        x = x + self.down(nn.functional.silu(self.gate(x)))
+        return self.shared(x) + self.shared(x * x)  # one weight is used twice
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_are_needed():
+    torch.manual_seed(0)
+    layer, x = _Layer(), torch.randn(1, 40, 16, requires_grad=True)
+    parameters = [*layer.parameters()]
+
+    def gradients(targets):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        with linear_layers.gradients_written_to(parameters, targets):
+            return torch.autograd.grad(out.float().square().sum(), [x, *parameters])
+
+    expected = gradients([torch.zeros_like(p) for p in parameters])
+    linear_layers.install([layer])
+    targets = [torch.zeros_like(p) for p in parameters]
+    found = gradients(targets)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < 0.02 * b.abs().max()
+    written = {name for (name, _), a, b in zip(layer.named_parameters(), found[1:], targets) if a.data_ptr() == b.data_ptr()}
+    assert {"gate.weight", "down.weight"} <= written
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        assert torch.equal(out, layer.requires_grad_(False)(x)), "frozen layers compute as before"
+
+
 def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
     """`room` replaces the memory of a GPU: the number of items that fit."""
 
@@ -296,10 +349,14 @@ def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
 
 def test_an_option_that_is_not_possible_is_reported_with_the_reason(tmp_path):
     options = ["--steps", "1", "--max_train_items", "20", "--max_eval_items", "4", "--no_eval_first"]
-    command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--padding_free", "on", "--compile", "on"]
+    options += ["--padding_free", "on", "--compile", "on", "--attn_implementation", "eager"]
+    command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options]
     text = run_all([[*command, "--output_dir", tmp_path / "run"]], [clean_environment()]).well().text
-    assert "--padding_free on is not possible: the model has 2 stacks of layers. Texts are padded." in text
-    assert "--compile on is not possible: there is no GPU. The layers run without compilation." in text
+    assert "--padding_free on is not possible: its attention is eager, not sdpa. Texts are padded." in text
+    assert (
+        "--compile on is not possible: texts are padded, so every batch has a different shape. The layers run without compilation."
+        in text
+    )
 
 
 def test_the_micro_batch_size_is_a_number_or_auto():

@@ -68,6 +68,10 @@ class MultiNodeConfig:
     bucket_cap_mb: int | Literal["auto"] = option(
         "auto", "DDP: megabytes of gradients per all-reduce; auto: 25, or what `accel-ddp tune` found", at_least=1, legacy=25
     )
+    send_rows: Literal["auto", "on", "off"] = option(
+        "auto", "DDP: of large embedding tables, send only the rows that a step has used; auto: between nodes", legacy="off",
+        affects_result=False,
+    )  # fmt: skip
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")
@@ -132,7 +136,12 @@ class SpeedConfig:
         0, "instead of it: at most so many tokens, with padding where texts are padded; ranks are balanced by cost; 0: by items"
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
-    compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
+    compile: int | Literal["auto", "on", "graphs", "off"] = option(
+        "auto",
+        "compile the layers: on: before the first step; a number: from this step on; auto: where it saves time, chosen once per run; "
+        "graphs: only capture them as CUDA graphs; off: neither",
+        at_least=0,
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
         "precision of computation; auto: as in the accelerate config, else bf16 if all GPUs have it, and no (float32) on CPUs",
@@ -144,6 +153,12 @@ class SpeedConfig:
         False, "use GPU kernels that give the same bits every time; slower; a resumed run is bit-identical", affects_result=True
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, about a third more time")
+    keep_gathered: Literal["auto", "none", "weights", "gradients"] = option(
+        "auto",
+        "FSDP: what a GPU keeps whole during a step: the weights, or also the sums of gradients of several micro-batches; auto: what "
+        "fits in memory",
+        legacy="none",
+    )
     gpu_memory_gb: float = option(0.0, "GiB of each GPU that a run may need; a model that needs more is refused; 0: all of it")
 
 

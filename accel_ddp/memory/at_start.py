@@ -46,7 +46,7 @@ class Verdict:
 
 
 def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, rows: Sequence[Any] = ()) -> None:
-    """Choose `--gradient_checkpointing auto` and `--eval_batch_size auto`, and print the memory that each GPU needs.
+    """Choose `auto` of `--gradient_checkpointing`, `--keep_gathered` and `--eval_batch_size`, and print the memory that a GPU needs.
 
     Call it on every rank, when `cfg.max_length` is known and before the model is loaded. `rows` are the tokenized rows for training and
     for evaluation, of which the longest are assumed to come together. Without them all have `--max_length` tokens. Raise UserError on
@@ -65,6 +65,8 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     for name, value in (("gradient_checkpointing", False), ("eval_batch_size", EVAL_BATCH_SIZE)):
         if getattr(cfg, name, None) == "auto":
             choose(cfg, name, *found.choices.get(name, (value, why)))
+    if "keep_gathered" in found.choices:  # otherwise `auto` keeps nothing, as on CPUs
+        choose(cfg, "keep_gathered", *found.choices["keep_gathered"])
     if found.text:
         print_on_main(found.text)
     if found.refusal:

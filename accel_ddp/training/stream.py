@@ -198,6 +198,7 @@ class Sizes(NamedTuple):
     width: int  # tokens of the longest text, with padding
     targets: int  # labels other than -100, if each token has a label; otherwise 0
     shared: int = 0  # tokens at the beginning of a text that the text before it has too, see `padding_free.shared_tokens`
+    until: int = 0  # labels up to the last one of each row that is not -100, if each token has a label; otherwise 0
 
 
 class Batch(dict):
@@ -447,13 +448,16 @@ class CountingCollate:
         if mask is None or mask.ndim < 2:
             return batch
         labels = batch.get("labels")
-        targets = int((labels != -100).sum()) if labels is not None and labels.ndim == 2 else 0
+        targets = until = 0
+        if labels is not None and labels.ndim == 2:
+            targets = int((labels != -100).sum())
+            until = int(((labels != -100).flip(1).cumsum(1) > 0).sum())
         lengths = mask.sum(-1)
         texts, squares = lengths.numel(), int((lengths**2).sum())
         if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
             texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
         shared = int(batch["shared"].sum()) if "shared" in batch else 0
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared)}
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared, until)}
 
 
 def with_sizes(batch: Any) -> Any:
