@@ -91,7 +91,7 @@ def test_checkpoints_are_written_where_workers_synchronize(results):
     ("options", "ranks", "message"),
     [
         ({"sync_every": 5, "comm_hook": "fp16"}, 1, "--sync_every 5 --comm_hook fp16: cannot be combined"),
-        ({"sync_every": 5, "mixed_precision": "fp16"}, 1, "every worker would need its own fp16 scaler"),
+        ({"sync_every": 5, "mixed_precision": "fp16"}, 1, "--sync_every 5 --mixed_precision fp16: cannot be combined"),
         ({"local_workers": 2}, 1, "--local_workers 2: needs --sync_every"),
         ({"sync_every": 5, "outer_momentum": 1.0}, 1, "--outer_momentum 1.0: must be below 1"),
         ({"sync_every": 5, "local_workers": 4}, 6, "--local_workers 4: 6 ranks cannot be divided among them"),
