@@ -171,8 +171,8 @@ class TrainingRun:
                 warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
-        self.balance = Balance(accelerator, cfg, self.saved.resumed, needs_equal=isinstance(loss_sum, WholeBatch))
-        train.shares_at = (lambda step: None) if cfg.sync_every else self.balance.at  # local workers have equal parts
+        self.balance = Balance(accelerator, cfg, self.saved.resumed, isinstance(loss_sum, WholeBatch) or cfg.sync_every > 0)
+        train.shares_at = self.balance.at
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)

@@ -100,10 +100,14 @@ def measure(kind: str, mode: str, options: argparse.Namespace) -> tuple[float, f
     accelerator = Accelerator(mixed_precision="no" if options.tiny else "bf16", cpu=options.tiny)
     padding_free, compile_option = MODES[mode]
     cfg = TrainConfig(padding_free=padding_free, compile=compile_option, num_workers=0)
-    model, loss = shapes(options.tiny)[kind](), loss_sum(kind)
+    with accelerator.device:
+        model, loss = shapes(options.tiny)[kind](), loss_sum(kind)
     train = TrainBatches(Items(options.batch * 4, options.tiny), collate(kind, options.tiny))
     speed = attach(accelerator, cfg, model.train(), train, loss, total_steps=1)
     model = accelerator.prepare(model)
+    if compile_option == "on":
+        speed.choose_compilation(0)
+        speed.compile_layers()
     firsts = range(0, 4 * options.batch, options.batch)
     batches = [train.batch_of([*range(first, first + options.batch)], accelerator, cfg) for first in firsts]
     seconds = []

@@ -147,11 +147,12 @@ def test_flash_attention_accepts_its_arguments():
     """On the meta device, which checks arguments and shapes. Tests on a GPU compare the values."""
     q = torch.empty(10, 2, 8, dtype=torch.float16, device="meta")
     starts = torch.empty(3, dtype=torch.int32, device="meta")
-    out, lse, state = compat.flash_attention(q, q, q, starts, starts, 6, 0.0, True, None)
-    assert out.shape == q.shape
-    assert lse.dtype == torch.float32
-    found = compat.flash_attention_gradients(out, q, q, q, out, lse, starts, starts, 6, 0.0, True, state, None)
-    assert [gradient.shape for gradient in found] == [q.shape] * 3
+    for window in (-1, 3):
+        out, lse, state = compat.flash_attention(q, q, q, starts, starts, 6, 0.0, True, None, window)
+        assert out.shape == q.shape
+        assert lse.dtype == torch.float32
+        found = compat.flash_attention_gradients(out, q, q, q, out, lse, starts, starts, 6, 0.0, True, state, None, window)
+        assert [gradient.shape for gradient in found] == [q.shape] * 3
 
 
 def test_products_of_experts_are_found():

@@ -41,7 +41,9 @@ def test_a_cache_file_is_used_only_if_it_is_whole_and_its_user_alone_can_write_i
         place.chmod(usual)
     path.parent.chmod(0o770)
     assert "chmod go-w" in write_code(path, b"other")
+    assert "chmod go-w" in Compilation(str(tmp_path), CPU, nn.Linear(1, 1)).unsent, "another process could not write it either"
     path.parent.chmod(0o700)
+    assert not Compilation(str(tmp_path), CPU, nn.Linear(1, 1)).unsent
     assert read_code(path) == (code, "")
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:20], b"", bytes([whole[0] ^ 1]) + whole[1:], whole[:-1] + bytes([whole[-1] ^ 1])):
@@ -121,7 +123,7 @@ def test_the_process_that_compiles_is_killed_with_its_parent(tmp_path):
         try:
             found = recorded(tmp_path, Layer(4, 4), torch.ones(2, 4))
             found.start()
-            os.write(writer, f"{found.process.pid} {found._work}\n".encode())
+            os.write(writer, f"{found.process.pid} {found._private_folder()}\n".encode())
             time.sleep(60)
         finally:
             os._exit(1)

@@ -16,10 +16,12 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import attach, linear_cross_entropy, padding_free
-from accel_ddp.speed.padding_free_model import PaddingFree, _SmallTable
+from accel_ddp.speed.layer_stacks import SmallTable
+from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
+from tests.conftest import ROOT
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
 LENGTHS = [3, 17, 9, 30, 1]
@@ -232,7 +234,7 @@ def test_families_compute_without_padding_and_can_be_captured(kind):
 
     layers.run = run
     assert difference(padded, compute(model, batch, loss)) < 1e-5
-    firsts = {stack.first: stack for stack in layers.stacks}
+    firsts = {stack.numbers[0]: stack for stack in layers.stacks}
     for (_, _, before, out), (number, hidden, after, _) in itertools.pairwise(given):
         assert number in firsts or (hidden is out and after is before)
         assert not any(leaf.requires_grad for leaf in compat.flatten(after)[0] if isinstance(leaf, torch.Tensor))
@@ -259,6 +261,14 @@ def test_the_reason_why_other_families_are_padded(kind):
     except padding_free.NeedsPadding as refused:
         found = str(refused)
     assert reason in found
+
+
+def test_the_page_about_speed_names_the_families():
+    lines = (ROOT / "docs" / "speed.md").read_text().lower().splitlines()
+    padded = " ".join(line for line in lines if "| padded: " in line)
+    assert [kind for kind in EXCEPTIONS if kind not in padded] == []
+    rest = " ".join(line for line in lines if "| padded" not in line)
+    assert [kind for kind in FAMILIES | MORE_FAMILIES if kind.split(",")[0].removesuffix(" 1") not in rest] == []
 
 
 def test_texts_in_one_row_do_not_attend_to_each_other():
@@ -531,7 +541,7 @@ def test_gradient_checkpointing_without_padding_gives_the_same_result():
 def test_a_small_table_has_the_same_gradient_as_an_embedding():
     table, places = torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randint(0, 3, (4, 5))
     weight = torch.randn(4, 5, 8, dtype=torch.double)
-    (ours,) = torch.autograd.grad((_SmallTable.apply(places, table) * weight).sum(), table)
+    (ours,) = torch.autograd.grad((SmallTable.apply(places, table) * weight).sum(), table)
     (theirs,) = torch.autograd.grad((F.embedding(places, table) * weight).sum(), table)
     assert torch.allclose(ours, theirs, atol=1e-12)
 

@@ -199,7 +199,7 @@ def test_the_work_of_a_run_is_counted_in_tokens_and_layers():
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
         speed = a_speed(cfg=TrainConfig(global_batch_size=32), train=train)
-        speed.total_steps, speed.padding_free = 7, SimpleNamespace(calls=[None] * 12)
+        speed.total_steps, speed.padding_free = 7, SimpleNamespace(calls=[None] * 12, is_fixed=False)
         assert speed._count_work() == pytest.approx(7 * 32 * 25 * 12, rel=0.01)
 
 

@@ -333,6 +333,7 @@ def test_later_runs_on_the_same_nodes_use_what_was_found(tmp_path, monkeypatch):
     assert outcome([]) == ("off", 25, ""), "a single rank"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_bucket_size_that_was_found(tmp_path):
     import torch
 

@@ -26,7 +26,7 @@ WRITE_SECONDS = 15.0
 class Tuner:
     def __init__(self, coordinator: TuneCoordinator, options: TuneOptions, ranks_of_nodes: list[int], main_ip: str):
         self.coordinator, self.options, self.ranks_of_nodes = coordinator, options, ranks_of_nodes
-        self.nodes = coordinator.nodes
+        self.nodes, self.exact_bucket = coordinator.nodes, DEFAULT_BUCKET  # without a hook, which later runs use
         self.runner = TrialRunner(coordinator, sum(ranks_of_nodes), main_ip, options.trial_seconds)
 
     async def run(self) -> None:
@@ -55,13 +55,13 @@ class Tuner:
         settings_tuner = SettingsTuner(self.coordinator, self.runner, self.options, gradients, began)
         default, transport = await settings_tuner.measure_default()
         best = await settings_tuner.tune(default, transport)
-        ddp_best, exact = None, DEFAULT_BUCKET
+        ddp_best = None
         if gradients.entries:
             deadline = began + minutes * 60
             ddp_tuner = DdpTuner(self.coordinator, self.runner, self.options, gradients, transport.is_nccl, deadline)
             ddp_best = await ddp_tuner.tune(best)
-            exact = ddp_tuner.exact_bucket()
-        await self.conclude(default, best, ddp_best, exact, transport)
+            self.exact_bucket = ddp_tuner.exact_bucket()
+        await self.conclude(default, best, ddp_best, transport)
 
     async def read_gradients(self) -> Gradients:
         """Return the gradients of the model in the options, and print their size."""
@@ -105,13 +105,8 @@ class Tuner:
             raise TuningEnded(2, f"error: {answer['error']} {text}")
         return answer["entries"]
 
-    async def conclude(
-        self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, exact: int, transport: Transport
-    ) -> None:
-        """Print the best values, write them to files on every node, and print how to use them.
-
-        `exact` is the best bucket size without a hook, which later runs use.
-        """
+    async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
+        """Print the best values, write them to files on every node, and print how to use them."""
         lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
         if ddp_best:
             config, speedup = ddp_best
@@ -133,7 +128,7 @@ class Tuner:
         await self.coordinator.print_on_all("\n".join(lines))
         for_runs = make_file(
             nodes, transport.device, best.settings, version=transport.version, network=self.coordinator.members[0].hello["network"],
-            model=model_key(self.options.model) if self.options.model else "", bucket_cap_mb=exact,
+            model=model_key(self.options.model) if self.options.model else "", bucket_cap_mb=self.exact_bucket,
             comm_hook=ddp_best[0].comm_hook if ddp_best else "none",
         )  # fmt: skip
         is_complete = await self._write(files, for_runs)

@@ -20,8 +20,9 @@ from accel_ddp.config.optimizer_options import ema_bytes
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import adapters, models
+from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
-from accel_ddp.speed.padding_free_model import PaddingFree, head_size, layers_of
+from accel_ddp.speed.padding_free_model import PaddingFree, head_size
 from accel_ddp.training import optim
 from accel_ddp.training.stream import Batch, Sizes
 

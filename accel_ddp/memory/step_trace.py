@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
 from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch, texts_per_item
+from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
-from accel_ddp.speed.padding_free_model import layers_of
 from accel_ddp.tasks import masking
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch

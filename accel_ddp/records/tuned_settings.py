@@ -102,9 +102,7 @@ def apply(cfg: TrainConfig, announced: list[dict[str, Any]], nodes: Nodes, use_g
             lines += [f"--resume: {choices.KEPT}: {name} {saved[name]}"] if saved[name] not in ("off", DEFAULT_BUCKET) else []
     found, reason = find(announced, nodes) if announced and cfg.tuned == "auto" else ({}, "")
     if reason:
-        lines.append(
-            f"The settings of `accel-ddp tune` for these nodes are not used: {reason}. Run it again, or type --tuned off."
-        )
+        lines.append(f"What `accel-ddp tune` found for these nodes is not used: {reason}. Run it again, or use --tuned off.")
     if cfg.tuned == "auto":
         settings, cfg.tuned = found.get("settings") if use_gpu else {}, "off"
         why = f"found by `accel-ddp tune` on {found.get('date')} for these nodes"

@@ -29,8 +29,9 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.speed import autobatch, linear_cross_entropy, linear_layers
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
+from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.padding_free import NeedsPadding
-from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
+from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
@@ -205,11 +206,10 @@ class Speed:
 
         The process that compiles has time until here. If compiling fails on a rank, all ranks continue without it.
         """
-        began, sharded = time.monotonic(), is_sharded(self.model)
+        began = time.monotonic()
         print_on_main(f"compiling the layers (cached in {self.compilation.folder}; --compile graphs skips this)")
-        with (
-            contextlib.nullcontext() if sharded else together("compile the layers")
-        ):  # each pass of a sharded model gathers weights
+        # Not together, if each pass gathers weights.
+        with contextlib.nullcontext() if is_sharded(self.model) else together("compile the layers"):
             reason = self.compilation.wait() or self._try_compiled_layers()
         reasons = gather_everywhere(reason and f"{reason} (rank {this_rank.rank})")
         if any(reasons):
@@ -295,19 +295,16 @@ class Speed:
         layers, found, seconds = self.padding_free, self.compilation, 0.0
         if found.calls:
             return seconds
-        was_training, plain = self.model.training, [*layers.calls]
+        was_training = self.model.training
         self.model.train(self.cfg.dropout)
         with contextlib.nullcontext() if is_sharded(self.model) else together("record the calls of layers"):
             batch = self._warm_up_batch()
             seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-            layers.calls[:] = [found.recording(layer, call) for layer, call in zip(layers.layers, plain)]
-            self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
-            try:
+            with self._plain_layers():
+                layers.calls = [found.recording(target, call) for target, call in zip(layers.targets, layers.calls)]
+                self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
                 rehearse(self.model, batch, self.loss_sum)
-            finally:
-                layers.calls[:] = plain
-                self._set_softmax(linear_cross_entropy.plain_softmax)
-            for _ in range(2 if measures else 0):  # the first pass captures graphs
+            for _ in range(3 if measures else 0):  # the second pass captures graphs
                 began = time.monotonic()
                 rehearse(self.model, batch, self.loss_sum)
                 if self._on_gpu:
@@ -321,17 +318,13 @@ class Speed:
 
     def _refuse_to_compile(self, reason: str) -> None:
         if self.cfg.compile not in ("auto", "graphs", "off"):
-            warn_on_main(
-                f"--compile {self.cfg.compile} is not possible: {reason}. The layers run without compilation.", "FALLBACK"
-            )
+            text = f"--compile {self.cfg.compile} is not possible: {reason}. The layers run without compilation."
+            warn_on_main(text, "FALLBACK")
 
     def describe(self) -> dict[str, bool]:
         """Return what was done to the layers."""
-        return {
-            "padding_free": bool(self.padding_free),
-            "captured": bool(self.graphs),
-            "compiled": self.compiled_from is not None,
-        }
+        compiles = self.compiled_from is not None
+        return {"padding_free": bool(self.padding_free), "captured": bool(self.graphs), "compiled": compiles}
 
     def work_of(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Return (tokens, FLOPs) of this rank's share of an update. They are 0 if they are not known."""
@@ -418,9 +411,7 @@ class Speed:
         elif self._on_gpu and self.cfg.compile != "off":
             self._capture(self.padding_free.calls)
             if is_sharded(self.model):
-                print_on_main(
-                    "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
-                )
+                print_on_main("layers are not captured as CUDA graphs: the weights of a sharded model have no fixed addresses")
 
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free

@@ -6,6 +6,7 @@ versions, the device, and the model's layers and their arguments. Its content is
 """
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -18,8 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 # From benchmarks/README.md, on one H200. A step is chosen once and stored, so estimates cost time and not exactness.
 COMPILE_SECONDS = 40.0  # until the process beside a training has filled the cache
-SWITCH_SECONDS = 4.0  # for which all ranks wait to load compiled code
+SWITCH_SECONDS = 6.0  # for which all ranks wait to load compiled code
 SAVED = 0.2  # of the time of a step, at least
 
 
@@ -100,14 +100,17 @@ class Compilation:
     """The calls that are compiled in one run, the place of their code in the cache, and the process that compiles them."""
 
     def __init__(self, cache_dir: str, device: torch.device, model: nn.Module):
-        self.folder, self.device = Path(cache_dir).expanduser() / "compiled", device
+        self.folder = Path(cache_dir).expanduser() / "compiled"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         config = getattr(model, "config", None)
         self._model = config.to_dict() if hasattr(config, "to_dict") else {}
         self._model.pop("_name_or_path", None)
         self.calls: dict[str, bytes] = {}  # description -> the call without the values of weights
         self.unsent = ""  # why another process cannot compile them
+        with contextlib.suppress(OSError):  # there is no folder yet
+            self.unsent = find_risk(self.folder)
         self.process: subprocess.Popen | None = None
-        self._work: Path | None = None  # the private folder of this process
+        self._work: tempfile.TemporaryDirectory | None = None  # see `_private_folder`
 
     def recording(self, target: Any, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call`, which also stores each new kind of its calls. `target`: the layer or function that will be compiled."""
@@ -117,7 +120,8 @@ class Compilation:
             if about not in self.calls:
                 self.calls[about] = b""
                 try:
-                    self.calls[about] = _dump((_without_wrapper(target), args, kwargs, _modes(self.device)))
+                    _Pickler(file := io.BytesIO()).dump((_without_wrapper(target), args, kwargs, _modes(self.device)))
+                    self.calls[about] = file.getvalue()
                 except Exception as error:  # of any class that a layer may contain
                     self.unsent = f"{type(error).__name__}: {error}"
             return call(*args, **kwargs)
@@ -130,16 +134,7 @@ class Compilation:
         on_gpu = self.device.type == "cuda"
         device = [torch.cuda.get_device_name(self.device), *torch.cuda.get_device_capability(self.device)] if on_gpu else ["CPU"]
         settings = _settings() | ({"threads": 0} if on_gpu else {})
-        facts = [
-            _code_digest(),
-            versions(),
-            _version_of_triton(),
-            device,
-            self.device.index,
-            settings,
-            self._model,
-            sorted(self.calls),
-        ]
+        facts = [_versions(), device, self.device.index, settings, self._model, sorted(self.calls)]
         return self.folder / f"{hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()[:32]}.bin"
 
     def is_cached(self) -> bool:
@@ -164,7 +159,7 @@ class Compilation:
         code, self.process = self.process.wait(), None
         if code == 0:
             return ""
-        lines = (self._work / "log").read_text(errors="replace").strip().splitlines()
+        lines = (self._private_folder() / "log").read_text(errors="replace").strip().splitlines()
         return (lines[-1] if lines else f"the compiling process ended with code {code}")[:300]
 
     def load(self) -> None:
@@ -198,35 +193,17 @@ class Compilation:
                 with contextlib.suppress(OSError, ValueError):
                     if left.stat().st_uid == os.geteuid() and not Path(f"/proc/{int(left.name.split('_')[3])}").exists():
                         shutil.rmtree(left)
-            self._work = Path(tempfile.mkdtemp(prefix=f"accel_ddp_compiled_{os.getpid()}_"))
-            weakref.finalize(self, shutil.rmtree, self._work, ignore_errors=True)
-        return self._work
+            self._work = tempfile.TemporaryDirectory(prefix=f"accel_ddp_compiled_{os.getpid()}_", ignore_cleanup_errors=True)
+        return Path(self._work.name)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process at a time run the block for a cache file. A process that cannot lock runs it anyway."""
-    from filelock import FileLock
-
-    lock = FileLock(path.with_suffix(".lock"))
-    with contextlib.suppress(OSError, NotImplementedError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _code_digest() -> str:
-    files = [*Path(__file__).parent.glob("*.py"), Path(compat.__file__)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
-
-
-def _version_of_triton() -> str:
+def _versions() -> dict[str, str]:
+    """Return a digest of this package's code too."""
+    files = sorted([*Path(__file__).parent.glob("*.py"), Path(compat.__file__)])
+    found = versions() | {"code": hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()}
     with contextlib.suppress(PackageNotFoundError):
-        return version("triton")
-    return ""
+        found["triton"] = version("triton")
+    return found
 
 
 def _settings() -> dict[str, Any]:
@@ -276,8 +253,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, thing: Any) -> Any:
         if not isinstance(thing, Tensor):
             return None
-        if type(thing) not in (Tensor, nn.Parameter):
-            raise pickle.PicklingError(f"a tensor of type {type(thing).__name__}")
+        if type(thing) not in (Tensor, nn.Parameter) or 0 in thing.stride():
+            raise pickle.PicklingError(f"an expanded tensor, or one of type {type(thing).__name__}")
         if not thing.is_floating_point():
             return "values", thing.cpu().numpy()
         kind = "parameter" if isinstance(thing, nn.Parameter) else "tensor"
@@ -285,9 +262,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, device: torch.device):
-        super().__init__(file)
-        self.device = device
+    device: torch.device
 
     def persistent_load(self, pid: Any) -> Tensor:
         if pid[0] == "values":
@@ -299,23 +274,17 @@ class _Unpickler(pickle.Unpickler):
         return tensor.requires_grad_(needs_gradient).clone() if needs_gradient else tensor  # like the output of a layer
 
 
-def _dump(call: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(call)
-    return file.getvalue()
-
-
 def compile_call(data: bytes, device: torch.device) -> None:
     """Compile a call that was stored by `recording`, forward and backward."""
-    target, args, kwargs, modes = _Unpickler(io.BytesIO(data), device).load()
+    reader = _Unpickler(io.BytesIO(data))
+    reader.device = device
+    target, args, kwargs, modes = reader.load()
     function = compiled(target.forward if isinstance(target, nn.Module) else target)
     with torch.set_grad_enabled(modes["grad"]):
         with torch.autocast(device.type, modes["dtype"], modes["autocast"], modes["cached"]):
             out = function(*args, **kwargs)
         found = [x for x in compat.flatten(out)[0] if isinstance(x, Tensor) and x.requires_grad]
-        wanted = [x for _, x in _tensors_of(target) if x.requires_grad] + [
-            x for x in args if isinstance(x, Tensor) and x.requires_grad
-        ]
+        wanted = [x for x in (*args, *[x for _, x in _tensors_of(target)]) if isinstance(x, Tensor) and x.requires_grad]
         if found and wanted:
             torch.autograd.grad(found, wanted, [torch.zeros_like(x) for x in found], allow_unused=True)
 
@@ -332,11 +301,11 @@ def main(job: str, path: str) -> None:
     torch.set_num_threads(settings["threads"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(padding_free.NAME, padding_free.attention)
-    AttentionMaskInterface.register(padding_free.NAME, padding_free.mask_of)
-    with _locked(Path(path)):
+    padding_free.register()
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Path(path).with_suffix(".lock").open("w") as lock:
+        with contextlib.suppress(OSError):  # without locks, each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if read_code(Path(path))[0] is not None:
             return
         began = time.monotonic()

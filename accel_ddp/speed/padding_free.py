@@ -11,6 +11,7 @@ If two texts begin with the same prompt (`batch["shared"]`), the row contains th
 answer attends to the prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
 """
 
+import contextlib
 import functools
 import logging
 from contextvars import ContextVar
@@ -387,3 +388,15 @@ def experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) 
         return grouped_mm_experts_forward(module, hidden, chosen, weights)
     narrow = torch.get_autocast_dtype(kind)
     return grouped_mm_experts_forward(_Narrow(module, narrow), hidden.to(narrow), chosen, weights)
+
+
+def register() -> None:
+    """Let transformers find our attention and our experts by their name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask_of)
+    with contextlib.suppress(ImportError):  # transformers 5
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

@@ -1,15 +1,6 @@
-"""A transformers model whose layers compute without padding, if that gives the same result as padding.
-
-Most models have one stack of layers, and all of its layers get the same arguments. Three kinds of arguments differ, so that a `Stack`
-passes them on itself. Tensors with a gradient that all layers share (the output of an encoder, embeddings of relative positions)
-travel behind the tokens of the row, because CUDA graphs can return no other gradients than that of the row. Rotary embeddings of
-layers that alternate between two kinds are given to all layers, and each uses its own. An attention that is not transformers' own
-interface (DeBERTa) gets padded hidden states, and the rest of its layers computes without padding.
-"""
+"""A transformers model whose layers compute without padding, if that gives the same result as padding."""
 
 import functools
-import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,26 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp.speed import padding_free
+from accel_ddp.speed.layer_stacks import (
+    BIASES,
+    CARRIED,
+    SmallTable,
+    Stack,
+    find_rotaries,
+    find_stacks,
+    linear_children,
+    own_attentions,
+    pad_around,
+)  # fmt: skip
 from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
-
-
-class _SmallTable(torch.autograd.Function):
-    """An embedding with few rows. torch's own gradient is slow, because many tokens share a row, and not deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, places: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.rows = len(table)
-        return F.embedding(places, table)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        (places,) = ctx.saved_tensors
-        flat = gradient.flatten(0, -2)
-        here = places.flatten()[None] == torch.arange(ctx.rows, device=places.device)[:, None]
-        return None, here.to(flat.dtype) @ flat
 
 
 def small_tables(model: nn.Module) -> list[nn.Embedding]:
@@ -47,109 +32,7 @@ def small_tables(model: nn.Module) -> list[nn.Embedding]:
 
 
 def _look_up(table: nn.Embedding, places: Tensor) -> Tensor:
-    return _SmallTable.apply(places, table.weight)
-
-
-class _Inside:
-    """What an attention that needs padding reads: the segments of the row, and its hidden states with and without padding."""
-
-    at: Segments | None = None
-    pair: tuple[Tensor | None, Tensor | None] = (None, None)
-
-
-CARRIED = ("encoder_hidden_states", "rel_embeddings")  # arguments with a gradient that all layers share
-BIASES = ("position_bias", "encoder_decoder_position_bias")  # of T5; the first layer computes them, and the others get them
-
-
-class Stack:
-    """Layers that are called one after the other, with the row that goes through them."""
-
-    def __init__(self, layers: list[nn.Module], first: int, own_attention: bool):
-        self.layers, self.first, self.last = layers, first, first + len(layers) - 1
-        self.originals = [layer.forward for layer in layers]
-        parameters = list(inspect.signature(type(layers[0]).forward).parameters)
-        self.names = parameters[2:]  # without `self` and the hidden states
-        biases = [module for layer in layers for module in layer.modules() if hasattr(module, "relative_attention_bias")]
-        if len(biases) > 1:
-            raise NeedsPadding("each of its layers has its own position bias")
-        self.bias: Any = biases[0] if biases else None
-        self.own_attention = own_attention  # the attention gets padded hidden states
-        self.carries = bool(biases) or own_attention or (first > 0 and "encoder_hidden_states" in self.names)
-        self.alternates = False  # whether layers get one of several rotary embeddings
-        self.kinds: list[list[str]] = [[""] for _ in layers]  # the name of the rotary embeddings of each layer
-        self.outputs = 0  # of a layer, if that is a tuple
-        self.clear()
-
-    def clear(self) -> None:
-        self.row: Row | None = None
-        self.at: Segments | None = None
-        self.given: Any = None
-        self.packed: Any = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether each layer gets the arguments that the model gives it, only without padding."""
-        return not self.carries and not self.alternates
-
-    def call_of(self, number: int) -> Callable[..., Any]:
-        """Return the function that computes a layer: (row, arguments) -> row."""
-        original, kind = self.originals[number - self.first], self.kinds[number - self.first]
-        if self.is_plain:
-            return original
-
-        def call(
-            row: Tensor, segments: Segments, lengths: list[int], rotary: dict[str, Any], places: Any, **given: Any
-        ) -> Tensor:
-            hidden, *carried = row.split(lengths, 1) if len(lengths) > 1 else [row]
-            given |= {name: rows if name == CARRIED[0] else rows[0] for name, rows in zip(self.carried_names, carried)}
-            if self.alternates:
-                given["position_embeddings"] = rotary[kind[0]]
-            if self.bias is not None:
-                given["position_bias"] = self.bias_of(carried[-1], places)
-                given |= {name: hidden.new_zeros(1, 1, 1, 1) for name in BIASES[1:] if name in self.names}
-            if self.own_attention:
-                _Inside.at = segments
-            else:
-                given["segments"] = segments
-            try:
-                out = original(hidden, **given)
-            finally:
-                _Inside.at = None
-            if isinstance(out, tuple):
-                self.outputs = self.outputs or len(out)
-                out = out[0]
-            return torch.cat([out, *(rows.to(out.dtype) for rows in carried)], 1) if carried else out
-
-        return call
-
-    def enter(self, hidden: Tensor, named: dict[str, Any]) -> tuple[Tensor, list[int]]:
-        """Return the row that the first layer gets, and the lengths of its parts: tokens, then what all layers share."""
-        parts = [pack(hidden, self.at)]
-        self.carried_names = [name for name in CARRIED if isinstance(named.get(name), Tensor)]
-        for name in self.carried_names if self.carries else ():
-            value = named[name]
-            parts.append(pack(value, self.at.source) if name == "encoder_hidden_states" else value[None])
-        if self.bias is not None:  # its table, as rows of the same size
-            table = self.bias.relative_attention_bias.weight.flatten()
-            parts.append(F.pad(table, (0, -len(table) % hidden.shape[-1])).view(1, -1, hidden.shape[-1]))
-        lengths = [part.shape[1] for part in parts]
-        return (torch.cat([part.to(hidden.dtype) for part in parts], 1) if len(parts) > 1 else parts[0]), lengths
-
-    def bias_of(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Return the position bias of the padded batch: [1, heads, width, width]."""
-        number, heads = self.bias.relative_attention_bias.weight.shape
-        table = rows.flatten()[: number * heads].view(number, heads)
-        return _SmallTable.apply(places, table).permute(2, 0, 1)[None]
-
-    def places_of_bias(self, at: Segments) -> Tensor:
-        """Return the rows of its table that the position bias consists of: [width, width]."""
-        positions = torch.arange(at.shape[1], device=at.slots.device)
-        return self.bias._relative_position_bucket(
-            positions - positions[:, None],
-            bidirectional=not self.bias.is_decoder,
-            num_buckets=self.bias.relative_attention_num_buckets,
-            max_distance=self.bias.relative_attention_max_distance,
-        )
+    return SmallTable.apply(places, table.weight)
 
 
 class PaddingFree:
@@ -161,7 +44,7 @@ class PaddingFree:
         `is_fixed`: items have no mask, because all of them have the same length, such as images. The weights of a model that
         `is_sharded` exist only inside of their layer, and its layers are not captured as CUDA graphs.
         """
-        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+        from transformers import PreTrainedModel
 
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
@@ -169,7 +52,7 @@ class PaddingFree:
         self.model, self.owner, self.is_fixed = model, owner, is_fixed
         configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = {id(config): config for config in configs}
-        stacks = stacks_of(owner)
+        stacks = find_stacks(owner)
         self.layers = [layer for layers in stacks for layer in layers]
         kinds = {config._attn_implementation for config in self.configs.values()}
         self.attentions = own_attentions(self.layers) if kinds == {"eager"} else []
@@ -182,27 +65,20 @@ class PaddingFree:
             raise NeedsPadding("its attention is not that of transformers")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
-        experts = [getattr(config, "_experts_implementation", None) for config in self.configs.values()]
-        self.has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
-        self.expert_configs = [c for c, how in zip(self.configs.values(), experts) if self.has_experts and how in (GROUPED, NAME)]
-        if self.expert_configs:
-            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-            ALL_EXPERTS_FUNCTIONS.register(NAME, padding_free.experts)
+        has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
+        grouped = [c for c in self.configs.values() if getattr(c, "_experts_implementation", None) in (GROUPED, NAME)]
+        self.expert_configs = grouped if has_experts else []
         self.windows = {int(window) for window in found if window}
         # A window, which may extend to both sides, has no effect on texts that are at most half as long.
         self.longest = min((window // 2 for window in self.windows), default=1 << 30)
-        AttentionInterface.register(NAME, padding_free.attention)
-        AttentionMaskInterface.register(NAME, padding_free.mask_of)
+        padding_free.register()
         firsts = [0, *(len(layers) for layers in stacks[:-1])]
         self.stacks = [Stack(layers, first, bool(self.attentions)) for layers, first in zip(stacks, firsts)]
-        inside = {id(module) for layer in self.layers for module in layer.modules()}
-        self.rotaries = [m for m in owner.modules() if type(m).__name__.endswith("RotaryEmbedding") and id(m) not in inside]
-        several = len(self.rotaries) > 1 or any("layer_type" in inspect.signature(m.forward).parameters for m in self.rotaries)
-        self.stacks[0].alternates = several and len(stacks) == 1 and not self.attentions and not is_sharded
+        self.rotaries = [] if is_sharded or self.attentions or len(stacks) > 1 else find_rotaries(owner, self.layers)
+        self.stacks[0].alternates = bool(self.rotaries)
         if is_sharded and any(stack.bias is not None for stack in self.stacks):
             raise NeedsPadding("its layers share a position bias, which is sharded")
-        self.plain: list[Callable[..., Any]] = [stack.call_of(n) for stack in self.stacks for n in _numbers(stack)]
+        self.plain: list[Callable[..., Any]] = [stack.call_of(n) for stack in self.stacks for n in stack.numbers]
         self.calls = [*self.plain]
         self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`, see `capture`
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
@@ -228,22 +104,22 @@ class PaddingFree:
         for table in small_tables(self.owner) if next(self.owner.parameters()).is_cuda else ():
             table.forward = functools.partial(_look_up, table)
         keep = lambda module, args, output: self.rotary.setdefault(str(len(self.rotary)), output)
-        for rotary in self.rotaries if self.stacks[0].alternates else ():
+        for rotary in self.rotaries:
             self.hooks.append(rotary.register_forward_hook(lambda *given: keep(*given) and None))
         for attention in self.attentions:
-            _pad_around(attention)
+            pad_around(attention)
         # Not a hook, because adapters call `forward` itself.
         self.owner.forward = self._model(self.owner.forward)
         for stack in self.stacks:
-            for number in _numbers(stack):
-                stack.layers[number - stack.first].forward = self._layer(stack, number)
+            for number, layer in zip(stack.numbers, stack.layers):
+                layer.forward = self._layer(stack, number, layer.forward)
 
     def remove(self) -> None:
         for config in self.configs.values() if not self.attentions else ():
             config._attn_implementation = REPLACED
         for config in self.expert_configs:
             config._experts_implementation = GROUPED
-        inner = [module for attention in self.attentions for module in (attention, *_linear_children(attention))]
+        inner = [module for attention in self.attentions for module in (attention, *linear_children(attention))]
         for module in [self.owner, *self.layers, *small_tables(self.owner), *inner]:
             module.__dict__.pop("forward", None)
         while self.hooks:
@@ -252,8 +128,8 @@ class PaddingFree:
 
     def capture(self, graphs_of: Callable[[list[nn.Module], list[Callable[..., Any]]], Any]) -> list[Any]:
         """Call the layers of each stack through `graphs_of(layers, calls)`, which captures them as CUDA graphs, and return these."""
-        found = [graphs_of(stack.layers, self.calls[stack.first : stack.last + 1]) for stack in self.stacks]
-        owner = {number: (graphs, stack.first) for stack, graphs in zip(self.stacks, found) for number in _numbers(stack)}
+        found = [graphs_of(stack.layers, [self.calls[number] for number in stack.numbers]) for stack in self.stacks]
+        owner = {number: (graphs, stack.numbers[0]) for stack, graphs in zip(self.stacks, found) for number in stack.numbers}
 
         def run(number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
             graphs, first = owner[number]
@@ -265,7 +141,7 @@ class PaddingFree:
     @property
     def targets(self) -> list[Any]:
         """Return what is compiled: layers, or functions that call them with other arguments."""
-        return [s.layers[n - s.first] if s.is_plain else self.plain[n] for s in self.stacks for n in _numbers(s)]
+        return [self.layers[n] if stack.is_plain else self.plain[n] for stack in self.stacks for n in stack.numbers]
 
     def _model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -348,7 +224,7 @@ class PaddingFree:
                 ones = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
                 stack.row = Row(ones, ones.numel(), ones.shape[1])
             stack.at = padding_free.segments_of(stack.row, has_flash)
-            if stack.first > 0:
+            if stack is not self.stacks[0]:
                 stack.at = stack.at._replace(source=self.stacks[0].at)
             self.mask = stack.at.mask.view(stack.at.shape)
         return stack.at
@@ -357,13 +233,13 @@ class PaddingFree:
         size = head_size(next(iter(self.configs.values())))
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 and size % 8 == 0 and size <= 256
 
-    def _layer(self, stack: Stack, number: int) -> Callable[..., Any]:
-        layer, original = stack.layers[number - stack.first], stack.originals[number - stack.first]
+    def _layer(self, stack: Stack, number: int, original: Callable[..., Any]) -> Callable[..., Any]:
+        layer, first, last = self.layers[number], stack.numbers[0], stack.numbers[-1]
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             at = self._segments(stack, hidden_states) if self.is_packed else None
             if at is not None and stack.is_plain:
-                hidden_states = pack(hidden_states, at) if number == stack.first else hidden_states
+                hidden_states = pack(hidden_states, at) if number == first else hidden_states
                 args, kwargs = self._arguments(stack, args, kwargs, at)
             elif at is not None:
                 hidden_states, kwargs = self._shared_arguments(stack, number, hidden_states, args, kwargs)
@@ -380,13 +256,13 @@ class PaddingFree:
                 out = self.calls[number](hidden_states, *args, **kwargs)
             else:  # an evaluation does not run often enough for its own compilation
                 out = self.plain[number](hidden_states, *args, **kwargs)
-            if number == stack.last and at is not None:
+            if number == last and at is not None:
                 row = out[0] if isinstance(out, tuple) else out
                 padded = unpack(row if stack.is_plain else row[:, : len(at.places)], at)
                 out = (padded, *out[1:]) if isinstance(out, tuple) else padded
             if at is not None and not stack.is_plain and stack.outputs:
                 out = (out, *[None] * (stack.outputs - 1))
-            if number == self.stacks[-1].last and self.outputs is not None:
+            if number == len(self.layers) - 1 and self.outputs is not None:
                 self.outputs.append(out)
             return out
 
@@ -420,10 +296,10 @@ class PaddingFree:
             found = [kind for kind, pair in self.rotary.items() if pair is named.get("position_embeddings")]
             if not found:
                 raise NeedsPadding("its layers get rotary embeddings of an unknown origin")
-            stack.kinds[number - stack.first][:] = found
+            stack.kinds[number - stack.numbers[0]][:] = found
         skipped = (*CARRIED, *BIASES, *(("position_embeddings",) if stack.alternates else ()))
         rest = {name: value for name, value in named.items() if name not in skipped}
-        if number != stack.first:
+        if number != stack.numbers[0]:
             if rest.keys() != stack.given.keys() or any(stack.given[name] is not value for name, value in rest.items()):
                 raise NeedsPadding("its layers get different arguments")
             return hidden, stack.packed
@@ -501,7 +377,7 @@ class PaddingFree:
         before, after = before[self.mask], after[self.mask]
         of_tokens = (before - after).abs().amax(-1)
         # Rounding in half precision sends a few tokens to other experts, whose results differ.
-        largest = of_tokens.quantile(0.9) if self.has_experts and allowed > 1e-3 else of_tokens.max()
+        largest = of_tokens.quantile(0.9) if self.expert_configs and allowed > 1e-3 else of_tokens.max()
         apart = float(largest / before.abs().max().clamp(min=1e-12))
         if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
             return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
@@ -519,81 +395,6 @@ def _for_attention(at: Segments) -> Segments:
     return at._replace(**dict.fromkeys(rest), source=at.source and _for_attention(at.source))
 
 
-def _numbers(stack: Stack) -> range:
-    return range(stack.first, stack.last + 1)
-
-
 def head_size(config: Any) -> int:
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     return size or config.hidden_size // config.num_attention_heads
-
-
-def own_attentions(layers: list[nn.Module]) -> list[nn.Module]:
-    """Return the attention of each layer, if it has one that does not use transformers' interface, or else []."""
-    found = []
-    for layer in layers:
-        takers = [m for m in layer.modules() if m is not layer and "attention_mask" in inspect.signature(m.forward).parameters]
-        inner = [m for m in takers if not any(other in takers for other in m.modules() if other is not m)]
-        if len(inner) != 1 or "get_interface" in inspect.getsource(type(inner[0])):
-            return []
-        found += inner
-    return found
-
-
-def _linear_children(attention: nn.Module) -> list[nn.Module]:
-    return [m for m in attention.children() if isinstance(m, nn.Linear) or hasattr(m, "base_layer")]  # of an adapter
-
-
-def _pad_around(attention: nn.Module) -> None:
-    """Let an attention get padded hidden states, while its projections of them compute without padding."""
-    original = attention.forward
-
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        at = _Inside.at
-        if at is None:
-            return original(hidden_states, *args, **kwargs)
-        padded = unpack(hidden_states, at)
-        _Inside.pair = padded, hidden_states
-        pad = lambda x: unpack(x, at) if isinstance(x, Tensor) and x.shape[:2] == hidden_states.shape[:2] else x
-        out = original(padded, *map(pad, args), **{name: pad(value) for name, value in kwargs.items()})
-        _Inside.pair = None, None
-        return (pack(out[0], at), *out[1:]) if isinstance(out, tuple) else pack(out, at)
-
-    attention.forward = forward
-    for linear in _linear_children(attention):
-        linear.forward = functools.partial(_project, linear.forward)
-
-
-def _project(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    padded, row = _Inside.pair
-    return original(x, *args, **kwargs) if x is not padded else unpack(original(row, *args, **kwargs), _Inside.at)
-
-
-def stacks_of(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the layers of each stack: one, or those of an encoder and its decoder. Raise NeedsPadding for other models."""
-    found = _find_stacks(model)
-    takes_encoder = lambda layer: "encoder_hidden_states" in inspect.signature(type(layer).forward).parameters
-    if len(found) == 2 and getattr(getattr(model, "config", None), "is_encoder_decoder", False) and takes_encoder(found[1][0]):
-        return found
-    return [layers_of(model)]
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a transformer that is a single stack, in their order. Raise NeedsPadding for other models."""
-    stacks = _find_stacks(model)
-    if len(stacks) != 1:
-        raise NeedsPadding(f"the model has {len(stacks)} stacks of layers" if stacks else "its layers were not found")
-    if len({type(layer) for layer in stacks[0]}) > 1:
-        raise NeedsPadding("its layers have different types")
-    return stacks[0]
-
-
-def _find_stacks(model: nn.Module) -> list[list[nn.Module]]:
-    if "transformers.modeling_layers" not in sys.modules:  # not imported here, because that takes seconds
-        raise NeedsPadding("its layers were not found")
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [
-        list(module) for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, GradientCheckpointingLayer) for m in module)
-    ]  # fmt: skip

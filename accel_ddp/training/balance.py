@@ -13,7 +13,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links
-from accel_ddp.text import rough_seconds
+from accel_ddp.text import rough_seconds, shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
 from accel_ddp.training.workers import loader_options
@@ -28,10 +28,7 @@ class Balance(Hook):
     """The items of each rank from a step on, as whole numbers whose sum is the global batch. With `--balance off` it does nothing."""
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig, saved: dict[str, Any], needs_equal: bool = False):
-        """`saved` is the run.json of the checkpoint from which the run continues. Its shares are for its number of ranks.
-
-        `needs_equal`: the loss compares the items of all ranks, which must have equal numbers.
-        """
+        """`saved` is the run.json from which the run continues. `needs_equal`: ranks must have equal numbers of items."""
         ranks = accelerator.num_processes
         self.given = parse_shares(cfg.balance, ranks)  # None: they are equal, or follow from the speed
         self.measures = cfg.balance == "speed" and ranks > 1
@@ -43,10 +40,8 @@ class Balance(Hook):
         self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
         self.is_even = len({*self.sizes}) == 1
         if (links.sharding or needs_equal) and not self.is_even:
-            why = "a loss that compares all items" if needs_equal else "FSDP"
-            raise UserError(
-                f"--micro_batch_size {min(self.sizes)} to {max(self.sizes)}: must be the same on all ranks for {why}."
-            )
+            why = "FSDP, local steps and losses that compare all items"
+            raise UserError(f"--micro_batch_size {self.sizes}: must be the same on all ranks for {why}.")
         self.window = FIRST
         self.before: Sequence[RankSample] = ()  # of all ranks, when the current window began
         self.seen: dict[tuple[int, ...], float] = {}  # the seconds of a step with each division that was measured
@@ -59,7 +54,7 @@ class Balance(Hook):
     @property
     def state(self) -> dict[str, Any]:
         """What a checkpoint must contain, so that a resumed run divides its steps as the run before it."""
-        return {"shares": self.changes if self.measures else [], "micro_batch_sizes": self.sizes}
+        return {"shares": [*self.changes] if self.measures else [], "micro_batch_sizes": self.sizes}
 
     def at(self, step: int) -> tuple[float, ...] | None:
         """Return the shares of all ranks at a step, or None if all ranks have as many items in micro-batches of the same size."""
@@ -77,46 +72,46 @@ class Balance(Hook):
         elif first - self.before[0].step >= self.window and (splits := splits_between(self.before, now)):
             self.before, self.window = now, min(2 * self.window, LONGEST)
             own = [split.data + split.forward + split.backward for split in splits]
-            found = self.decide(own, [split.optimizer + split.other for split in splits])
-            if found:
+            if found := self.decide(own, [split.optimizer + split.other for split in splits]):
                 self._change(numbers.step + self.horizon, *found)
 
     def decide(self, own: list[float], fixed: list[float]) -> tuple[list[int], float, float] | None:
         """Return a faster division, the seconds of a step now, and what they should become; None: keep the division.
 
-        `own` are the seconds of each rank that grow with its items, and `fixed` those that do not.
+        `own` are the seconds of each rank that grow with its items, and `fixed` those that do not. On a GPU whose host is late, `own`
+        of a fast rank is too short, because the GPU waits for other ranks meanwhile. So shares change by a factor of 2 at most, and a
+        division that was measured to be faster is taken again.
         """
         counts = self.changes[-1][1]
-        found = divide(self.units, [max(seconds, 1e-9) / count for seconds, count in zip(own, counts)], fixed)
         now = self.seen[tuple(counts)] = max(a + b for a, b in zip(own, fixed))
+        best = min(self.seen, key=lambda each: self.seen[each])
+        found = divide([max(seconds, 1e-9) / count for seconds, count in zip(own, counts)], fixed, counts)
         expected = max(a * new / old + b for a, b, new, old in zip(own, fixed, found, counts))
-        # A division that was measured before and was not faster is not tried again: time is not quite proportional to items.
+        if self.seen[best] < (1 - GAIN) * now:
+            found, expected = [*best], self.seen[best]
         is_faster = max(expected, self.seen.get(tuple(found), 0.0)) < (1 - GAIN) * now
         return (found, now, expected) if is_faster else None
 
     def _change(self, step: int, counts: list[int], now: float, expected: float) -> None:
         if step <= self.asked:
             raise RuntimeError(f"shares that begin at step {step} are too late: step {self.asked} is already divided")
-        before, self.changes = self.changes[-1][1], [*self.changes, (step, counts)]
-        parts = [f"rank {rank}: {new} instead of {old}" for rank, (new, old) in enumerate(zip(counts, before)) if new != old]
-        more = f" and {len(parts) - 8} more ranks" if len(parts) > 8 else ""
-        print_on_main(
-            f"--balance speed: from step {step + 1} on, of {self.units} items {', '.join(parts[:8])}{more}. The slowest rank should "
-            f"take {rough_seconds(expected)} per step instead of {rough_seconds(now)}."
-        )
+        self.changes.append((step, counts))
+        items = shorten(", ".join(map(str, counts)), 100)
+        text = f"--balance speed: from step {step + 1} on, the ranks get {items} of {self.units} items"
+        print_on_main(f"{text}. The slowest should take {rough_seconds(expected)} per step instead of {rough_seconds(now)}.")
 
 
-def divide(units: int, costs: Sequence[float], fixed: Sequence[float]) -> list[int]:
-    """Return how many units each rank gets, at least one, so that the slowest rank is done as early as possible.
+def divide(costs: Sequence[float], fixed: Sequence[float], before: Sequence[int]) -> list[int]:
+    """Return how many units each rank gets, from half to twice as many as before, so that the slowest rank is done early.
 
-    A rank takes `fixed` seconds and its cost for each unit.
+    A rank takes `fixed` seconds and its cost for each unit. No other division within these limits ends earlier.
     """
+    units, ranks = sum(before), range(len(costs))
     end = (units + sum(f / c for f, c in zip(fixed, costs))) / sum(1 / c for c in costs)
-    counts = [max(1, int((end - f) / c)) for f, c in zip(fixed, costs)]
+    counts = [min(2 * old, max((old + 1) // 2, int((end - f) / c))) for f, c, old in zip(fixed, costs, before)]
     ends = lambda rank, more: fixed[rank] + costs[rank] * (counts[rank] + more)
-    ranks = range(len(costs))
     while sum(counts) < units:
-        counts[min(ranks, key=lambda rank: ends(rank, 1))] += 1
+        counts[min((rank for rank in ranks if counts[rank] < 2 * before[rank]), key=lambda rank: ends(rank, 1))] += 1
     while sum(counts) > units:
-        counts[max((rank for rank in ranks if counts[rank] > 1), key=lambda rank: ends(rank, 0))] -= 1
+        counts[max((rank for rank in ranks if 2 * counts[rank] > before[rank] + 1), key=lambda rank: ends(rank, 0))] -= 1
     return counts
