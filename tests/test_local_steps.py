@@ -1,5 +1,7 @@
 """Local steps (`--sync_every`): the result depends on the number of workers, not on how they are spread over ranks."""
 
+import math
+
 import pytest
 import torch
 
@@ -25,7 +27,8 @@ def results(request, tmp_path_factory) -> dict[int, dict]:
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
-    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+    differences = [(a[name].double() - b[name].double()).abs().max() for name in a]
+    return torch.stack(differences).max().item()  # unlike Python's max, it does not ignore NaN
 
 
 def test_workers_do_what_torch_optimizers_do_by_hand(results):
@@ -69,6 +72,15 @@ def test_a_run_continues_on_another_number_of_ranks(results):
             assert distance(results[ranks]["continued"]["tensors"], results[1]["straight"]["tensors"]) < 1e-5
 
 
+def test_only_the_worker_whose_loss_is_not_finite_skips_its_step(results):
+    for found in results.values():
+        skipped = found["skipped"]
+        assert 2 <= sum(math.isnan(loss) for loss in skipped["losses"]) <= 5, "once per epoch of 2.1 steps"
+        assert distance(skipped["tensors"], results[1]["skipped"]["tensors"]) < 1e-12
+        steps = sorted(int(skipped["tensors"][f"2.weight/step@{worker}"]) for worker in range(4))
+        assert sum(steps) == 4 * 7 - sum(math.isnan(loss) for loss in skipped["losses"])
+
+
 def test_checkpoints_are_written_where_workers_synchronize(results):
     """Multiples of 2 and the last step: the first synchronization at or after each."""
     for found in results.values():
@@ -79,7 +91,7 @@ def test_checkpoints_are_written_where_workers_synchronize(results):
     ("options", "ranks", "message"),
     [
         ({"sync_every": 5, "comm_hook": "fp16"}, 1, "--sync_every 5 --comm_hook fp16: cannot be combined"),
-        ({"sync_every": 5, "mixed_precision": "fp16"}, 1, "every worker would need its own fp16 scaler"),
+        ({"sync_every": 5, "mixed_precision": "fp16"}, 1, "--sync_every 5 --mixed_precision fp16: cannot be combined"),
         ({"local_workers": 2}, 1, "--local_workers 2: needs --sync_every"),
         ({"sync_every": 5, "outer_momentum": 1.0}, 1, "--outer_momentum 1.0: must be below 1"),
         ({"sync_every": 5, "local_workers": 4}, 6, "--local_workers 4: 6 ranks cannot be divided among them"),

@@ -64,19 +64,15 @@ class TrainConfig(
 
     def validate_local_steps(self) -> None:
         """Raise UserError for values that a run cannot have with `--sync_every`, or that it has no use for without."""
-        for name in ("local_workers", "outer_lr", "outer_momentum", "sync_dtype"):
-            if not self.sync_every and getattr(self, name) != getattr(TrainConfig, name):
-                raise UserError(f"--{name} {getattr(self, name)}: needs --sync_every, for example --sync_every 30.")
-        others = {"comm_hook": "none", "sync_batchnorm": False, "global_batch_tokens": 0, "balance": "off", "send_rows": False}
-        for name, value in others.items():
-            if self.sync_every and getattr(self, name) != value:
-                raise UserError(
-                    f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out."
-                )
-        if self.sync_every and self.mixed_precision == "fp16":
-            raise UserError(
-                f"--sync_every {self.sync_every}: every worker would need its own fp16 scaler. Use --mixed_precision bf16."
-            )
+        changed = lambda names: [
+            f"--{name} {getattr(self, name)}" for name in names if getattr(self, name) != getattr(TrainConfig, name)
+        ]
+        if not self.sync_every and (given := changed(("local_workers", "outer_lr", "outer_momentum", "sync_dtype"))):
+            raise UserError(f"{given[0]}: needs --sync_every, for example --sync_every 30.")
+        others = changed(("comm_hook", "sync_batchnorm", "global_batch_tokens", "balance"))
+        others += ["--mixed_precision fp16"] * (self.mixed_precision == "fp16")
+        if self.sync_every and others:
+            raise UserError(f"--sync_every {self.sync_every} {others[0]}: cannot be combined. Leave one of them out.")
         if self.outer_momentum >= 1:
             raise UserError(f"--outer_momentum {self.outer_momentum}: must be below 1, for example 0.9.")
 

@@ -154,11 +154,8 @@ def _handle(number: signal.Signals, was_interrupted: bool) -> None:
             threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
         if this_rank.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
             more = " Press Ctrl-C again to end at once without saving." if is_interrupt else ""
-            print(
-                f"\n{this_rank.host}: received {name}; saving {ending.stop.when}, then stopping.{more}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"\n{this_rank.host}: received {name}; saving {stop.when}, then stopping.{more}"
+            print(text, file=sys.stderr, flush=True)
 
 
 def _has_lost_launcher(number: signal.Signals) -> bool:

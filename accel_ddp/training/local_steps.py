@@ -17,7 +17,7 @@ between teams: the numbers of these steps, and votes to stop, travel at the next
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,21 +31,11 @@ from accel_ddp.ranks.process import Team, links, this_rank
 from accel_ddp.seeds import mixed
 from accel_ddp.training.update import UpdateStats
 
-MOST_AT_ONCE = (
-    2**22
-)  # elements that are exchanged at once. The monitor sees progress after each, on a link of 100 Mbit/s after 3 s
+MOST_AT_ONCE = 2**22  # numbers that are exchanged at once. The monitor sees progress after each: 3 s on a link of 100 Mbit/s
 SUMMED = 6  # the first fields of UpdateStats, up to `flops`
-
-
-class _Held(NamedTuple):
-    """The numbers of a local step of this rank, until they are exchanged."""
-
-    step: int
-    lr: float
-    numbers: Tensor  # SUMMED fields, then `means` without NaN, and then which of them are not NaN
-    local_loss: Tensor
-    names: tuple[str, ...]
-    sample: Sequence[float]
+# Of a local step of this rank, until it is exchanged: step, learning rate, numbers (the SUMMED fields, `means` without NaN, and which
+# of them are not NaN), the loss of this rank, the names of the means, and a `RankSample` or nothing.
+_Held = tuple[int, float, Tensor, Tensor, tuple[str, ...], Sequence[float]]
 
 
 class Workers:
@@ -72,33 +62,43 @@ class Workers:
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Take the model without DDP and its optimizer. Return the momentum of each trained parameter, which is saved."""
         self.model, self.optimizer = model, getattr(optimizer, "optimizer", optimizer)
-        self.momentum: dict[str, Tensor] = {}
-        if self.every:
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            self.momentum = {name: torch.zeros_like(p, dtype=_wide(p.dtype)).contiguous() for name, p in trained.items()}
-            self._states: list[Any] = [self.optimizer.state, *(defaultdict(dict) for _ in self.own[1:])]
-        return self.momentum
+        if not self.every:
+            return {}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        saved = model.state_dict()
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
+        self._sizes = {name: tensor.numel() for name, tensor in {**trained, **buffers}.items()}
+        self._num_trained = sum(self._sizes[name] for name in trained)
+        self._momentum = torch.zeros_like(self._flat(self._tensors()))
+        self._states: list[Any] = [self.optimizer.state, *(defaultdict(dict) for _ in self.own[1:])]
+        parts = self._momentum.split([*self._sizes.values()])
+        return {name: part.view(p.shape) for part, (name, p) in zip(parts, trained.items())}
 
     @torch.no_grad()
     def begin(self) -> None:
         """Begin with the weights that the model has on rank 0. Call it when they are loaded."""
-        if not self.every:
-            return
-        for tensor in self._tensors().values() if this_rank.num_ranks > 1 else ():
-            sent = tensor.contiguous()
-            dist.broadcast(_bytes(sent), 0)  # not the frozen ones, as DDP does, which may be large and come from files
-            if sent is not tensor:
-                tensor.copy_(sent)
-        saved = self.model.state_dict()
-        buffers = [name for name, buffer in self.model.named_buffers() if name in saved and buffer.is_floating_point()]
-        self._global = {name: saved[name].clone(memory_format=torch.contiguous_format) for name in (*self.momentum, *buffers)}
-        self._copies = [self._tensors(copy=True) for _ in self.own] if len(self.own) > 1 else []
+        if self.every:
+            self._global = self._flat(self._tensors())
+            if this_rank.num_ranks > 1:
+                dist.broadcast(self._global, 0)  # without frozen weights, which may be large and come from files
+            self._load(self._tensors())
+            own = self.own if len(self.own) > 1 else ()  # a single worker needs no copy of its weights
+            self._copies = [{name: tensor.clone() for name, tensor in self._tensors().items()} for _ in own]
 
-    def _tensors(self, copy: bool = False) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         """Return what a worker changes: trained parameters and buffers."""
         trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        found = {**trained, **dict(self.model.named_buffers())}
-        return {name: tensor.clone() for name, tensor in found.items()} if copy else found
+        return {**trained, **dict(self.model.named_buffers())}
+
+    def _flat(self, tensors: dict[str, Tensor]) -> Tensor:
+        """Return what is averaged as one vector: trained parameters, then buffers. It has float32, or float64 if one of them has."""
+        wide = torch.float64 if any(tensors[name].dtype == torch.float64 for name in self._sizes) else torch.float32
+        return torch.cat([tensors[name].reshape(-1).to(wide) for name in self._sizes])
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        """Copy the global weights to those of a worker."""
+        for name, part in zip(self._sizes, self._global.split([*self._sizes.values()])):
+            tensors[name].copy_(part.view(tensors[name].shape))
 
     # ---- steps
 
@@ -156,25 +156,25 @@ class Workers:
             numbers = torch.stack([loss / self.total, norm / self.total, *sums])
             rows.append(torch.cat([numbers, means.nan_to_num(0.0), (means == means).to(like)]))
         local_loss = torch.stack([one.local_loss for one in stats]).sum()
-        return _Held(step, lr, torch.stack(rows).sum(0), local_loss, stats[0].names, sample)
+        return step, lr, torch.stack(rows).sum(0), local_loss, stats[0].names, sample
 
     def _exchange_numbers(self) -> list[tuple[int, float, UpdateStats]]:
         """Return the numbers of the steps since the last synchronization, over all workers."""
         held, self._held, parts = self._held, [], []
-        for one in held:
-            places = torch.zeros(this_rank.num_ranks, len(one.sample), dtype=one.numbers.dtype)
-            places[this_rank.rank] = torch.tensor(one.sample, dtype=places.dtype)
-            of_team = one.numbers if links.team.rank == 0 else torch.zeros_like(one.numbers)  # all of its ranks have them
+        for _, _, numbers, _, _, sample in held:
+            places = torch.zeros(this_rank.num_ranks, len(sample), dtype=numbers.dtype)
+            places[this_rank.rank] = torch.tensor(sample, dtype=places.dtype)
+            of_team = numbers if links.team.rank == 0 else torch.zeros_like(numbers)  # all of its ranks have them
             parts += [of_team, places.flatten().to(of_team.device)]
         flat = torch.cat(parts)
         if this_rank.num_ranks > 1:
             dist.all_reduce(flat)
         found, values = [], iter(flat.split([len(part) for part in parts]))
-        for one in held:
+        for step, lr, _, local_loss, names, sample in held:
             numbers, samples = next(values), next(values)
-            above, below = numbers[SUMMED:].view(2, len(one.names))
-            more = (samples if len(one.sample) else (), one.names, above / below)
-            found.append((one.step, one.lr, UpdateStats(*numbers[:SUMMED].unbind(), one.local_loss, *more)))
+            above, below = numbers[SUMMED:].view(2, len(names))
+            more = (local_loss, samples if len(sample) else (), names, above / below)
+            found.append((step, lr, UpdateStats(*numbers[:SUMMED].unbind(), *more)))
         return found
 
     # ---- the synchronization
@@ -185,23 +185,21 @@ class Workers:
         live = self._tensors()
         if self._copies:
             _copy(live, self._copies[self._place])
-        lr, momentum = self.cfg.outer_lr, self.cfg.outer_momentum
-        for pieces in _buckets(self._global):
-            weights = [[_part(tensors, piece) for piece in pieces] for tensors in self._copies or [live]]
-            anchors = [_part(self._global, piece) for piece in pieces]
-            wide = _wide(*{anchor.dtype for anchor in anchors})
-            differences = [torch.cat([a.to(wide) - w.to(wide) for a, w in zip(anchors, own)]) for own in weights]
-            mean = self._mean(differences, torch.bfloat16 if self.cfg.sync_dtype == "bfloat16" else wide).to(wide)
-            for piece, anchor, change in zip(pieces, anchors, mean.split([len(anchor) for anchor in anchors])):
-                if piece[0] in self.momentum:
-                    moved = _part(self.momentum, piece).mul_(momentum).add_(change)
-                    change = lr * (change + momentum * moved)
-                anchor.copy_(anchor - change)
-            if mean.is_cuda:
-                torch.cuda.synchronize()  # the monitor shall see how far the exchange is, and not what is queued
-            phases.HERE.beat()
+        own = [self._flat(tensors) for tensors in self._copies or [live]]
+        dtype = torch.bfloat16 if self.cfg.sync_dtype == "bfloat16" else self._global.dtype
+        of_parameters = (0, self._num_trained, self.cfg.outer_lr, self.cfg.outer_momentum)
+        for first, last, lr, momentum in (of_parameters, (self._num_trained, len(self._global), 1.0, 0.0)):
+            for begin in range(first, last, MOST_AT_ONCE):
+                piece = slice(begin, min(last, begin + MOST_AT_ONCE))
+                mean = self._mean([self._global[piece] - one[piece] for one in own], dtype)
+                moved = self._momentum[piece].mul_(momentum).add_(mean)
+                self._global[piece] -= lr * (mean + momentum * moved)
+                if mean.is_cuda:
+                    torch.cuda.synchronize()  # the monitor shall see how far the exchange is, and not what is queued
+                phases.HERE.beat()
         for tensors in (live, *self._copies):
-            _copy(self._global, tensors)
+            self._load(tensors)
+        self._global = self._flat(live)  # rounded, if the weights have 16 bits
 
     def _mean(self, own: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the mean of the vectors of all workers, of which this rank has its own. What is sent has `dtype`.
@@ -221,7 +219,7 @@ class Workers:
         for other in others:  # `sum` may add in another order
             first = first + other
         mean = _gather((first / self.total).to(dtype), teams, self._across)
-        return _gather(mean, team.size, team.group)[:size]
+        return _gather(mean, team.size, team.group)[:size].to(own[0].dtype)
 
     # ---- checkpoints
 
@@ -235,32 +233,6 @@ class Workers:
             yield f"@{worker}"
             self._states[place] = self.optimizer.state  # loading replaces it
         self.optimizer.state = self._states[self._place]
-
-
-def _wide(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the type in which weights of these types are averaged: float32, or float64 if one has it."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def _part(tensors: dict[str, Tensor], piece: tuple[str, int, int]) -> Tensor:
-    name, begin, end = piece
-    return tensors[name].reshape(-1)[begin:end]
-
-
-def _buckets(tensors: dict[str, Tensor]) -> Iterator[list[tuple[str, int, int]]]:
-    """Yield lists of pieces (name, begin, end) with at most MOST_AT_ONCE elements in all."""
-    bucket: list[tuple[str, int, int]] = []
-    size = 0
-    for name, tensor in tensors.items():
-        for begin in range(0, tensor.numel(), MOST_AT_ONCE):
-            end = min(tensor.numel(), begin + MOST_AT_ONCE)
-            if bucket and size + end - begin > MOST_AT_ONCE:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, begin, end))
-            size += end - begin
-    if bucket:
-        yield bucket
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
