@@ -22,6 +22,7 @@ class Family:
     rows: int
     max_length: int = 512
     mean_length: float = 232
+    dtype: str = "float32"  # of the weights
 
 
 FAMILIES = {
@@ -33,6 +34,22 @@ FAMILIES = {
             "intermediate_size": 1536, "initializer_range": 1 / 24, "rms_norm_eps": 1e-5,
         },
         rows=12_800,
+    ),
+    "decoder1b4": Family(
+        49152,
+        {
+            "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+            "intermediate_size": 8960, "rms_norm_eps": 1e-6,
+        },
+        rows=3200, max_length=1024, mean_length=400,
+    ),
+    "decoder8b": Family(
+        128256,
+        {
+            "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+        },
+        rows=1600, max_length=1024, mean_length=400, dtype="bfloat16",
     ),
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
@@ -168,14 +185,21 @@ def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
         torch.manual_seed(seed)
         tokenizer = make_tokenizer(name, family)
         sizes = {**family.shape, "vocab_size": family.vocabulary, "pad_token_id": tokenizer.pad_token_id}
+        on_gpu = torch.cuda.is_available() and family.shape.get("hidden_size", 0) > 1024  # a CPU needs a minute for a billion
+        dtype = getattr(torch, family.dtype)
         if name == "bert":
             names = {f"topic{i}": i for i in range(TOPICS)}
             labels = {"num_labels": TOPICS, "label2id": names, "id2label": {i: label for label, i in names.items()}}
             model = BertForSequenceClassification(BertConfig(**sizes, **labels))
         else:
             ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-            model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, max_position_embeddings=2048, tie_word_embeddings=True))
+            config = LlamaConfig(**{"tie_word_embeddings": True, **sizes, **ids, "max_position_embeddings": 2048, "dtype": dtype})
+            with torch.device("cuda" if on_gpu else "cpu"):
+                model = LlamaForCausalLM._from_config(config, dtype=dtype)
         model.save_pretrained(folder)
+        del model
+        if on_gpu:
+            torch.cuda.empty_cache()
         tokenizer.save_pretrained(folder)
 
     return make_once(work / "models" / f"{name}-{seed}", make)

@@ -1,19 +1,25 @@
-"""Our recipes compared with HF Trainer on one GPU: samples/s, tokens/s, warm-up, seconds of whole jobs, memory, loss curves.
+"""Our recipes compared with HF Trainer on one GPU: samples/s, tokens/s, seconds of whole jobs, memory, loss curves.
 
-    python benchmarks/vs_trainer.py --work DIR --out speed.json                         # steady state of each variant
+    python benchmarks/vs_trainer.py --work DIR --out speed.json --rounds 3              # all jobs and variants, with their spread
+    python benchmarks/vs_trainer.py --table speed.json                                  # the table and its commands, in Markdown
+    python benchmarks/vs_trainer.py --work DIR --only sft1b4 --variants trainer trainer+flex ours --limit 500
     python benchmarks/vs_trainer.py --work DIR --only bert32 --ours "eager=--compile off" --ours "rows=--padding_free off"
     python benchmarks/vs_trainer.py --work DIR --long --seconds_job 180                 # whole jobs, including the start
     python benchmarks/vs_trainer.py --work DIR --seeds 0 1 2                            # loss curves of both sides
     python benchmarks/vs_trainer.py --work DIR --tiny --variants trainer ours           # on a CPU, to test the script
 
-The jobs are a BERT-base classifier with batches of 32 and of 128 texts, and a decoder of SmolLM2-135M's shape with batches of 16.
-Models (random weights) and texts (lognormal lengths, mean 232 tokens, at most 512) are generated from seeds. Both sides load the
-same model folder. They train on the same rows in the same order, except where Trainer groups by length. Both use AdamW with the
-same learning rates, bf16 autocast over float32 weights, a log line every 10 steps, tokenised data in a warm cache, and an empty
-cache of compiled kernels. Each variant runs in its own process.
+The jobs are a BERT-base classifier with batches of 32 and of 128 texts, a decoder of SmolLM2-135M's shape and one of 1.4 billion
+parameters with batches of 16, and LoRA and QLoRA (4 bits) of Llama 3.1 8B's shape with batches of 8. Models (random weights) and texts
+(lognormal lengths: mean 232 tokens and at most 512, or from 1.4B on mean 400 and at most 1,024) are generated from seeds. Both sides
+load the same model folder. They train on the same rows in the same order, except where Trainer groups by length. Both use AdamW with
+the same learning rates, bf16 autocast over float32 weights (bf16 weights below adapters), a log line every 10 steps, and tokenized
+data in a warm cache. Each variant runs in its own process.
 
-A run that is complete in DIR is not repeated, so that a call can be interrupted and started again. The table shows why a run
-failed. "To the end of training" does not include the last evaluation and save.
+`ours, cold` begins with an empty cache of compiled kernels, as every Trainer does, and `ours, warm` with the cache that `ours, cold` of
+the same round has left; `--variants ours` means both. `trainer+flat` uses DataCollatorWithFlattening, and `trainer+flex` FlexAttention
+besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without evaluating and
+saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same command. The table
+shows why a run failed.
 """
 
 import argparse
@@ -37,6 +43,7 @@ from curves import curve_table, draw_curves
 from synthetic import FAMILIES, TINY_FAMILIES, Family, make_data, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
+PROCESS = str(ROOT / "benchmarks" / "trainer_process.py")
 NEVER = str(10**9)  # steps until an evaluation or a save
 LOG_EVERY = 10  # steps; the default of our recipes, which Trainer gets too
 Spec = dict[str, Any]
@@ -51,12 +58,16 @@ class Job:
     warm: int  # steps before the measured ones; both are multiples of 50, because Trainer groups 50 batches by length
     curve_steps: int
     lr: float
+    adapters: str = ""  # "lora", "qlora"
 
 
 JOBS = {
     "bert32": Job("bert", "classify", 32, steps=350, warm=100, curve_steps=600, lr=1e-4),
     "bert128": Job("bert", "classify", 128, steps=150, warm=50, curve_steps=200, lr=1e-4),
     "sft16": Job("decoder", "sft", 16, steps=150, warm=50, curve_steps=200, lr=6e-4),
+    "sft1b4": Job("decoder1b4", "sft", 16, steps=100, warm=50, curve_steps=100, lr=1e-4),
+    "lora8b": Job("decoder8b", "sft", 8, steps=50, warm=30, curve_steps=50, lr=2e-4, adapters="lora"),
+    "qlora8b": Job("decoder8b", "sft", 8, steps=50, warm=30, curve_steps=50, lr=2e-4, adapters="qlora"),
 }
 # Trainer uses fused AdamW by default with torch 2.8 or newer, and pins memory by default. Every variant has both.
 TRAINER = {
@@ -66,12 +77,20 @@ TRAINER = {
     "trainer+compile": {"torch_compile": True},
 }
 TRAINER["trainer+all"] = {name: value for flags in TRAINER.values() for name, value in flags.items()}
-
+DECODERS = {  # which Liger supports, and whose texts need no own row
+    "trainer+liger": {"use_liger_kernel": True},
+    "trainer+flat": {"flat": True},
+    "trainer+flex": {"flat": True, "attention": "flex_attention"},
+    "trainer+flat+liger": {"flat": True, "use_liger_kernel": True},
+}
+TRAINER |= DECODERS
 
 TINY_JOBS = {
     "bert32": Job("bert", "classify", 8, steps=40, warm=20, curve_steps=60, lr=1e-3),
     "bert128": Job("bert", "classify", 16, steps=40, warm=20, curve_steps=60, lr=1e-3),
     "sft16": Job("decoder", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3),
+    "sft1b4": Job("decoder1b4", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3),
+    "lora8b": Job("decoder8b", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3, adapters="lora"),
 }
 
 
@@ -85,7 +104,8 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
 
     recipe = import_module(job.recipe)
     cfg = parse_config(recipe.Config, words)
-    recipe.build_data(cfg, load_tokenizer(cfg, cfg.max_length))
+    today = () if job.recipe == "classify" else ("",)  # a chat template may print it; texts have none
+    recipe.build_data(cfg, load_tokenizer(cfg, cfg.max_length), *today)
 
 
 def our_order(num_rows: int, seed: int, number: int) -> np.ndarray:
@@ -110,15 +130,28 @@ def environment(work: Path) -> dict[str, str]:
     }
 
 
-# Content of sitecustomize.py, which Python imports at its start. It writes the peak of GPU memory at the exit of any process.
+# Content of sitecustomize.py, which Python imports at its start. It writes the peak of GPU memory at the exit of any process. A timed
+# run exits after its last step, because the checkpoint of a large model takes more time and disk than all steps.
 PEAK_AT_EXIT = """
-import atexit, json, os, sys
+import atexit, json, os, sys, threading, time
 def write_peak():
-    torch = sys.modules.get("torch")
+    torch, file = sys.modules.get("torch"), os.environ["PEAK_MEMORY_FILE"]
     if torch is not None and torch.cuda.is_initialized():
         peak = {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        open(os.environ["PEAK_MEMORY_FILE"], "w").write(json.dumps(peak))
+        if not os.path.exists(file) or json.load(open(file))["allocated"] < peak["allocated"]:  # not that of a helper process
+            open(file, "w").write(json.dumps(peak))
 atexit.register(write_peak)
+def leave_after(step, log):
+    while not (os.path.exists(log) and any(e["event"] == "update" and e["step"] >= step for e in read(log))):
+        time.sleep(0.1)
+    write_peak()
+    os._exit(0)
+def read(log):
+    with open(log) as file:
+        return [json.loads(line) for line in file.readlines()[-3:] if line.endswith("\\n")]
+if "LEAVE_AFTER" in os.environ:  # not in child processes
+    step, log = os.environ.pop("LEAVE_AFTER").split(":", 1)
+    threading.Thread(target=leave_after, args=(int(step), log), daemon=True).start()
 """
 
 
@@ -130,7 +163,9 @@ def busy_seconds() -> tuple[float, float]:
     return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
 
 
-def run_process(command: list[str], folder: Path, work: Path, timeout: float) -> dict[str, Any]:
+def run_process(
+    command: list[str], folder: Path, work: Path, timeout: float, own_env: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Run a process and return when it began and how it ended. Its output is in log.txt."""
     (folder / "site").mkdir(parents=True)
     (folder / "site" / "sitecustomize.py").write_text(PEAK_AT_EXIT)
@@ -138,6 +173,9 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
     env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), env["PYTHONPATH"]])
     # An empty folder. Otherwise the second run of a variant would use the kernels that the first one has compiled.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    if own_env:  # it has a cache of its own
+        del env["TORCHINDUCTOR_CACHE_DIR"]
+        env |= own_env
     began, before = time.time(), busy_seconds()
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
@@ -149,13 +187,14 @@ def run_process(command: list[str], folder: Path, work: Path, timeout: float) ->
             process.wait()
     ended, after = time.time(), busy_seconds()
     shutil.rmtree(folder / "inductor", ignore_errors=True)
-    peak = folder / "peak.json"
+    peak = json.loads((folder / "peak.json").read_text()) if (folder / "peak.json").exists() else None
     return {
         "began": began,
         "process_seconds": ended - began,
         # Cores that other processes used during the run. If they used many, the time of the run means nothing.
         "others_cores": max(0.0, (after[0] - before[0]) - (after[1] - before[1])) / (ended - began),
-        "peak": json.loads(peak.read_text()) if peak.exists() else None,
+        "peak": peak,
+        "peak_gb": (peak or {}).get("allocated", 0) / 1e9,
         "failed": "" if code == 0 else f"{code}: {reason_in(folder / 'log.txt')}",
     }
 
@@ -194,9 +233,34 @@ def figures(times: dict[int, float], began: float, batch: int, warm: int, tokens
     }
 
 
+def kernels_for(spec: Spec, work: Path) -> Path:
+    """Return a copy of the cache without compiled kernels or, for a warm run, the cache that the last cold run has left."""
+    name, is_warm = spec["variant"].removesuffix(", cold").removesuffix(", warm"), spec["variant"].endswith(", warm")
+    cache = work / "kernels" / f"{spec['kind']}-{spec['job']}-{name}"
+    if not is_warm:
+        shutil.rmtree(cache, ignore_errors=True)
+        shutil.copytree(environment(work)["ACCEL_DDP_CACHE"], cache, copy_function=os.link)
+    return cache
+
+
+def remove(folder: Path) -> None:
+    """Delete a run, to whose folder its monitor may still write for a moment."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.5)
+
+
 def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, Any]:
-    result = run_process([*spec["command"], "--output_dir", str(folder / "run")], folder, work, timeout)
+    own_env = {"ACCEL_DDP_CACHE": str(kernels_for(spec, work))}
+    if spec["kind"] != "curve":
+        own_env["LEAVE_AFTER"] = f"{spec['steps']}:{folder / 'run' / 'log.jsonl'}"
+    if not Path(own_env["ACCEL_DDP_CACHE"]).exists():
+        return {"failed": "a warm run needs the cache of a cold one; add it to --variants"}
+    result = run_process([*spec["command"], "--output_dir", str(folder / "run")], folder, work, timeout, own_env)
     if result["failed"]:
+        remove(folder / "run")
         return result
     updates = [event for event in read_events(folder / "run") if event["event"] == "update"]
     lengths = np.load(Path(spec["data"]) / "train_lengths.npy")
@@ -210,14 +274,14 @@ def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, 
         result["losses"] = [event["loss"] for event in updates]
         (folder / "run" / "model").rename(folder / "model")
     result |= figures(times, result["began"], spec["batch"], spec["warm"], tokens_of_step)
-    shutil.rmtree(folder / "run")  # it contains a checkpoint of a gigabyte
+    remove(folder / "run")
     return result
 
 
 def run_trainer(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, Any]:
     folder.mkdir(parents=True)
     (folder / "spec.json").write_text(json.dumps(spec))
-    result = run_process([__file__, "--trainer_in", str(folder)], folder, work, timeout)
+    result = run_process([PROCESS, "train", str(folder)], folder, work, timeout)
     if result["failed"]:
         return result
     measured = json.loads((folder / "measured.json").read_text())
@@ -227,125 +291,6 @@ def run_trainer(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[st
     if spec["kind"] == "curve":
         result["losses"] = measured["losses"]
     return {**result, **figures(times, result["began"], spec["batch"], spec["warm"], tokens_of_step)}
-
-
-def train_with_trainer(folder: Path) -> None:
-    """Train as spec.json in the folder says. It has its own process, because some flags, such as torch_compile, stay in effect."""
-    spec = json.loads((folder / "spec.json").read_text())
-    import datasets
-    import torch
-    import transformers
-    from torch.utils.data import Sampler
-    from transformers.trainer_pt_utils import LengthGroupedSampler
-
-    on_gpu = torch.cuda.is_available()
-    transformers.set_seed(spec["seed"])
-    transformers.utils.logging.disable_progress_bar()
-    data, place, batch = Path(spec["data"]), spec["model"], spec["batch"]
-    rows, lengths = datasets.load_from_disk(str(data / "train_tokens")), np.load(data / "train_lengths.npy")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
-    if spec["recipe"] == "sft":
-        model = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
-        collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    else:
-        model = transformers.AutoModelForSequenceClassification.from_pretrained(place, dtype=torch.float32)
-        collate = transformers.DataCollatorWithPadding(tokenizer)
-    flags = dict(spec["flags"])
-    is_grouped = flags.pop("group", False)
-    if is_grouped:  # transformers 5 has renamed the flag
-        known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-        is_new = "train_sampling_strategy" in known
-        flags |= {"train_sampling_strategy": "group_by_length"} if is_new else {"group_by_length": True}
-    order, seen = np.load(spec["order"]).tolist(), []
-
-    class StoringSampler(Sampler):
-        """Yields rows in our order or grouped by length, and stores them, because their tokens are counted afterwards."""
-
-        def __init__(self):
-            # The sampler that the flag creates. Here it gets the lengths; otherwise it would read every row at the start.
-            self.inner = LengthGroupedSampler(batch, lengths=lengths.tolist()) if is_grouped else None
-            self.epoch = 0
-
-        def __len__(self):
-            return len(rows)
-
-        def __iter__(self):
-            start = self.epoch * len(rows)
-            self.epoch += 1
-            for row in self.inner or order[start : start + len(rows)]:
-                seen.append(row)
-                yield row
-
-    class Timed(transformers.Trainer):
-        def _get_train_sampler(self, *args, **kwargs):
-            return StoringSampler()
-
-        def create_scheduler(self, num_training_steps, optimizer=None):
-            """Use our linear schedule. Trainer's own begins with a rate of 0, so that its curve would be one step behind."""
-            warm, total = spec["warmup_steps"], spec["steps"]
-            share = lambda step: min((step + 1) / max(warm, 1), (total - step) / (total - warm))
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, share)
-            return self.lr_scheduler
-
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
-    offset = time.time() - time.perf_counter()
-    times, losses = [], []
-
-    class Stopwatch(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step in (spec["warm"], spec["steps"]):
-                wait()
-            times.append(offset + time.perf_counter())
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if "loss" in logs:
-                losses.append(float(logs["loss"]))
-
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder / "trainer"), seed=spec["seed"], use_cpu=not on_gpu, max_steps=spec["steps"],
-        per_device_train_batch_size=batch, learning_rate=spec["lr"], weight_decay=0.01, max_grad_norm=1.0,
-        bf16=spec["precision"] == "bf16",
-        logging_steps=spec["log_every"], save_strategy="no", eval_strategy="no", report_to=[], disable_tqdm=True, **flags,
-    )  # fmt: skip
-    parts = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collate, "processing_class": tokenizer}
-    trainer = Timed(**parts, callbacks=[Stopwatch()])
-    trainer.train()
-    if spec["kind"] == "curve":
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-    measured = {"times": times, "losses": losses, "rows": seen[: spec["steps"] * batch]}
-    (folder / "measured.json").write_text(json.dumps(measured))
-
-
-def score_models(folders: list[Path]) -> None:
-    """Write the evaluation loss of each saved model to its result.json: a mean over rows, or over tokens of a decoder."""
-    import datasets
-    import torch
-    import torch.nn.functional as F
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for folder in folders:
-        result = json.loads((folder / "result.json").read_text())
-        is_lm = result["spec"]["recipe"] == "sft"
-        kind = transformers.AutoModelForCausalLM if is_lm else transformers.AutoModelForSequenceClassification
-        model = kind.from_pretrained(folder / "model", dtype=torch.float32).eval().to(device)
-        rows = datasets.load_from_disk(str(Path(result["spec"]["data"]) / "eval_tokens"))
-        total, number = 0.0, 0
-        for row in sorted(rows, key=lambda row: len(row["input_ids"])):
-            ids = torch.tensor([row["input_ids"]], device=device)
-            with torch.no_grad():
-                logits = model(input_ids=ids).logits.float()
-            if is_lm:
-                total += float(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
-                number += ids.shape[1] - 1
-            else:
-                total += float(F.cross_entropy(logits, torch.tensor([row["labels"]], device=device)))
-                number += 1
-        result["eval_loss"] = total / number
-        (folder / "result.json").write_text(json.dumps(result))
-        shutil.rmtree(folder / "model")
 
 
 # ----------------------------------------------------------------------------------------- which runs to do
@@ -368,7 +313,9 @@ def our_command(
         "warmup_steps": math.ceil(0.1 * steps), "weight_decay": 0.01, "max_grad_norm": 1.0, "lr_schedule": "linear",
         "steps": steps, "seed": seed, "eval_every": NEVER, "save_every": NEVER, "max_eval_items": 64, "log_every": log_every,
     }  # fmt: skip
-    more = ["--no_eval_first", *(["--samples", "0"] if job.recipe == "sft" else []), *shlex.split(extra)]
+    words |= {"lora_r": 16, "lora_alpha": 16, "merge_adapters": "off", "gradient_checkpointing": "false"} if job.adapters else {}
+    words |= {"quantize": "4bit"} if job.adapters == "qlora" else {"dtype": family.dtype} if precision == "bf16" else {}
+    more = ["--no_eval_first", *(["--samples", "0", "--packing", "off"] if job.recipe == "sft" else []), *shlex.split(extra)]
     return [f"recipes/{job.recipe}.py", *(part for name, value in words.items() for part in (f"--{name}", str(value))), *more]
 
 
@@ -385,13 +332,18 @@ class Bench:
             self.families = {name: dataclasses.replace(family, rows=options.rows) for name, family in self.families.items()}
         # This does not initialise CUDA, which would take GPU memory.
         self.precision = "bf16" if torch.cuda.device_count() else "no"
-        self.ours = {"ours": "", **dict(entry.split("=", 1) for entry in options.ours)}
-        names = [*TRAINER, *self.ours]
-        unknown = [name for name in options.variants or [] if name not in names]
+        ours = {"ours": "", **dict(entry.split("=", 1) for entry in options.ours)}
+        self.ours = {f"{name}, {state}": extra for name, extra in ours.items() for state in ("cold", "warm")}
+        names, asked = [*TRAINER, *self.ours], options.variants or [*TRAINER, *ours]
+        unknown = [name for name in asked if name not in (*names, *ours)]
         if unknown:
-            sys.exit(f"--variants {' '.join(unknown)}: must be some of {', '.join(names)}")
-        self.variants = [name for name in names if not options.variants or name in options.variants]
+            sys.exit(f"--variants {' '.join(unknown)}: must be some of {', '.join([*names, *ours])}")
+        self.variants = [name for name in names if name in asked or name.rsplit(", ", 1)[0] in asked]
         self.cached: set[str] = set()
+
+    def variants_of(self, name: str) -> list[str]:
+        """Return the variants of a job. Only decoders can flatten their texts."""
+        return [variant for variant in self.variants if self.jobs[name].recipe == "sft" or variant not in DECODERS]
 
     def spec(self, kind: str, name: str, variant: str, steps: int, warm: int, seed: int = 0) -> Spec:
         """Return everything on which a run depends. If it has changed, the run is repeated."""
@@ -403,7 +355,7 @@ class Bench:
         spec = {
             "kind": kind, "job": name, "variant": variant, "recipe": job.recipe, "batch": job.batch, "steps": steps, "warm": warm,
             "seed": seed, "lr": job.lr, "warmup_steps": math.ceil(0.1 * steps), "precision": self.precision, "data": str(data),
-            "model": str(model), "log_every": log_every,
+            "model": str(model), "log_every": log_every, "adapters": job.adapters,
         }  # fmt: skip
         if variant in TRAINER:
             order = self.work / "data" / f"order-{name}-{seed}-{steps}.npy"
@@ -446,7 +398,7 @@ class Bench:
         warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
         found = []
         for number in range(self.options.rounds):
-            for variant in self.variants:
+            for variant in self.variants_of(name):
                 found.append(self.run(self.spec("speed", name, variant, steps, warm), number))
         return [result for result in found if result]
 
@@ -463,13 +415,13 @@ class Bench:
             file.write_text(json.dumps(max(steps, 2 * LOG_EVERY)))
         steps = json.loads(file.read_text())
         warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
-        found = [self.run(self.spec("long", name, variant, steps, warm)) for variant in self.variants]
+        found = [self.run(self.spec("long", name, variant, steps, warm)) for variant in self.variants_of(name)]
         return [result for result in found if result]
 
     def curves(self, name: str) -> list[dict[str, Any]]:
         job, found = self.jobs[name], []
         steps = self.options.steps or job.curve_steps
-        chosen = self.options.variants or ["trainer", *self.ours]
+        chosen = self.variants if self.options.variants else ["trainer", *(one for one in self.ours if one.endswith("cold"))]
         for seed in self.options.seeds:
             for variant in chosen:
                 warm = min(job.warm, steps // 2 // LOG_EVERY * LOG_EVERY)
@@ -478,36 +430,56 @@ class Bench:
         unscored = [str(folder) for folder in folders if (folder / "model").is_dir()]
         if unscored:
             env = {**os.environ, **environment(self.work)}
-            subprocess.run([sys.executable, __file__, "--score", *unscored], env=env, check=False)
+            subprocess.run([sys.executable, PROCESS, "score", *unscored], env=env, check=False)
         return [self.run(result["spec"]) for result in found if result]
 
 
 # ------------------------------------------------------------------------------------------------ output
 
 
+def spread(values: list[float], digits: int = 1) -> str:
+    """Return the median and, of several values, the smallest and the largest."""
+    ends = f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})" if len(values) > 1 else ""
+    return f"{statistics.median(values):,.{digits}f}{ends}"
+
+
 def speed_table(found: list[dict[str, Any]]) -> list[str]:
     """Return a table with a row for each job and variant: medians over the rounds, and ratios to Trainer's default."""
-    titles = ["job", "variant", "samples/s", "tokens/s", "ratio", "to step 10, s", "to steady, s", "start cost, s", "steps"]
-    titles += ["to the end of training, s", "ratio of times", "peak GB", ""]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for key in dict.fromkeys((r["spec"]["job"], r["spec"]["variant"]) for r in found):
-        runs = [r for r in found if (r["spec"]["job"], r["spec"]["variant"]) == key]
-        whole = [r for r in runs if not r["failed"]]
+    titles = ["job", "variant", "samples/s", "ratio", "tokens/s", "s to step 10", "steps", "s", "ratio", "peak GB", "ratio", ""]
+    lines = [f"| {' | '.join(titles)} |", "|---|---" + "|--:" * 9 + "|---|"]
+    runs_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in found:
+        runs_of.setdefault((run["spec"]["job"], run["spec"]["variant"]), []).append(run)
+    last = ""
+    for (job, variant), runs in runs_of.items():
+        shown, last = "" if job == last else job, job
+        whole = [run for run in runs if not run["failed"]]
         if not whole:
-            lines.append(f"| {key[0]} | {key[1]} |" + " |" * 10 + f" failed: {runs[0]['failed'].replace('|', '/')} |")
+            lines.append(f"| {shown} | {variant} |" + " |" * 9 + f" failed: {runs[0]['failed'].replace('|', '/')} |")
             continue
-        base = [r for r in found if (r["spec"]["job"], r["spec"]["variant"]) == (key[0], "trainer") and not r["failed"]]
-        middle = lambda name, some=whole: statistics.median(r[name] for r in some)
-        ratio = f"{middle('samples_per_second') / middle('samples_per_second', base):.2f}" if base else ""
-        times = f"{middle('to_end_of_training') / middle('to_end_of_training', base):.2f}" if base else ""
-        peak = f"{statistics.median(r['peak']['allocated'] for r in whole) / 1e9:.2f}" if whole[0]["peak"] else ""
-        cells = [f"{middle('samples_per_second'):,.1f}", f"{middle('tokens_per_second'):,.0f}", ratio]
-        to_steady = (
-            "" if "group" in key[1] or "all" in key[1] else f"{middle('to_steady'):.1f}"
-        )  # with groups, long texts look slow
-        cells += [f"{middle('to_step_10'):.1f}", to_steady, f"{middle('start_cost'):.1f}"]
-        cells += [str(whole[0]["steps"]), f"{middle('to_end_of_training'):.1f}", times, peak, whole[0].get("note", "")]
-        lines.append(f"| {' | '.join([*key, *cells])} |")
+        base = [run for run in runs_of.get((job, "trainer"), []) if not run["failed"]]
+        names = ("samples_per_second", "tokens_per_second", "to_step_10", "to_end_of_training", "peak_gb")
+        ours, theirs = (
+            {name: statistics.median(run.get(name, 0) for run in some) for name in names} for some in (whole, base or whole)
+        )
+        ratio = {name: f"{ours[name] / theirs[name]:.2f}" if base and theirs[name] else "" for name in names}
+        if base and base[0]["steps"] != whole[0]["steps"]:
+            ratio["to_end_of_training"] = ""
+        cells = [spread([run["samples_per_second"] for run in whole]), ratio["samples_per_second"]]
+        cells += [f"{ours['tokens_per_second']:,.0f}", f"{ours['to_step_10']:.1f}", str(whole[0]["steps"])]
+        cells += [spread([run["to_end_of_training"] for run in whole]), ratio["to_end_of_training"]]
+        cells += [f"{ours['peak_gb']:.1f}", ratio["peak_gb"], whole[0].get("note", "")]
+        lines.append(f"| {' | '.join([shown, variant, *cells])} |")
+    return lines
+
+
+def commands_of(found: list[dict[str, Any]], call: list[str]) -> list[str]:
+    """Return the call of this script, and for each variant the options in which it differs from the others."""
+    lines = ["", f"`python {shlex.join(call)}`", ""]
+    for variant, spec in {run["spec"]["variant"]: run["spec"] for run in found}.items():
+        flags = ", ".join(f"{name}={value}" for name, value in spec.get("flags", {}).items())
+        example = shlex.join(word for word in spec.get("command", []))
+        lines.append(f"- {variant}: " + (f"`python {example}`" if example else f"TrainingArguments({flags})"))
     return lines
 
 
@@ -536,7 +508,7 @@ def main(options: argparse.Namespace) -> None:
             print(f"curves in {path}")
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps({"machine": about_the_machine(), **found}, indent=1))
+            options.out.write_text(json.dumps({"machine": about_the_machine(), "call": sys.argv, **found}, indent=1))
     if what == "curve":
         parts += ["", *curve_table(found["curve"])]
     else:
@@ -549,6 +521,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--work", type=Path, default=Path("runs/vs_trainer"), help="folder for data, models and runs, which are reused"
     )
+    parser.add_argument("--table", type=Path, help="print the results of this .json file as Markdown, and run nothing")
     parser.add_argument("--only", nargs="+", choices=JOBS, help="jobs to run; default: all")
     parser.add_argument("--variants", nargs="+", help=f"some of {', '.join([*TRAINER, 'ours'])}, and names of --ours")
     parser.add_argument(
@@ -565,15 +538,11 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
     parser.add_argument("--timeout", type=float, default=540, help="seconds that one run may take")
     parser.add_argument("--retry", action="store_true", help="repeat runs that failed in an earlier call")
-    parser.add_argument("--trainer_in", type=Path, help=argparse.SUPPRESS)  # in the process of a Trainer: its folder
-    parser.add_argument(
-        "--score", type=Path, nargs="+", help=argparse.SUPPRESS
-    )  # in the process of `score_models`: folders of runs
     options = parser.parse_args()
-    if options.trainer_in:
-        train_with_trainer(options.trainer_in)
-    elif options.score:
-        score_models(options.score)
+    if options.table:
+        stored = json.loads(options.table.read_text())
+        runs = stored["speed"] + stored["long"]
+        print("\n".join([*speed_table(runs), *commands_of(runs, stored["call"])]))
     elif options.steps % LOG_EVERY or any("=" not in entry for entry in options.ours):
         parser.error(f"--steps {options.steps} must be a multiple of {LOG_EVERY}, and --ours must have the form NAME=OPTIONS")
     else:

@@ -171,7 +171,7 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
-    for kind in ("bert", "llama", "packed", "pairs"):
+    for kind in (kind for kind in found if kind != "dropout"):
         assert found[kind]["padding-free"] < 0.05, found
         assert found[kind]["captured"] == 0, found
         assert found[kind]["accumulated"] == 0, found
@@ -349,7 +349,9 @@ def saved(folder: Path, step: int) -> list[bytes]:
     return [(folder / f"step_{step:08d}" / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
 
 
-@pytest.mark.parametrize("options", [["bf16"], ["bf16", "--compile", "on"], ["fp16", "--deterministic"]])
+@pytest.mark.parametrize(
+    "options", [["bf16"], ["bf16", "--compile", "on"], ["bf16", "--compile", "12"], ["fp16", "--deterministic"]]
+)
 def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
     """With AdamW, dropout, workers and the fp16 scaler. --deterministic is tested too, although this model does not need it."""
     common = ["--mixed_precision", *options, "--num_workers", "2", "--steps", "20", "--eval_every", "100"]
@@ -359,6 +361,14 @@ def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
     assert "Step 7 of 20 is saved" in stopped.text
     assert "resumed at step 7" in run_all([[*command, "--resume"]], [on_gpu()]).well().text
     assert saved(tmp_path / "uninterrupted", 20) == saved(tmp_path / "resumed", 20)
+
+
+def test_the_second_run_loads_compiled_layers_within_5_seconds(tmp_path):
+    for name in ("first", "second"):
+        options = ["--mixed_precision", "bf16", "--compile", "on", "--steps", "4", "--cache_dir", tmp_path / "cache"]
+        one_node(*options, "--output_dir", tmp_path / name)
+    (seconds,) = [event["seconds"] for event in read_log(tmp_path / "second" / "log.jsonl") if event["event"] == "warm_up"]
+    assert seconds < 5
 
 
 def resumed_and_uninterrupted(tmp_path: Path, script: Path, options: list[object], steps: int) -> str:
@@ -671,7 +681,7 @@ def test_a_profile_contains_the_kernels_of_cuda_graphs(tmp_path):
         "--eval_every", "100", "--save_every", "100", "--no_eval_first", "--out", tmp_path / "out.pt", "--output_dir", tmp_path,
     ]  # fmt: skip
     ended = run_all([[sys.executable, PROGRAMS / "speedups.py", *options]], [on_gpu()]).well()
-    assert "layers are captured as CUDA graphs" in ended.text
+    assert "CUDA graphs" in ended.text
     from accel_ddp.observe.traces import read_trace
 
     calls = {}

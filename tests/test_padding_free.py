@@ -43,10 +43,76 @@ KINDS = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, num_local_experts=4)
     ),
-    "mistral, short texts": lambda: transformers.MistralForCausalLM(
-        transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=64)
-    ),
 }
+
+GROUPS = {**POSITIONS, "num_key_value_heads": 2}
+WINDOW = {**GROUPS, "sliding_window": 8}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+SPECIAL = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+PART = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+BART = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in PART.items()}
+BART |= {**SPECIAL, **POSITIONS, "d_model": 32, "dropout": 0.0, "forced_eos_token_id": 2}
+T5 = {
+    "d_model": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "d_ff": 64,
+    "d_kv": 8,
+    "dropout_rate": 0.0,
+    **SPECIAL,
+}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+DEBERTA = {**SHAPE, **POSITIONS, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["c2p", "p2c"]}
+DEBERTA |= {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0}
+IMAGES = {name: value for name, value in SHAPE.items() if name != "vocab_size"} | {"image_size": 32, "patch_size": 8}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+def of(name, config, **options):
+    """Return a function that builds a model, from the names of its class and of its config."""
+    return lambda: getattr(transformers, name)(getattr(transformers, config)(**options))
+
+
+FAMILIES = {  # whose arguments differ from layer to layer, or have a gradient
+    "mistral, a window": of("MistralForCausalLM", "MistralConfig", **SHAPE, **WINDOW),
+    "gemma 3": of("Gemma3ForCausalLM", "Gemma3TextConfig", **SHAPE, **WINDOW, head_dim=8, layer_types=TYPES),
+    "modernbert": of("ModernBertForSequenceClassification", "ModernBertConfig", **SHAPE, **POSITIONS, pad_token_id=0,
+                     local_attention=8, global_attn_every_n_layers=2),
+    "bart": of("BartForConditionalGeneration", "BartConfig", **BART),
+    "t5": of("T5ForConditionalGeneration", "T5Config", **T5),
+    "deberta": of("DebertaV2ForSequenceClassification", "DebertaV2Config", **DEBERTA),
+    "vit": of("ViTForImageClassification", "ViTConfig", **IMAGES),
+}  # fmt: skip
+MORE_FAMILIES = {
+    "qwen 2, a window": of("Qwen2ForCausalLM", "Qwen2Config", **SHAPE, **WINDOW, use_sliding_window=True, max_window_layers=1),
+    "phi 3, a window": of("Phi3ForCausalLM", "Phi3Config", **SHAPE, **WINDOW, pad_token_id=0),
+    "cohere 2": of("Cohere2ForCausalLM", "Cohere2Config", **SHAPE, **WINDOW, pad_token_id=0, layer_types=TYPES),
+    "olmoe": of("OlmoeForCausalLM", "OlmoeConfig", **SHAPE, **POSITIONS, **MOE),
+    "qwen 3 moe": of("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **SHAPE, **GROUPS, **MOE, moe_intermediate_size=32, head_dim=8),
+    "mbart": of("MBartForConditionalGeneration", "MBartConfig", **BART),
+    "marian": of("MarianMTModel", "MarianConfig", **BART),
+    "pegasus": of("PegasusForConditionalGeneration", "PegasusConfig", **BART),
+    "bart, classes": of("BartForSequenceClassification", "BartConfig", **BART),
+    "t5, tags": of("T5ForTokenClassification", "T5Config", **T5),
+    "mt5": of("MT5ForConditionalGeneration", "MT5Config", **T5),
+    "deberta 1": of("DebertaForSequenceClassification", "DebertaConfig", **{**DEBERTA, "type_vocab_size": 2}),
+    "bloom": of("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, vocab_size=100),
+    "gpt-neo": of("GPTNeoForCausalLM", "GPTNeoConfig", hidden_size=32, num_layers=2, num_heads=4, vocab_size=100, window_size=8,
+                  attention_types=[[["global", "local"], 1]]),
+    "electra": of("ElectraForSequenceClassification", "ElectraConfig", **SHAPE, **POSITIONS, embedding_size=32),
+}  # fmt: skip
+EXCEPTIONS = {  # and the reason that a run prints
+    "gemma 2": (of("Gemma2ForCausalLM", "Gemma2Config", **SHAPE, **WINDOW, head_dim=8), "its attention is eager, not sdpa"),
+    "gpt-oss": (of("GptOssForCausalLM", "GptOssConfig", **SHAPE, **WINDOW, head_dim=8, num_local_experts=4), "eager, not sdpa"),
+    "umt5": (of("UMT5ForConditionalGeneration", "UMT5Config", **T5), "each of its layers has its own position bias"),
+    "longt5": (of("LongT5ForConditionalGeneration", "LongT5Config", **T5), "its attention is eager, not sdpa"),
+    "albert": (of("AlbertForSequenceClassification", "AlbertConfig", **SHAPE, **POSITIONS, embedding_size=16), "not found"),
+    "mpnet": (of("MPNetForSequenceClassification", "MPNetConfig", **SHAPE), "its layers were not found"),
+    "xlnet": (of("XLNetForSequenceClassification", "XLNetConfig", d_model=32, n_layer=2, n_head=4, vocab_size=100), "not found"),
+    "stablelm": (of("StableLmForCausalLM", "StableLmConfig", **SHAPE, **GROUPS), "do not pass their arguments on"),
+}
+TARGETS = [5, 2, 12, 7, 1]
 
 
 def a_batch(side="right", lengths=LENGTHS, seed=0) -> Batch:
@@ -64,6 +130,33 @@ def loss_of(model, batch):
         return losses.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[1])
     labels = batch["labels"]
     return losses.of_tokens(scores, torch.where(labels < 0, -100, labels % scores.shape[-1]))
+
+
+def inputs_of(model):
+    """Return a micro-batch for this model, and its loss."""
+    batch = a_batch()
+    if model.main_input_name == "pixel_values":
+        rows = {
+            "pixel_values": torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+            "labels": torch.arange(5) % 2,
+        }
+        return rows, lambda model, batch: losses.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
+    if not model.config.is_encoder_decoder:
+        return batch, loss_of
+    if model.get_output_embeddings() is None:  # it reads the last token
+        batch["input_ids"][batch["input_ids"] == 2] = 3
+        batch["input_ids"][torch.arange(5), batch["attention_mask"].sum(1) - 1] = 2
+        return batch, loss_of
+    places = torch.arange(max(TARGETS)) < torch.tensor(TARGETS)[:, None]
+    batch["labels"] = torch.where(places, a_batch(seed=3)["input_ids"][:, :12].clamp(min=5), -100)
+    batch["labels"][2, 3] = -100  # a token that is not learned, but read
+
+    def loss(model, batch):
+        ids = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "decoder_input_ids": ids}
+        return losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"])
+
+    return with_sizes(CountingCollate(lambda _: dict(batch))([])), loss
 
 
 def compute(model, batch, loss=loss_of):
@@ -122,6 +215,52 @@ def test_padding_free_layers_give_the_same_loss_and_gradients_as_padding(kind):
     assert difference(padded, compute(model, batch)) == 0
 
 
+@pytest.mark.parametrize("kind", [*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_FAMILIES)])
+def test_families_compute_without_padding_and_can_be_captured(kind):
+    """All layers of a stack get the same arguments, and each the output of the one before, as CUDA graphs need it."""
+    torch.manual_seed(0)
+    model = (FAMILIES | MORE_FAMILIES)[kind]().eval()
+    batch, loss = inputs_of(model)
+    padded = compute(model, batch, loss)
+    layers, given = PaddingFree(model, is_fixed=kind == "vit"), []
+    layers.install()
+    assert layers.check(lambda batch: loss(model, batch), batch, 1e-4) == ""
+
+    def run(number, hidden, args, kwargs):
+        given.append((number, hidden, kwargs, layers.calls[number](hidden, *args, **kwargs)))
+        return given[-1][3]
+
+    layers.run = run
+    assert difference(padded, compute(model, batch, loss)) < 1e-5
+    firsts = {stack.first: stack for stack in layers.stacks}
+    for (_, _, before, out), (number, hidden, after, _) in itertools.pairwise(given):
+        assert number in firsts or (hidden is out and after is before)
+        assert not any(leaf.requires_grad for leaf in compat.flatten(after)[0] if isinstance(leaf, torch.Tensor))
+    for number, tokens in zip(firsts, (80 if kind == "vit" else sum(LENGTHS), sum(TARGETS))):
+        _, hidden, kwargs, _ = given[number]
+        row = kwargs["lengths"][0] if "lengths" in kwargs else hidden.shape[1]
+        assert row - 2 <= (sum(LENGTHS) if kind == "bart, classes" else tokens + (kind == "vit") * 5) <= row, (
+            "the layers got padding"
+        )
+    layers.remove()
+    assert difference(padded, compute(model, batch, loss)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+def test_the_reason_why_other_families_are_padded(kind):
+    build, reason = EXCEPTIONS[kind]
+    model = build().eval()
+    batch, loss = inputs_of(model)
+    try:
+        layers = PaddingFree(model)
+        layers.install()
+        found = layers.check(lambda batch: loss(model, batch), batch, 1e-4)
+    except padding_free.NeedsPadding as refused:
+        found = str(refused)
+    assert reason in found
+
+
 def test_texts_in_one_row_do_not_attend_to_each_other():
     """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
     model = KINDS["llama"]().eval()
@@ -138,10 +277,7 @@ def test_texts_in_one_row_do_not_attend_to_each_other():
     assert not torch.equal(scores[0][3], scores[1][3])
 
 
-WINDOW = {"num_key_value_heads": 2, "sliding_window": 8}
-PACKED = {kind: KINDS[kind] for kind in ("llama", "gpt2", "gpt-neox")} | {
-    "mistral, a window": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, **POSITIONS, **WINDOW))
-}
+PACKED = {kind: (KINDS | FAMILIES)[kind] for kind in ("llama", "gpt2", "gpt-neox", "mistral, a window")}
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -178,14 +314,13 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     found = {"padded": gradients(loss_of_packed())}
     layers = PaddingFree(model)
     layers.install()
+    assert layers.check(lambda _: loss_of_packed(), batch, 1e-6) == ""
     found["padding-free"] = gradients(loss_of_packed())
-    is_short = layers.longest >= 24  # otherwise the window makes the layers compute with padding
     with CurrentBatch(batch) as current:
         row = layers._row(current, batch["position_ids"])
-        assert (row is not None) == is_short
-    if is_short:  # what flash attention is given on a GPU: starts, then the end of the last document, then empty ones
-        starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
-        assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
+    # What flash attention is given on a GPU: starts, then the end of the last document, then empty ones.
+    starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
+    assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
     for way, values in found.items():
         for name, value in values.items():
             assert (value - wanted[name]).abs().max() <= 1e-12 * wanted[name].abs().max().clamp(min=1), (way, name)
@@ -212,9 +347,7 @@ def test_each_layer_gets_the_output_of_the_layer_before_it(kind):
 
 
 def test_a_model_that_needs_padding_is_refused_with_the_reason():
-    t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
     for model, why in (
-        (transformers.T5ForConditionalGeneration(t5), "2 stacks"),
         (nn.Linear(2, 2), "not a transformers model"),
         (transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5)), "layerdrop"),
         (KINDS["bert"]().to(torch.float32), ""),
@@ -224,12 +357,14 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
             why = "eager"
         with pytest.raises(padding_free.NeedsPadding, match=why):
             PaddingFree(model)
-    # With a window that is shorter than the texts, the model is computed with padding.
-    config = transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=8)
-    model = transformers.MistralForCausalLM(config).eval()
+    # Texts that are longer than a window that the layers do not pass on are computed with padding.
+    model = FAMILIES["mistral, a window"]().eval()
+    model.config.attention_chunk_size = 12
     batch = a_batch()
-    padded = compute(model, batch)
-    PaddingFree(model).install()
+    padded, layers = compute(model, batch), PaddingFree(model)
+    layers.install()
+    assert layers.check(lambda batch: loss_of(model, batch), a_batch(lengths=[2, 5]), 1e-4) == ""
+    assert layers.longest == 6
     assert difference(padded, compute(model, batch)) == 0
     # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
     torch.manual_seed(0)
@@ -317,7 +452,7 @@ def test_adapters_and_copies_of_a_padding_free_model():
     assert attach.FlopCounter(model).per_token == counter.per_token
 
 
-def test_adapters_under_autocast_share_their_input_and_the_gradients_stay_the_same_to_the_bit():
+def test_adapters_compute_what_peft_computes_and_store_less():
     """peft converts the input of each adapter to float32, and autocast converts it back. Each one would store a copy."""
     torch.manual_seed(0)
     base = KINDS["llama"]().bfloat16()
@@ -326,27 +461,44 @@ def test_adapters_under_autocast_share_their_input_and_the_gradients_stay_the_sa
     for name, p in model.named_parameters():
         nn.init.normal_(p, std=0.1) if "lora_B" in name else None
 
-    def compute_narrow():
-        stored = {}
+    def loss_gradients_and_stored_bytes():
+        is_narrow, stored = base.dtype == torch.bfloat16, {}
         keep = lambda tensor: stored.setdefault(compat.storage_key(tensor), tensor.nbytes) and tensor
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", dtype=torch.bfloat16), CurrentBatch(batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_narrow), CurrentBatch(batch):
                 loss = loss_of(model, batch)
             size = sum(stored.values())
         loss.backward()
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         model.zero_grad()
-        return loss.item(), found, size
+        return loss.detach(), found, size
 
-    shared = compute_narrow()
-    model(input_ids=batch["input_ids"])  # without autocast, the types of inputs and adapters must be the same
-    for layer in model.modules():
-        layer.__dict__.pop("_cast_input_dtype", None)
-    usual = compute_narrow()
-    assert shared[0] == usual[0]
-    assert shared[1].keys() == usual[1].keys()
-    assert all(torch.equal(gradient, usual[1][name]) for name, gradient in shared[1].items())
-    assert shared[2] < 0.95 * usual[2]
+    one, x = base.model.layers[0].mlp.gate_proj, torch.randn(50, 32)
+
+    def rounding():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            narrow = one(x.bfloat16()).double()
+        exact = x.bfloat16().double() @ (one.weight.double() + one.get_delta_weight("default").double()).T
+        return (narrow - exact).norm()
+
+    ids = batch["input_ids"]
+    with torch.no_grad(), model.disable_adapter():
+        of_base = model(input_ids=ids).logits
+    with torch.no_grad():  # without autocast, the types of inputs and adapters must be the same
+        assert not torch.equal(model(input_ids=ids).logits, of_base), "adapters that are turned off still act"
+    assert sum("forward" in m.__dict__ for m in model.modules()) == 3 * 7
+    ours, of_ours = loss_gradients_and_stored_bytes(), rounding()
+    own_forward = [(m, m.__dict__.pop("forward")) for m in model.modules() if "forward" in m.__dict__]
+    theirs, of_theirs = loss_gradients_and_stored_bytes(), rounding()
+    assert ours[2] < 0.95 * theirs[2]
+    assert of_ours < of_theirs
+    model.float()
+    theirs = loss_gradients_and_stored_bytes()
+    for m, forward in own_forward:
+        m.forward = forward
+    ours = loss_gradients_and_stored_bytes()
+    assert torch.allclose(ours[0], theirs[0], rtol=1e-6)
+    assert (ours[1] - theirs[1]).abs().max() < 1e-5 * theirs[1].abs().max()
 
 
 def test_a_call_with_another_mask_than_the_current_batch_uses_padding():

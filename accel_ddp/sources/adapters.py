@@ -1,15 +1,16 @@
 """LoRA adapters of a model: new ones, or those that `--model` names."""
 
+import functools
 import json
 import logging
 import tempfile
-import types
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from accel_ddp.config.train_config import ALL_LINEAR, RecipeConfig
 from accel_ddp.errors import UserError
@@ -45,7 +46,7 @@ def find_adapters(name: str, cache_dir: str) -> Adapters | None:
     return Adapters(place, config, config.base_model_name_or_path or "")
 
 
-@cache  # the tokenizer, the config and the model need the folder
+@functools.cache  # the tokenizer, the config and the model need the folder
 def _download_adapters(name: str) -> str:
     """Return the folder with the files of adapters on the Hub, or "" if there are no adapters with this name."""
     from huggingface_hub import snapshot_download
@@ -106,8 +107,8 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             f"{', '.join(layers)}."
         ) from error
     for layer in model.modules():
-        if type(layer) is peft.tuners.lora.Linear:
-            layer._cast_input_dtype = types.MethodType(_cast_outside_of_autocast, layer)
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and type(layer).__name__ in ("Linear", "Linear4bit"):
+            _multiply_at_once(layer)
     if given:
         _load_adapters(model, given, cfg)
     trained, total = model.get_nb_trainable_parameters()
@@ -115,14 +116,68 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
     return model
 
 
-def _cast_outside_of_autocast(layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `x` in the type of the adapters, unless autocast gives it another one at once.
+class _AdaptedProduct(torch.autograd.Function):
+    """x W^T + bias + scaling (x A^T) B^T above a frozen W, which may have 4 bits (`state`).
 
-    peft converts to float32 and autocast back, so that each adapter would store its own copy of the same input. Dropout is computed in
-    float32 as before, because other random numbers are drawn for other types.
+    The adapters add to the product in place, where peft writes and reads tensors of its size five more times. The backward pass needs
+    x, which adapters with the same input share, and x A^T. It unpacks 4 bits again.
     """
-    is_dropped = any(type(dropout) is not nn.Identity for dropout in layer.lora_dropout.values())
-    return x if torch.is_autocast_enabled(x.device.type) and not is_dropped else type(layer)._cast_input_dtype(layer, x, dtype)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, state: Any
+    ) -> Tensor:
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        ctx.types, ctx.shape, ctx.scaling, ctx.state = (x.dtype, a.dtype, b.dtype), x.shape, scaling, state
+        x, a, b = x.flatten(0, -2).to(dtype), a.to(dtype), b.to(dtype)
+        low = x @ a.t()
+        out = F.linear(x, _unpacked(weight, state, dtype), None if bias is None else bias.to(dtype))
+        ctx.save_for_backward(x, weight, a, b, low)
+        return out.addmm_(low, b.t(), alpha=scaling).view(*ctx.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple:
+        (x, weight, a, b, low), (of_x, of_a, of_b) = ctx.saved_tensors, ctx.types
+        gradient = gradient.flatten(0, -2).to(x.dtype)
+        d_low = (gradient @ b).mul_(ctx.scaling)
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = (gradient @ _unpacked(weight, ctx.state, x.dtype)).addmm_(d_low, a).view(ctx.shape).to(of_x)
+        d_a, d_b = (d_low.t() @ x).to(of_a), (gradient.t() @ low).to(of_b).mul_(ctx.scaling)
+        return d_x, None, None, d_a, d_b, None, None
+
+
+def _unpacked(weight: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    if state is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        weight = dequantize_4bit(weight, state)
+    return weight.to(dtype)
+
+
+def _multiply_at_once(layer: Any) -> None:
+    """Let a LoRA layer of peft compute `_AdaptedProduct`, unless it does more than that."""
+    base = layer.get_base_layer()
+    is_plain = type(base) is nn.Linear or type(base).__name__ == "Linear4bit"
+    is_plain = is_plain and all(type(one) is nn.Identity for one in layer.lora_dropout.values()) and not layer.lora_variant
+    if is_plain and all(one.bias is None for one in layer.lora_B.values()):
+        layer.forward = functools.partial(_forward_at_once, layer)  # not a method, which pickle would look for in peft's class
+
+
+def _forward_at_once(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    base, (name, *others), usual = layer.base_layer, layer.active_adapters or [""], type(layer).forward
+    weight, bias, state = base.weight, base.bias, getattr(base.weight, "quant_state", None)
+    trains_base = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if layer.disable_adapters or layer.merged or name not in layer.lora_A or others or args or kwargs or trains_base:
+        return usual(layer, x, *args, **kwargs)
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    can = torch.is_autocast_enabled(x.device.type)  # otherwise peft converts between the types of adapters and weights
+    if weight.is_floating_point():
+        can = can or x.dtype == weight.dtype == a.dtype
+    else:  # bitsandbytes multiplies few rows, as in a generation, without unpacking
+        can = can and state is not None and torch.is_grad_enabled()
+    return _AdaptedProduct.apply(x, weight, bias, a, b, layer.scaling[name], state) if can else usual(layer, x)
 
 
 def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -> Any:

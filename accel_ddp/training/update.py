@@ -26,12 +26,12 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
 from accel_ddp.training.optim import AdamW, Muon, words_to_freeze
-from accel_ddp.training.sharding import Lockstep
+from accel_ddp.training.sharding import Lockstep, begin_micro_batch
 from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[MicroBatch], Tensor | int]
@@ -85,7 +85,7 @@ def update(
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
     enter(FORWARD)
-    num_ranks, device = accelerator.num_processes, accelerator.device
+    num_ranks, device = links.team.size, accelerator.device
     rates, used = _learning_rates(optimizer), _of_ddp(model)
     if hasattr(loss_sum, "for_step"):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
@@ -95,12 +95,13 @@ def update(
     sums = _Sums(sum(counts), carry, num_ranks, device)
     numbers = _Numbers(sums.dtype, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
-    if lockstep:
-        lockstep.begin_step()
+    tables = getattr(model, "_embedding_rows", None)  # that DDP leaves out
+    for one in filter(None, (lockstep, tables)):
+        one.begin_step()
     times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
-        seed_forward(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
+        seed_forward(dropout_seed(seed, i, links.team.rank, num_ranks), device)
         is_last = i == len(batches) - 1
         with _synchronizing(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
             enter(FORWARD)
@@ -116,6 +117,8 @@ def update(
             weighted = loss * weight
             if is_last and num_ranks > 1:
                 sync_after_backward(weighted)
+            if is_last and tables:
+                tables.send_places()
             if lockstep:
                 lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
@@ -127,6 +130,8 @@ def update(
     enter(OPTIMIZER)
     if used:
         used.complete(model)
+    for parameter, gradient in tables.sums() if tables else ():
+        parameter.grad = gradient
     if _learning_rates(optimizer) != rates:
         raise UserError(
             "The learning rate was changed during an update, for example by a scheduler that the loss steps. It would change once per "
@@ -171,7 +176,7 @@ class _Sums:
         summed = (_append_sample(summed, carry.sample, num_ranks) if carry.sample else summed).to(device, non_blocking=True)
         if isinstance(items, Tensor):
             summed[0] += items
-        self._work = dist.all_reduce(summed, async_op=True)
+        self._work = dist.all_reduce(summed, async_op=True, group=links.team.group)
         # These are views, which contain the sums after the wait.
         self.items, self.votes, self.tokens, self.flops = summed[:4].unbind()
         self.samples = summed[4:] if carry.sample else ()
@@ -214,7 +219,7 @@ def _sum_of_ranks(
         return loss, numbers
     summed = torch.cat([loss.reshape(1), numbers, *([used.counts(loss.device, loss.dtype)] if used else [])])
     with phases.phase(SYNC):
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=links.team.group)
     last = 1 + len(numbers)
     for parameter in used.find_unused(summed[last:]) if used else ():
         parameter.grad = None  # as on one rank: the optimizer leaves it as it is
@@ -298,14 +303,9 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
 
 
 def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
-    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients.
-
-    Sharded gradients are summed after every micro-batch, because the gradients of a whole model may not fit on one GPU. Only the sum
-    over replicas, which are on different nodes, waits for the last one.
-    """
+    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients."""
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)
+        begin_micro_batch(model, is_last)
         return nullcontext()
     return nullcontext() if is_last else accelerator.no_sync(model)
 
@@ -409,10 +409,10 @@ class _DdpParameters:
 
         If a rank has used all, there are none. Otherwise every rank gets here, and they compare which.
         """
-        if not self._unused or counts.item() < this_rank.num_ranks:
+        if not self._unused or counts.item() < links.team.size:
             return []
         unused = torch.tensor([p in self._unused for p in self._trained], dtype=torch.int32).to(counts.device)
-        dist.all_reduce(unused, dist.ReduceOp.MIN)
+        dist.all_reduce(unused, dist.ReduceOp.MIN, group=links.team.group)
         return [p for p, is_unused in zip(self._trained, unused.tolist()) if is_unused]
 
     def _report(self, names: list[str]) -> None:
@@ -447,7 +447,7 @@ def _settle_buckets(
     position in a bucket. Without this, the first step after a restart would sum in a different order than the uninterrupted
     run. With two ranks the order of a sum does not matter.
     """
-    if accelerator.num_processes < 3 or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+    if links.team.size < 3 or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     if getattr(model, "_buckets_are_settled", False):
         return
