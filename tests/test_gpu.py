@@ -210,13 +210,10 @@ def test_the_kernel_of_adamw_steps_as_torch_does_and_leaves_a_skipped_step_out()
             optimizer.choose_kernel(flat.device)
             assert optimizer.kernel, "Triton is installed here"
         for step in range(6):
-            for place, p in enumerate(parameters):  # some gradients are not aligned
-                p.grad = (
-                    flat[step + place :][: p.numel()].view(p.shape).clone()
-                    if step < 3
-                    else flat[step:][: p.numel()].view(p.shape)
-                )
-                p.grad = p.grad.clone() if kind is not AdamW else p.grad  # torch writes to it
+            for place, p in enumerate(parameters):
+                gradient = flat[step + place :][: p.numel()].view(p.shape)
+                # Some are not aligned. torch, which does the first step, writes to gradients.
+                p.grad = gradient if kind is AdamW and step > 2 else gradient.clone()
             optimizer.grad_scale, optimizer.found_inf = torch.full((), 2.0).cuda(), torch.full((), float(step == 4)).cuda()
             optimizer.step()
         found.append([x for p in parameters for x in (p.detach(), *optimizer.state[p].values())])
