@@ -58,7 +58,7 @@ def test_private_interfaces_of_torch_and_accelerate_are_used_in_one_module_only(
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     private = {name for name in attributes | strings if name.startswith("_") and name.isidentifier() and not name.endswith("__")}
-    assert {"_sync_buffers", "_pcontext", "_dataloaders"} <= private
+    assert {"_sync_buffers", "_pcontext", "_foreach_copy_"} <= private
     allowed = {
         "step_trace": ["from torch.utils._python_dispatch import TorchDispatchMode"],  # documented under this name
     }
@@ -492,9 +492,10 @@ def test_chat_templates_write_the_date_that_is_set():
 STARTS = """
 import subprocess
 from accel_ddp import compat
-compat.keep_forks_apart_from_starts()
+from accel_ddp.nodes import spawn
+spawn.keep_forks_apart_from_starts()
 first = subprocess.Popen.__init__
-compat.keep_forks_apart_from_starts()
+spawn.keep_forks_apart_from_starts()
 assert subprocess.Popen.__init__ is first
 print(subprocess.run(["echo", "started"], capture_output=True, text=True, preexec_fn=int).stdout)
 import sys
