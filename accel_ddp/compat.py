@@ -301,72 +301,60 @@ def fsdp_groups(part: "nn.Module") -> list[Any]:
     return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
-def surround_waits(group: Any, surround: Callable[[], contextlib.AbstractContextManager]) -> None:
-    """Enter `surround` where a pass waits for weights or for earlier sums of gradients.
+def observe_group(group: Any, begins: Callable[[], None], sums: Callable[..., None], waits: Callable[[], Any]) -> None:
+    """Call `begins` before a group gathers in a backward pass, and `sums` when its parameters have their gradients.
 
-    On a GPU the stream of the pass waits, and on a CPU the host waits in the call that starts a gather. FSDP has no hook for either.
-    Tested with torch 2.13.
-    """
-    gather = "unshard" if group.device.type == "cpu" else "wait_for_unshard"
-
-    def surrounded(method: Callable[..., Any], is_gather: bool, *args: Any, **kwargs: Any) -> Any:
-        is_done = group.is_unsharded if gather == "unshard" else group._all_gather_result is None
-        with contextlib.nullcontext() if is_gather and is_done else surround():
-            return method(*args, **kwargs)
-
-    for name in (gather, "post_backward"):
-        setattr(group, name, functools.partial(surrounded, getattr(group, name), name == gather))
-
-
-def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[list[Any], bool], None]) -> None:
-    """Call `begins` before a group gathers in a backward pass, and `sums` with its parameters when their gradients are computed.
-
-    The second argument of `sums` tells whether FSDP is about to sum them over ranks. Public hooks of modules run after FSDP has
-    started to communicate. Tested with torch 2.13.
+    The second argument of `sums` tells whether FSDP is about to sum them over ranks. The context of `waits` surrounds waits for
+    weights and for earlier sums: on a GPU the stream waits, on a CPU the host. Public hooks run too late. Tested with torch 2.13.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-    gather, reduce = group.pre_backward, group.post_backward
+    name = "unshard" if group.device.type == "cpu" else "wait_for_unshard"
+    gather, before, reduce = getattr(group, name), group.pre_backward, group.post_backward
+
+    def gather_and_wait(*args: Any, **kwargs: Any) -> Any:
+        is_done = group.is_unsharded or (name == "wait_for_unshard") == (group._all_gather_result is None)
+        with contextlib.nullcontext() if is_done else waits():
+            return gather(*args, **kwargs)
 
     def pre_backward(*args: Any) -> Any:
         if group._training_state != TrainingState.PRE_BACKWARD:  # it is called once for each output of a layer
             begins()
-        return gather(*args)
+        return before(*args)
 
     def post_backward(*args: Any) -> Any:
         params = [p for p in group.fsdp_params if p.sharded_state == ShardedState.UNSHARDED and p.sharded_param.requires_grad]
         if params:
             sums(params, group.reduce_grads)
-        return reduce(*args)
+        with waits():
+            return reduce(*args)
 
+    setattr(group, name, gather_and_wait)
     group.pre_backward, group.post_backward = pre_backward, post_backward
 
 
-def collect_gradients(params: list[Any], is_sent: bool = True, adds: bool = False) -> list[Any]:
+def collect_gradients(params: list[Any], is_sent: bool) -> list[Any]:
     """Return the parameters of a group that have a gradient. If a sum is about to be sent, let the others contribute zeros to it.
 
-    With `adds`, the gradients of micro-batches that are not sent are added up in float32. FSDP would add in the dtype of the sum over
-    ranks, and refuse a group in which some parameters have a gradient in the last micro-batch only. For unused parameters,
-    `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it. Tested with torch 2.13.
+    Gradients that are not sent are added up in float32. FSDP would add in the dtype of the sum, and refuse a group in which some
+    parameters have a gradient in the last micro-batch only. torch 2.11 cannot send zeros itself. Tested with torch 2.13.
     """
     import torch
 
     found = []
-    adds = adds and (not is_sent or any(param.unsharded_accumulated_grad is not None for param in params))
+    adds = not is_sent or any(param.unsharded_accumulated_grad is not None for param in params)
     for param in params:
-        whole = param.unsharded_param
-        if adds and whole.grad is not None:
-            before, wide = param.unsharded_accumulated_grad, torch.promote_types(whole.grad.dtype, torch.float32)
-            param.unsharded_accumulated_grad = whole.grad.to(wide) if before is None else before.add_(whole.grad)
-            whole.grad = None
-        total = param.unsharded_accumulated_grad
+        whole, total = param.unsharded_param, param.unsharded_accumulated_grad
         if whole.grad is not None or total is not None:
             found.append(param)
-        elif is_sent:
-            total = torch.zeros_like(whole)
-        if is_sent and total is not None:
-            param.unsharded_accumulated_grad = total.to((param.reduce_dtype if adds else None) or whole.dtype)
+        if adds and whole.grad is not None:
+            wide = torch.promote_types(whole.grad.dtype, torch.float32)
+            total, whole.grad = whole.grad.to(wide) if total is None else total.add_(whole.grad), None
+        if is_sent and whole.grad is None:
+            total = torch.zeros_like(whole) if total is None else total
+            total = total.to((param.reduce_dtype if adds else None) or whole.dtype)
+        param.unsharded_accumulated_grad = total
     return found
 
 

@@ -206,6 +206,7 @@ def run_trainer(options: argparse.Namespace) -> None:
             if on_gpu and state.global_step in (options.warm, options.steps):
                 torch.cuda.synchronize()
             times.append(time.time())
+            print(f"step {state.global_step}: {times[-1] - times[-2] if len(times) > 1 else 0:.3f} s", flush=True)
 
     arguments = transformers.TrainingArguments(
         output_dir=str(options.output_dir), seed=0, use_cpu=not on_gpu, max_steps=options.steps, bf16=on_gpu,

@@ -58,7 +58,7 @@ def test_private_interfaces_of_torch_and_accelerate_are_used_in_one_module_only(
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     private = {name for name in attributes | strings if name.startswith("_") and name.isidentifier() and not name.endswith("__")}
-    assert {"_sync_buffers", "_pcontext", "_foreach_copy_"} <= private
+    assert {"_sync_buffers", "_pcontext"} <= private
     allowed = {
         "step_trace": ["from torch.utils._python_dispatch import TorchDispatchMode"],  # documented under this name
     }
@@ -293,40 +293,30 @@ def sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def test_the_backward_pass_of_each_part_is_observed(group):
+def test_the_backward_pass_and_the_waits_of_each_part_are_observed(group):
     model, seen = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), FirstOnly())), []
+
+    @contextlib.contextmanager
+    def waits(number):
+        yield
+        seen.append(("wait", number))
+
+    def reduce(number, params, is_sent):
+        used = compat.collect_gradients(params, is_sent)
+        seen.append((number, [p in used for p in params]))
+
     for number, layer in enumerate(model):
         (one,) = compat.fsdp_groups(layer)
+        layer.set_reshard_after_forward(number == 1)  # the others are gathered once, and do not wait in the backward pass
         begin = lambda number=number: seen.append(("gather", number))
-
-        def reduce(params, is_sent, number=number):
-            used = compat.collect_gradients(params)
-            seen.append((number, [p in used for p in params]))
-
-        compat.observe_backward(one, begin, reduce)
+        compat.observe_group(one, begin, functools.partial(reduce, number), functools.partial(waits, number))
     assert compat.fsdp_groups(model) == []  # all of its parameters belong to layers
     model(torch.ones(1, 2)).sum().backward()
     assert seen == [
-        ("gather", 2), (2, [True, True, False, False]), ("gather", 1), (1, [True, True]), ("gather", 0), (0, [True, True])
+        ("wait", 0), ("wait", 1), ("wait", 2), ("gather", 2), ("wait", 1), (2, [True, True, False, False]), ("wait", 2),
+        ("gather", 1), (1, [True, True]), ("wait", 1), ("gather", 0), (0, [True, True]), ("wait", 0),
     ]  # fmt: skip
     assert model[2].unused.weight.grad.full_tensor().tolist() == [[0, 0], [0, 0]]
-
-
-def test_the_waits_of_each_part_are_surrounded(group):
-    """A layer that is gathered already does not wait. With `reshard_after_forward` it would be gathered in the backward pass again."""
-    model, seen = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []
-
-    @contextlib.contextmanager
-    def surround(number):
-        seen.append(number)
-        yield
-
-    for number, layer in enumerate(model):
-        layer.set_reshard_after_forward(False)
-        (one,) = compat.fsdp_groups(layer)
-        compat.surround_waits(one, functools.partial(surround, number))
-    model(torch.ones(1, 2)).sum().backward()
-    assert seen == [0, 1, 1, 0], "two gathers, and two sums of gradients"
 
 
 def test_a_layer_can_be_called_before_the_model(group):

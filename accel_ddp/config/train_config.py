@@ -47,7 +47,7 @@ class TrainConfig(
     def validate_sharded(self) -> None:
         """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
-        for name in (*of_ddp, "gradient_as_bucket_view"):
+        for name in (*of_ddp, "gradient_as_bucket_view", "send_rows"):
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
@@ -67,7 +67,8 @@ class TrainConfig(
         for name in ("local_workers", "outer_lr", "outer_momentum", "sync_dtype"):
             if not self.sync_every and getattr(self, name) != getattr(TrainConfig, name):
                 raise UserError(f"--{name} {getattr(self, name)}: needs --sync_every, for example --sync_every 30.")
-        for name, value in {"comm_hook": "none", "sync_batchnorm": False, "global_batch_tokens": 0, "balance": "off"}.items():
+        others = {"comm_hook": "none", "sync_batchnorm": False, "global_batch_tokens": 0, "balance": "off", "send_rows": False}
+        for name, value in others.items():
             if self.sync_every and getattr(self, name) != value:
                 raise UserError(
                     f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out."
@@ -103,6 +104,8 @@ class TrainConfig(
             raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()
         self.validate_local_steps()
+        if self.send_rows and self.comm_hook == "powersgd":
+            raise UserError("--send_rows --comm_hook powersgd: rows cannot be sent in this form. Leave one out.")
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
             raise UserError(

@@ -31,7 +31,7 @@ from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
-from accel_ddp.training.embedding_rows import attach_rows, take_tables
+from accel_ddp.training.embedding_rows import EmbeddingRows, take_table
 
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
@@ -60,7 +60,6 @@ class Lockstep:
         self._params: list[Any] = []
         self._trained: list[Any] = []  # in this step
         self._used: set[Any] = set()  # those with a gradient in this step
-        self._keeps_gradients = model._keeps == "gradients"  # until the last micro-batch
         self._all_used: Tensor | None = None  # the numbers that are sent if every parameter has a gradient
         for name, part in model.named_modules():
             if isinstance(part, FSDPModule):
@@ -76,13 +75,13 @@ class Lockstep:
             part.register_forward_hook(lambda *_: self._enter(self._names.index(END), is_forward=True))
         for group in compat.fsdp_groups(part):
             self._params += group.fsdp_params
-            compat.surround_waits(group, _communicating)
-            compat.observe_backward(group, functools.partial(self._enter, first + 1), functools.partial(self._sum, first + 2))
+            enter, collect = functools.partial(self._enter, first + 1), functools.partial(self._sum, first + 2)
+            compat.observe_group(group, enter, collect, _communicating)
 
     def _sum(self, place: int, params: list[Any], is_sent: bool) -> None:
         """Note which parameters have a gradient, before FSDP sums it over ranks, or adds it to those of the next micro-batch."""
         self._enter(place)
-        self._used.update(compat.collect_gradients(params, is_sent, self._keeps_gradients))
+        self._used.update(compat.collect_gradients(params, is_sent))
 
     def _enter(self, place: int, is_forward: bool = False) -> None:
         """Require that every rank is at the same place."""
@@ -392,9 +391,10 @@ def prepare(
     if cfg.sync_every:
         return _prepare_worker(accelerator, model), optimizer
     if links.sharding is None:
-        tables = take_tables(cfg, model)
+        table = take_table(model) if cfg.send_rows else None
         prepared = accelerator.prepare(model, optimizer)
-        attach_rows(prepared[0], tables, cfg.comm_hook)
+        if table is not None:
+            prepared[0]._embedding_rows = EmbeddingRows(table, cfg.comm_hook)
         return prepared
     plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded

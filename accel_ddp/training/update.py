@@ -95,8 +95,8 @@ def update(
     sums = _Sums(sum(counts), carry, num_ranks, device)
     numbers = _Numbers(sums.dtype, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
-    tables = getattr(model, "_embedding_rows", None)  # that DDP leaves out
-    for one in filter(None, (lockstep, tables)):
+    table = getattr(model, "_embedding_rows", None)  # that DDP leaves out
+    for one in filter(None, (lockstep, table)):
         one.begin_step()
     times_before = compat.gradient_times(model)
     total = weight = None
@@ -117,8 +117,8 @@ def update(
             weighted = loss * weight
             if is_last and num_ranks > 1:
                 sync_after_backward(weighted)
-            if is_last and tables:
-                tables.send_places()
+            if is_last and table:
+                table.send_places()
             if lockstep:
                 lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
@@ -130,8 +130,8 @@ def update(
     enter(OPTIMIZER)
     if used:
         used.complete(model)
-    for parameter, gradient in tables.sums() if tables else ():
-        parameter.grad = gradient
+    if table:
+        table.weight.grad = table.sum_gradient()
     if _learning_rates(optimizer) != rates:
         raise UserError(
             "The learning rate was changed during an update, for example by a scheduler that the loss steps. It would change once per "

@@ -56,7 +56,7 @@ class Case:
     plan: ShardingPlan | None = PLAIN  # None: DDP
     precision: str = "no"
     keep: str = "auto"  # --keep_gathered
-    rows: str = "off"  # --send_rows
+    rows: bool = False  # --send_rows
     of_rows: bool = False  # the loss is computed from the log-probabilities of rows
 
 
@@ -65,7 +65,7 @@ CASES = {
     "weights kept": Case(keep="weights"),
     "gradients kept": Case(keep="gradients"),
     "ddp": Case(plan=None),
-    "rows of tables": Case(plan=None, rows="on"),
+    "rows of tables": Case(plan=None, rows=True),
     "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False), of_rows=True),
     "checkpointed": Case(tied=True, checkpointing=True),
     "lora": Case(lora=("q_proj", "down_proj"), of_rows=True),
@@ -256,7 +256,7 @@ def train_table(cfg: Config, accelerator) -> float:
     alone.load_state_dict(together.state_dict())  # of this rank; the ranks begin with different random weights
     for p in alone.parameters():
         dist.broadcast(p.detach(), 0)
-    cfg, batches = dataclasses.replace(cfg, send_rows="on"), [torch.tensor([1, 7]), torch.tensor([7, 30])]
+    cfg, batches = dataclasses.replace(cfg, send_rows=True), [torch.tensor([1, 7]), torch.tensor([7, 30])]
     for model, own in ((together, batches[this_rank.rank : this_rank.rank + 1]), (alone, batches)):
         optimizer = optim.build(model, cfg)
         wrapped = prepare(accelerator, cfg, model, optimizer)[0] if model is together else model
