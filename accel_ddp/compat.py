@@ -5,7 +5,6 @@ functions, because launchers and the doctor use this module too and do not wait 
 """
 
 import contextlib
-import functools
 import json
 import re
 import sys
