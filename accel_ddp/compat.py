@@ -1,17 +1,13 @@
-"""Private interfaces of torch, accelerate and transformers, and a replaced method of the standard library, each behind one function.
+"""Private interfaces of torch, accelerate and transformers, each behind one function.
 
 An upgrade of torch begins with this file: tests/test_compat.py has a test for each function. torch is imported inside of the
 functions, because launchers and the doctor use this module too and do not wait for torch.
 """
 
 import contextlib
-import functools
 import json
-import os
 import re
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -472,39 +468,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return json.loads(_dump_fr_trace_json(True, False))["entries"]
 
 
-# ---- programs and forks
-
-WAIT_SECONDS = 10.0  # for a program that another thread is starting; milliseconds, unless the file system of the program hangs
-
-
-def keep_forks_apart_from_starts() -> None:
-    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
-
-    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread,
-    for example of a tracker, is inside of `Popen` inherits a copy. The thread would wait until the worker exits. Tested with Python
-    3.11.
-    """
-    plain = subprocess.Popen.__init__
-    if hasattr(plain, "__wrapped__"):  # done by an earlier call
-        return
-    lock, is_held = threading.RLock(), False  # a start with `preexec_fn` is a fork too
-
-    @functools.wraps(plain)
-    def start(*args: Any, **kwargs: Any) -> None:
-        with lock:
-            plain(*args, **kwargs)
-
-    def before_fork() -> None:
-        nonlocal is_held
-        is_held = lock.acquire(timeout=WAIT_SECONDS)
-
-    def after_in_child() -> None:
-        nonlocal lock
-        lock = threading.RLock()  # the thread that may hold the other one does not exist here
-
-    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
-    release = lambda: lock.release() if is_held else None
-    os.register_at_fork(before=before_fork, after_in_parent=release, after_in_child=after_in_child)
+# ---- transformers
 
 
 def set_template_date(template: str, day: "date") -> None:

@@ -483,9 +483,10 @@ def test_chat_templates_write_the_date_that_is_set():
 STARTS = """
 import subprocess
 from accel_ddp import compat
-compat.keep_forks_apart_from_starts()
+from accel_ddp.nodes import spawn
+spawn.keep_forks_apart_from_starts()
 first = subprocess.Popen.__init__
-compat.keep_forks_apart_from_starts()
+spawn.keep_forks_apart_from_starts()
 assert subprocess.Popen.__init__ is first
 print(subprocess.run(["echo", "started"], capture_output=True, text=True, preexec_fn=int).stdout)
 import sys

@@ -179,7 +179,7 @@ def test_a_data_worker_is_not_forked_while_a_tracker_is_imported(tmp_path, monke
 
 STARTS_AND_FORKS = """
 import os, signal, subprocess, threading
-from accel_ddp.compat import keep_forks_apart_from_starts
+from accel_ddp.nodes.spawn import keep_forks_apart_from_starts
 keep_forks_apart_from_starts()
 keep_forks_apart_from_starts()
 is_done, children = threading.Event(), []

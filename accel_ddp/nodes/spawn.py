@@ -2,12 +2,16 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import resource
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 from accel_ddp.nodes.launcher import MPI_VARIABLES
 
@@ -15,6 +19,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP
 _OF_TORCHRUN = ("TORCHELASTIC_", "PET_")  # torchrun reads its own options from PET_ variables
 _PR_SET_PDEATHSIG = 1
 _MOST_FILES = 1 << 20  # some systems have a hard limit of 2^30, and programs that close every possible file
+WAIT_SECONDS = 10.0  # for a program that another thread is starting; milliseconds, unless the file system of the program hangs
 # Loaded here, because loading takes a lock, which must not be taken between fork and exec.
 _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -57,3 +62,33 @@ def raise_file_limit() -> None:
         wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def keep_forks_apart_from_starts() -> None:
+    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
+
+    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread,
+    for example of a tracker, is inside of `Popen` inherits a copy. The thread would wait until the worker exits. Tested with Python
+    3.11.
+    """
+    plain = subprocess.Popen.__init__
+    if hasattr(plain, "__wrapped__"):  # done by an earlier call
+        return
+    lock, is_held = threading.RLock(), False  # a start with `preexec_fn` is a fork too
+
+    @functools.wraps(plain)
+    def start(*args: Any, **kwargs: Any) -> None:
+        with lock:
+            plain(*args, **kwargs)
+
+    def before_fork() -> None:
+        nonlocal is_held
+        is_held = lock.acquire(timeout=WAIT_SECONDS)
+
+    def after_in_child() -> None:
+        nonlocal lock
+        lock = threading.RLock()  # the thread that may hold the other one does not exist here
+
+    subprocess.Popen.__init__ = start  # type: ignore[method-assign]
+    release = lambda: lock.release() if is_held else None
+    os.register_at_fork(before=before_fork, after_in_parent=release, after_in_child=after_in_child)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
-from accel_ddp.compat import keep_forks_apart_from_starts
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.nodes.spawn import keep_forks_apart_from_starts
 from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.ranks.reporting import record

@@ -170,7 +170,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale
     return out, lse
 
 
-def backward(
+def gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""

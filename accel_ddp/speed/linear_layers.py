@@ -7,6 +7,7 @@ same.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,8 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Address of a weight -> where its gradient is written. Only a capture fills it.
-_targets: dict[int, Tensor] = {}
+
+@functools.cache
+def _targets() -> dict[int, Tensor]:
+    """Return the addresses of weights, and where their gradients are written. Backward passes run in threads of autograd."""
+    return {}
 
 
 @contextlib.contextmanager
@@ -24,11 +28,11 @@ def gradients_written_to(weights: Sequence[Tensor], targets: Sequence[Tensor]) -
 
     The second gradient of a weight that is used twice gets new memory too, and autograd adds both.
     """
-    _targets.update((weight.data_ptr(), target) for weight, target in zip(weights, targets, strict=True))
+    _targets().update((weight.data_ptr(), target) for weight, target in zip(weights, targets, strict=True))
     try:
         yield
     finally:
-        _targets.clear()
+        _targets().clear()
 
 
 def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -56,7 +60,7 @@ def _(rows, weight, bias):
 
 @torch.library.custom_op("accel_ddp::weight_gradient", mutates_args=())
 def _weight_gradient(gradient: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    return product(gradient.T, rows, weight.dtype, _targets.pop(weight.data_ptr(), None) if _targets else None)
+    return product(gradient.T, rows, weight.dtype, _targets().pop(weight.data_ptr(), None))
 
 
 @_weight_gradient.register_fake

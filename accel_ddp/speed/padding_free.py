@@ -247,7 +247,7 @@ def _flash_backward(
     scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
-        return own.backward(gradient, q, k, v, out, lse, starts, causal, scale)
+        return own.gradients(gradient, q, k, v, out, lse, starts, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory

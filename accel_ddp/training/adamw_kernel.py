@@ -51,7 +51,7 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     return tuple(x.int().to(device) for x in (owners, counts.cumsum(0) - counts, torch.tensor(sizes)))
 
 
-def step(
+def step_all(
     tensors: Sequence[Sequence[Tensor]],
     counts: Sequence[Tensor],
     lr: float,
@@ -76,3 +76,9 @@ def step(
         addresses, *blocks, factors, found_inf, torch.ones_like(found_inf) if divisor is None else divisor, 1 - lr * weight_decay,
         betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, ALIGNED=is_aligned, SIZE=BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def try_to_compile(device: torch.device) -> None:
+    """Raise an error if Triton cannot compile the kernel."""
+    new = lambda *shape: torch.zeros(shape, device=device)
+    step_all([[new(4)] for _ in range(4)], [new()], 0.0, (0.0, 0.0), 1.0, 0.0, new(), None)

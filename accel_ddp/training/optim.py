@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accel_ddp.config import optimizer_options
 from accel_ddp.config.train_config import TrainConfig
@@ -79,40 +78,34 @@ class Muon(torch.optim.Optimizer):
 class AdamW(torch.optim.AdamW):
     """torch's AdamW with the same state, whose step on a GPU needs less memory bandwidth."""
 
-    kernel: Any = None  # the module `adamw_kernel`, or False if a rank cannot compile it
+    kernel: Any = None  # the module `adamw_kernel`, if it is used
+
+    def choose_kernel(self, device: torch.device) -> None:
+        """Use our kernel if every rank can compile it, because all have to compute the same bits. Call it on every rank."""
+        if device.type != "cuda" or links.sharding is not None:
+            return
+        try:
+            from accel_ddp.training import adamw_kernel as own
+
+            own.try_to_compile(device)
+        except Exception:  # of many kinds: no Triton, or no compiler for it
+            own = None
+        self.kernel = None if any(gather_everywhere(own is None)) else own
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        stepped = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        # torch does the first step of a parameter, which makes its state, and steps shards and other types and layouts.
-        is_usual = lambda p: p in self.state and p.is_cuda and not isinstance(p, DTensor)
-        is_float = lambda x: x.dtype == torch.float32 and x.is_contiguous()
-        if found_inf is None or not all(is_usual(p) and is_float(p) and is_float(p.grad) for params in stepped for p in params):
+        stepped = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        # torch does the first step of a parameter, which makes its state, and steps parameters of other types and layouts.
+        is_usual = lambda x: x.dtype == torch.float32 and x.is_contiguous()
+        can_step = lambda p: p in self.state and self.state[p]["step"].is_cuda and is_usual(p) and is_usual(p.grad)
+        if not (self.kernel and hasattr(self, "found_inf") and all(can_step(p) for _, params in stepped for p in params)):
             return super().step()
-        if self.kernel is None:
-            self.kernel = _adamw_kernel(found_inf.device)
-        if not self.kernel:
-            return super().step()
-        for group, params in zip(self.param_groups, stepped):
+        for group, params in stepped:
             if params:
                 means, squares, counts = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step"))
                 rest = [group[name] for name in ("betas", "eps", "weight_decay")]
                 tensors = params, [p.grad for p in params], means, squares
-                self.kernel.step(tensors, counts, float(group["lr"]), *rest, found_inf, self.grad_scale)
-
-
-def _adamw_kernel(device: torch.device) -> Any:
-    """Return the module `adamw_kernel`, or False if a rank cannot compile it, because all ranks have to compute the same bits."""
-    own = None
-    try:
-        from accel_ddp.training import adamw_kernel as own
-
-        some = [[torch.zeros(4, device=device)] for _ in range(4)]
-        own.step(some, [torch.zeros((), device=device)], 0.0, (0.0, 0.0), 1.0, 0.0, torch.zeros((), device=device), None)
-    except Exception:  # of many kinds: no Triton, or no compiler for it
-        own = None
-    return False if any(gather_everywhere(own is None)) else own
+                self.kernel.step_all(tensors, counts, float(group["lr"]), *rest, self.found_inf, self.grad_scale)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -386,6 +386,8 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     _check_optimizer(optimizer, cfg.lr)
+    if hasattr(optimizer, "choose_kernel"):
+        optimizer.choose_kernel(accelerator.device)
     if cfg.sync_every:
         return _prepare_worker(accelerator, model), optimizer
     if links.sharding is None:
