@@ -15,8 +15,9 @@ load the same model folder. They train on the same rows in the same order, excep
 the same learning rates, bf16 autocast over float32 weights (bf16 weights below adapters), a log line every 10 steps, and tokenized
 data in a warm cache. Each variant runs in its own process.
 
-`ours, cold` begins with an empty cache of compiled kernels, as every Trainer does, and `ours, warm` with the cache that `ours, cold` of
-the same round has left; `--variants ours` means both. `trainer+flat` uses DataCollatorWithFlattening, and `trainer+flex` FlexAttention
+`ours, cold` begins with an empty cache of compiled kernels, as every Trainer does, and `ours, warm` with the cache that the last cold
+run of the job has left; `--variants ours` means both. A run too short to be compiled leaves none: to measure a warm cache then, first
+run `--ours "compiled=--compile on" --variants "compiled, cold"`. `trainer+flat` uses DataCollatorWithFlattening, and `trainer+flex` FlexAttention
 besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without evaluating and
 saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same command. The table
 shows why a run failed.
@@ -235,9 +236,8 @@ def figures(times: dict[int, float], began: float, batch: int, warm: int, tokens
 
 def kernels_for(spec: Spec, work: Path) -> Path:
     """Return a copy of the cache without compiled kernels or, for a warm run, the cache that the last cold run has left."""
-    name, is_warm = spec["variant"].removesuffix(", cold").removesuffix(", warm"), spec["variant"].endswith(", warm")
-    cache = work / "kernels" / f"{spec['kind']}-{spec['job']}-{name}"
-    if not is_warm:
+    cache = work / "kernels" / f"{spec['kind']}-{spec['job']}"
+    if not spec["variant"].endswith(", warm"):
         shutil.rmtree(cache, ignore_errors=True)
         shutil.copytree(environment(work)["ACCEL_DDP_CACHE"], cache, copy_function=os.link)
     return cache
