@@ -18,9 +18,9 @@ data in a warm cache. Each variant runs in its own process.
 `ours, cold` begins with an empty cache of compiled kernels, as every Trainer does, and `ours, warm` with the cache that the last cold
 run of the job has left; `--variants ours` means both. A run too short to be compiled leaves none: to measure a warm cache then, first
 run `--ours "compiled=--compile on" --variants "compiled, cold"`. `trainer+flat` uses DataCollatorWithFlattening, and `trainer+flex`
-FlexAttention besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without evaluating and
-saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same command. The table
-shows why a run failed.
+FlexAttention besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without
+evaluating and saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same
+command. The table shows why a run failed.
 """
 
 import argparse
@@ -339,7 +339,8 @@ class Bench:
         unknown = [name for name in asked if name not in (*names, *ours)]
         if unknown:
             sys.exit(f"--variants {' '.join(unknown)}: must be some of {', '.join([*names, *ours])}")
-        self.variants = [name for one in asked for name in names if one in (name, name.rsplit(", ", 1)[0])]  # in the order asked for
+        # In the order asked for. "ours" means both of its states.
+        self.variants = [name for one in asked for name in names if one in (name, name.rsplit(", ", 1)[0])]
         self.cached: set[str] = set()
 
     def variants_of(self, name: str) -> list[str]:
