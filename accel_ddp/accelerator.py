@@ -16,8 +16,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
 from accel_ddp import compat, phases
-from accel_ddp.config.choices import choose
-from accel_ddp.config.option_values import choose_ranks
+from accel_ddp.config.choices import choose, reasons
+from accel_ddp.config.option_values import choose_ranks, parse_shares
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import launcher
@@ -50,6 +50,7 @@ def start(cfg: TrainConfig) -> Accelerator:
     before, given = _choose_output_dir(cfg)  # the same on every rank, so it needs the connection
     resume.take_saved_options(cfg)  # before the first choice of a value for `auto`
     _choose_precision(cfg, use_gpu)
+    _choose_workers(cfg)
     _check_device(cfg, use_gpu)  # the ranks have agreed on GPUs or CPUs
     _configure_torch(cfg, use_gpu)  # before anything is computed
     _open_output_dir(cfg, trackers, before, given)
@@ -82,6 +83,7 @@ def _check_options(cfg: TrainConfig) -> list[str]:
             cfg.gradient_checkpointing = True
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
+    parse_shares(cfg.balance, this_rank.num_ranks)
     choose_ranks(cfg.profile_ranks, this_rank.num_ranks)  # raises UserError if one of them does not exist
     return _tracker_names(cfg)
 
@@ -92,7 +94,7 @@ def _connect(cfg: TrainConfig) -> bool:
         # A launcher that is killed, or a launcher of a single process that gets SIGTERM, leaves its ranks running unseen.
         signals.die_with_parent(signal.Signals[f"SIG{cfg.stop_signal}"])
     if this_rank.num_ranks > 1:
-        use_gpu = group.connect(cfg)
+        use_gpu = group.connect(cfg, resume.settings_of_run(cfg))
     else:
         use_gpu = torch.cuda.is_available() and not launcher.cpu_is_wanted()
         group.connect_single_rank(cfg)
@@ -169,6 +171,21 @@ def _choose_precision(cfg: TrainConfig, use_gpu: bool) -> None:
     choose(cfg, "mixed_precision", "no" if without else "bf16", reason)
 
 
+def _choose_workers(cfg: TrainConfig) -> None:
+    """Set `--local_workers 0` to the number of nodes, and check that the ranks can be divided among the workers."""
+    if not cfg.sync_every or cfg.evaluate_only:
+        return
+    if not cfg.local_workers and len(links.nodes) == 1:
+        raise UserError(
+            f"--sync_every {cfg.sync_every}: each node is a worker, but there is one node only, which has nobody to synchronize with. "
+            "Use --local_workers 2 or more, or leave --sync_every out."
+        )
+    if not cfg.local_workers:
+        choose(cfg, "local_workers", len(links.nodes), "one per node")
+    cfg.validate_local_steps()  # with the precision of the accelerate config
+    cfg.split(this_rank.num_ranks)
+
+
 def _choose_output_dir(cfg: TrainConfig) -> tuple[str, str]:
     """Set `cfg.output_dir` to the same folder on every rank. Return the folder of the attempt before, and that of the options.
 
@@ -202,8 +219,8 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
     if len(links.nodes) > 1:
         run_folder.refuse_run_of_other_node(cfg)
     restart_record.begin_attempt(cfg)
-    if links.sharding:
-        run_folder.require_shared(cfg, links.sharding.replicas)
+    if links.sharding or (cfg.sync_every and not cfg.evaluate_only):
+        run_folder.require_shared(cfg, links.sharding.replicas if links.sharding else 1)
 
 
 def _find_earlier_folder(given: str) -> str:
@@ -253,15 +270,22 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
     split = f"{micro} per micro-batch x {counted(count, 'micro-batch')}"
     if cfg.micro_batch_size == "auto":
         split = f"{micro}, in as few micro-batches as fit"
+    if cfg.micro_batch_tokens:
+        split = f"micro-batches of at most {cfg.micro_batch_tokens:,} tokens"
     on_gpu = accelerator.device.type == "cuda"
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {counted(threads, 'thread')}"
-    text = f"{cfg.global_batch_size} items per step = {describe_ranks(links.nodes)} x {split}"
+    text = (
+        f"{cfg.step_size:,} {'tokens' if cfg.global_batch_tokens else 'items'} per step = {describe_ranks(links.nodes)} x {split}"
+    )
     text += f"   ({device}; mixed precision: {cfg.mixed_precision})"
+    if cfg.sync_every:
+        text += f"\n{cfg.local_workers} workers take {counted(cfg.sync_every, 'local step')} each, then average their weights."
     if links.sharding:
         text += f"\n{links.sharding.describe(this_rank.num_ranks, 'GPU' if on_gpu else 'rank')}"
     # Waiting between nodes is invisible otherwise: it takes 84 % of a step of two nodes in benchmarks/README.md.
-    is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or cfg.bucket_cap_mb != TrainConfig.bucket_cap_mb
+    is_tuned = "ACCEL_DDP_TUNED" in os.environ or cfg.comm_hook != "none" or "tuned" in reasons(cfg)
+    is_tuned = is_tuned or cfg.tuned != "off" or cfg.bucket_cap_mb != 25 or cfg.sync_every > 0
     if len(links.nodes) > 1 and not is_tuned and not links.sharding:
         library = "NCCL and DDP" if on_gpu else "DDP"
         text += f"\nThe nodes use the default settings of {library}. `accel-ddp tune` finds faster ones for this cluster."
@@ -303,7 +327,8 @@ def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
         )
     if cfg.sync_batchnorm and not use_gpu:
         raise UserError("--sync_batchnorm needs GPUs, because torch has no CPU version of it. Leave it out.")
-    if cfg.static_graph and cfg.split(this_rank.num_ranks)[1] > 1 and this_rank.num_ranks > 1:
+    has_several = cfg.split(this_rank.num_ranks)[1] > 1 or cfg.micro_batch_tokens or cfg.global_batch_tokens
+    if cfg.static_graph and has_several and this_rank.num_ranks > 1:
         raise UserError(
             "--static_graph cannot be combined with several micro-batches per update, because DDP learns the graph from a first "
             f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from datetime import date
 
     import torch
-    from accelerate import Accelerator
     from torch import Tensor, nn
 
 # ---- modules and tensors
@@ -102,11 +101,12 @@ def fake_mode() -> Any:
 
 def flash_attention(
     q: "Tensor", k: "Tensor", v: "Tensor", starts: "Tensor", key_starts: "Tensor", longest: int, dropout: float, causal: bool,
-    scale: float | None,
+    scale: float | None, window: int = -1,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
     """Return the output of attention over concatenated texts, the log of its sums, and the state of the random generator.
 
-    A text may have more keys than queries. The last query then sees all of them.
+    A text may have more keys than queries. The last query then sees all of them. A query sees `window` keys before it, and as many
+    after it if the attention is not causal, or all of them if `window` is -1.
 
     No public function has all three: dropout, no further package, and a gradient that sums in a deterministic order. Its arguments
     are tested with torch 2.13 on the meta device, its values by tests that need a GPU.
@@ -114,19 +114,22 @@ def flash_attention(
     import torch
 
     forward = torch.ops.aten._flash_attention_forward
-    return forward(q, k, v, starts, key_starts, longest, longest, dropout, causal, False, scale=scale)[:3]
+    sides = {"window_size_left": window, "window_size_right": 0 if causal else window} if window >= 0 else {}
+    return forward(q, k, v, starts, key_starts, longest, longest, dropout, causal, False, scale=scale, **sides)[:3]
 
 
 def flash_attention_gradients(
     gradient: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", out: "Tensor", lse: "Tensor", starts: "Tensor",
     key_starts: "Tensor", longest: int, dropout: float, causal: bool, random_state: "Tensor", scale: float | None,
+    window: int = -1,
 ) -> "tuple[Tensor, Tensor, Tensor]":  # fmt: skip
     """Return the gradients of queries, keys and values of `flash_attention`. Tested like it with torch 2.13."""
     import torch
 
+    sides = {"window_size_left": window, "window_size_right": 0 if causal else window} if window >= 0 else {}
     return torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), q, k, v, out, lse, starts, key_starts, longest, longest, dropout, causal,
-        random_state, torch.empty(0, device=q.device), scale=scale,
+        random_state, torch.empty(0, device=q.device), scale=scale, **sides,
     )  # fmt: skip
 
 
@@ -195,6 +198,28 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
         callback_handler.remove_end_callback(end)
 
 
+def compile_options() -> dict[str, Any]:
+    """Set what torch.compile has no option for, and return its options. Tested with torch 2.11 and 2.13.
+
+    Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one,
+    layers with a custom gradient are not cached. Without `deterministic`, kernels with sums are chosen by measured times.
+    """
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._dynamo.config.specialize_float = True
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    return {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs this process has compiled and not found in a cache. Tested with torch 2.13."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"]
+
+
 def end_failed_capture(device: int, pool: Any) -> None:
     """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
 
@@ -258,6 +283,14 @@ def ignored_by_ddp(module: "nn.Module") -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def leave_out_of_ddp(module: "nn.Module", names: list[str]) -> None:
+    """Let DDP neither sum nor broadcast these parameters, besides those that it ignores already. Tested with torch 2.13."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if names:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*ignored_by_ddp(module), *names])
+
+
 # ---- FSDP and DTensor
 
 
@@ -271,10 +304,28 @@ def fsdp_groups(part: "nn.Module") -> list[Any]:
     return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
-def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[list[Any]], None]) -> None:
-    """Call `begins` before a group gathers in a backward pass, and `sums` with its parameters before it sums their gradients.
+def surround_waits(group: Any, surround: Callable[[], contextlib.AbstractContextManager]) -> None:
+    """Enter `surround` where a pass waits for weights or for earlier sums of gradients.
 
-    Public hooks of modules run after FSDP has started to communicate. Tested with torch 2.13.
+    On a GPU the stream of the pass waits, and on a CPU the host waits in the call that starts a gather. FSDP has no hook for either.
+    Tested with torch 2.13.
+    """
+    gather = "unshard" if group.device.type == "cpu" else "wait_for_unshard"
+
+    def surrounded(method: Callable[..., Any], is_gather: bool, *args: Any, **kwargs: Any) -> Any:
+        is_done = group.is_unsharded if gather == "unshard" else group._all_gather_result is None
+        with contextlib.nullcontext() if is_gather and is_done else surround():
+            return method(*args, **kwargs)
+
+    for name in (gather, "post_backward"):
+        setattr(group, name, functools.partial(surrounded, getattr(group, name), name == gather))
+
+
+def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[list[Any], bool], None]) -> None:
+    """Call `begins` before a group gathers in a backward pass, and `sums` with its parameters when their gradients are computed.
+
+    The second argument of `sums` tells whether FSDP is about to sum them over ranks. Public hooks of modules run after FSDP has
+    started to communicate. Tested with torch 2.13.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -289,23 +340,37 @@ def observe_backward(group: Any, begins: Callable[[], None], sums: Callable[[lis
     def post_backward(*args: Any) -> Any:
         params = [p for p in group.fsdp_params if p.sharded_state == ShardedState.UNSHARDED and p.sharded_param.requires_grad]
         if params:
-            sums(params)
+            sums(params, group.reduce_grads)
         return reduce(*args)
 
     group.pre_backward, group.post_backward = pre_backward, post_backward
 
 
-def has_gradient(param: Any) -> bool:
-    """Return whether a parameter of a group has a gradient in this backward pass. If not, let it contribute zeros to the sum.
+def collect_gradients(params: list[Any], is_sent: bool = True, adds: bool = False) -> list[Any]:
+    """Return the parameters of a group that have a gradient. If a sum is about to be sent, let the others contribute zeros to it.
 
+    With `adds`, the gradients of micro-batches that are not sent are added up in float32. FSDP would add in the dtype of the sum over
+    ranks, and refuse a group in which some parameters have a gradient in the last micro-batch only. For unused parameters,
     `set_reduce_scatter_unused_params` does the same, but torch 2.11 does not have it. Tested with torch 2.13.
     """
     import torch
 
-    if param.unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None:
-        return True
-    param.unsharded_accumulated_grad = torch.zeros_like(param.unsharded_param)
-    return False
+    found = []
+    adds = adds and (not is_sent or any(param.unsharded_accumulated_grad is not None for param in params))
+    for param in params:
+        whole = param.unsharded_param
+        if adds and whole.grad is not None:
+            before, wide = param.unsharded_accumulated_grad, torch.promote_types(whole.grad.dtype, torch.float32)
+            param.unsharded_accumulated_grad = whole.grad.to(wide) if before is None else before.add_(whole.grad)
+            whole.grad = None
+        total = param.unsharded_accumulated_grad
+        if whole.grad is not None or total is not None:
+            found.append(param)
+        elif is_sent:
+            total = torch.zeros_like(whole)
+        if is_sent and total is not None:
+            param.unsharded_accumulated_grad = total.to((param.reduce_dtype if adds else None) or whole.dtype)
+    return found
 
 
 def make_root(model: "nn.Module") -> None:
@@ -365,11 +430,6 @@ def dtensor_like(part: "Tensor", like: Any) -> "Tensor":
 
 
 # ---- Accelerate
-
-
-def forget_last_loader(accelerator: "Accelerator") -> None:
-    """Let Accelerate forget the last data loader, whose workers would otherwise run until the end. Tested with accelerate 1.15."""
-    accelerator._dataloaders.pop()
 
 
 def skip_port_check() -> None:

@@ -31,13 +31,14 @@ from accel_ddp.saving import restart_record
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
-from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import mixture_weights
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training.balance import Balance
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
 from accel_ddp.training.hook import Breakdown, Hook
+from accel_ddp.training.local_steps import Workers
 from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.padding_check import require_independence
@@ -90,14 +91,14 @@ def fit(
         run.warm_up()
         for step in run.remaining_steps():  # until the last step, an agreed stop, or a hook that ends the run
             lr = set_lr(run.optimizer, lr_at(step, cfg, run.total_steps))
-            with phase(DATA):
-                batches = next(run.step_batches)
-            stats = update(
-                accelerator, cfg, run.model, run.optimizer, batches, loss_sum, count,
-                seed=mixed(cfg.seed, "step", step), carry=run.carry(batches),
-            )  # fmt: skip
-            run.ema.update(step + 1, stats)
-            run.complete_step(lr, stats)  # numbers, hooks, comparison of weights, votes to stop
+            stats = []
+            for seed in run.workers.of_step(step):  # one, unless --sync_every gives this rank several workers
+                with phase(DATA):
+                    batches = next(run.step_batches)
+                stats.append(update(
+                    accelerator, cfg, run.model, run.optimizer, batches, loss_sum, count, seed=seed, carry=run.carry(batches)
+                ))  # fmt: skip
+            run.complete_step(lr, stats)  # synchronization of workers, numbers, hooks, comparison of weights, votes to stop
             if run.saves_now():
                 run.save()  # before the evaluation, which may fail
             if run.evaluates_now():
@@ -130,35 +131,55 @@ class TrainingRun:
         self.num_items = len(train)
         if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
             raise UserError(f"--train_file {' '.join(cfg.train_file)}: this recipe does not mix datasets. Leave the weights out.")
-        self.total_steps = cfg.total_steps(len(train))
+        uneven = [
+            f"--{name} {getattr(cfg, name)}" for name in ("micro_batch_tokens", "global_batch_tokens") if getattr(cfg, name)
+        ]
+        uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
+        if isinstance(loss_sum, WholeBatch) and uneven:
+            raise UserError(
+                f"{uneven[0]}: each item is compared with those of all ranks, which must have equal numbers. Leave it out."
+            )
+        self.total_steps, self.epoch_size, self.mean_items = train.total_steps(cfg), train.epoch_size(cfg), train.mean_items(cfg)
         check_end(cfg.profile, self.total_steps)
         with weights_kept(model, "a forward pass before training") as self.loaded:
             if not cfg.evaluate_only:
                 require_independence(accelerator, cfg, model, train, loss_sum)
             self.speed = speedups(accelerator, cfg, model, train, loss_sum, self.total_steps) if speedups else None
+        self.workers = Workers(cfg, self.total_steps)
+        ending.stop.when = (
+            f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
+        )
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
+        momentum = self.workers.attach(accelerator.unwrap_model(self.model), self.optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
-        facts = {"data": train.identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
-        self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts, before_save=self.check.require)
-        self.saved.stream_state = lambda: train.state
+        identity = train.identity | ({"tokens": self.epoch_size} if cfg.global_batch_tokens else {})
+        facts = {"data": identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
+        facts |= {"momentum": momentum, "states": self.workers.states, "before_save": self.check.require}
+        self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts)
+        self.saved.more = lambda: {"stream": train.state, **self.balance.state}
         self.step = self.saved.restore(begins_training=False)  # updates done; the training begins after the warm-up
+        self.workers.begin()
         train.state = self.saved.resumed.get("stream", "")
         if not cfg.evaluate_only:
             if self.speed:
                 self.speed.choose_micro_batch_size(self.model, self.optimizer)
+                self.speed.choose_compilation(self.step)
             text, warnings = train.describe(self.total_steps, cfg)
             print_on_main(text)
             for warning in warnings:
                 warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+        self.balance = Balance(accelerator, cfg, self.saved.resumed, needs_equal=isinstance(loss_sum, WholeBatch))
+        train.shares_at = (lambda step: None) if cfg.sync_every else self.balance.at  # local workers have equal parts
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)
         self.times = measure_steps(accelerator.device, self.step)
-        self.pace = Throughput(cfg.global_batch_size, self.speed.peak_flops if self.speed else None)
+        self.ended_at: dict[int, float] = {}  # the training time at the end of steps whose numbers are not read yet
+        self.pace = Throughput(self.mean_items, self.speed.peak_flops if self.speed else None)
         self.nonfinite = NonfiniteSteps(accelerator, cfg, self.saved)
-        self.hooks: list[Hook] = [self.nonfinite, *hooks, Breakdown(accelerator.device)]
+        self.hooks: list[Hook] = [self.nonfinite, self.balance, *hooks, Breakdown(accelerator.device)]
         self.first, self.keeps_weights = self.step, False  # whether an evaluation after a step has left the weights as they are
         self.is_done = False  # a hook has ended the run
         self.is_stopping = 0 < cfg.stop_after <= self.step  # the run was asked to stop
@@ -169,7 +190,7 @@ class TrainingRun:
         """Store the options that were chosen for this model, and describe the run to the hooks, which may end it."""
         if self.accelerator.is_main_process:
             update_options(self.cfg)
-        facts = describe_run(self.accelerator, self.cfg, self.num_items, self.model)
+        facts = describe_run(self.accelerator, self.cfg, self.num_items, self.mean_items, self.model)
         self.notify("on_describe", facts)
         ends = self.notify("on_start", self.step, self.total_steps, self.saved.evaluations)
         self.is_done = self._any_rank(ends) or bool(self.cfg.evaluate_only)
@@ -187,6 +208,8 @@ class TrainingRun:
         """Open what lasts as long as the training, and close it however the run ends."""
         with contextlib.ExitStack() as self.stack:
             self.stack.callback(self.hooks.clear)  # some refer to the run, which would keep the model in memory
+            if self.speed:
+                self.stack.callback(self.speed.close)
             self.stack.enter_context(signals.can_save(self.cfg))
             self.stack.enter_context(phase(LOAD))
             self.system = self.stack.enter_context(SystemSample(self.accelerator.device))
@@ -207,16 +230,20 @@ class TrainingRun:
             self._run_evaluation()
 
     def warm_up(self) -> None:
-        """Compile the layers, and report an automatic restart."""
+        """Compile the layers if that is due, and report an automatic restart."""
         if not self._continues():
             return
-        with phase(COMPILE):
-            seconds = self.speed.warm_up() if self.speed else None
-        if seconds is not None:
-            self.notify("on_warm_up", self.step, seconds)
+        self._compile_if_due()
         if restart := restart_record.begin_training(self.cfg, self.step, self.saved.resumed_from):
             self.notify("on_restart", self.step, restart)
         self.stack.enter_context(compilations_published())
+
+    def _compile_if_due(self) -> None:
+        if self.speed and self.speed.is_due(self.step):
+            with phase(LOAD), phase(COMPILE):  # the time belongs to no step
+                seconds = self.speed.compile_layers()
+            self.notify("on_warm_up", self.step, seconds)
+            self.stack.enter_context(compilations_published())
 
     # ---- a step
 
@@ -224,6 +251,7 @@ class TrainingRun:
         """Yield the number of updates done, until the run ends."""
         phases.enter(OTHER)
         while self._continues():
+            self._compile_if_due()
             self.notify("on_step_begin", self.step + 1)
             yield self.step
 
@@ -233,22 +261,34 @@ class TrainingRun:
     def carry(self, batches: Sequence[Any]) -> Carry:
         """Return this rank's vote to stop, its work, and its sample in steps that are logged. One vote stops all ranks."""
         tokens, flops = self.speed.work_of(batches) if self.speed else (0.0, 0.0)
-        is_logged = (self.step + 1) % self.cfg.log_every == 0 or self.step + 1 == self.total_steps
-        sample = RankSample.of(self.times.timing, self.system.latest) if is_logged else ()
-        return Carry(signals.is_stop_requested(), tokens, flops, sample)
+        return Carry(signals.is_stop_requested(), tokens, flops, () if self.cfg.sync_every else self._sample(self.step + 1))
 
-    def complete_step(self, lr: float, stats: UpdateStats) -> None:
-        """Count the step, pass the numbers of completed steps to the hooks, and find out whether all ranks stop."""
+    def _sample(self, step: int) -> Sequence[float]:
+        is_logged = step % self.cfg.log_every == 0 or step == self.total_steps
+        return RankSample.of(self.times.timing, self.system.latest) if is_logged else ()
+
+    def complete_step(self, lr: float, stats: list[UpdateStats]) -> None:
+        """Count the step, pass the numbers of completed steps to the hooks, and find out whether all ranks stop.
+
+        With local steps, the ranks know the numbers and the votes of all only when they synchronize, and stop only then.
+        """
         self.step += 1
+        known, before = self.workers.complete(self.step, lr, stats, self._sample(self.step)), self.workers.before(self.step)
+        self.ended_at[self.step] = phases.HERE.training_seconds()
         phases.HERE.report_timing(self.times.end_step(self.step))
+        if known:
+            self.ema.update(self.step, known[-1][-1], self.step - before)
         with phase(DEVICE):
-            self.reader.push(self.step, lr, stats)
-            self.check.begin(self.step, is_needed=self._saves_after(self.step))
-            self.read_numbers(wait_for_all=self.pauses_after(self.step))
+            for numbers in known:
+                self.reader.push(*numbers)
+                self.read_numbers()
+            if known:
+                self.check.begin(self.step, self._saves_after(self.step), before)
+                self.read_numbers(wait_for_all=bool(self.cfg.sync_every) or self.pauses_after(self.step))
         with phase(CHECK):
             self.check.read(self.step)  # after the numbers: a loss that is not finite is reported as such
         self.notify("on_step_end", self.step)
-        self.is_stopping = self.is_stopping or self.step == self.cfg.stop_after
+        self.is_stopping = self.is_stopping or self._is_stop(self.step)
         if self.is_stopping:
             ending.stop.is_agreed = True  # from here on no time limit ends the save
             with phase(DEVICE):
@@ -263,7 +303,7 @@ class TrainingRun:
             # The sum of votes is the same on every rank, so all stop after the same step.
             self.is_stopping = self.is_stopping or numbers.votes > 0
             numbers = numbers._replace(means=numbers.means | self.train.counts(numbers.step, self.cfg))
-            self.notify("on_update", numbers, self.pace.after(numbers))
+            self.notify("on_update", numbers, self.pace.after(numbers, self.ended_at.pop(numbers.step)))
 
     def notify(
         self, event: str, *values: Any, guard: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -298,7 +338,11 @@ class TrainingRun:
         return self._saves_after(step) or self._evaluates_after(step)
 
     def _saves_after(self, step: int) -> bool:
-        return step in (self.total_steps, self.cfg.stop_after) or self._is_due(step, self.cfg.save_every)
+        return step == self.total_steps or self._is_stop(step) or self._is_due(step, self.cfg.save_every)
+
+    def _is_stop(self, step: int) -> bool:
+        """Return whether `--stop_after` means this step, or the first one at or after it in which workers synchronize."""
+        return self.workers.syncs(step) and self.workers.before(step) < self.cfg.stop_after <= step
 
     def _evaluates_after(self, step: int) -> bool:
         if step == 0:
@@ -306,10 +350,9 @@ class TrainingRun:
         return bool(self.evaluate_model) and (step == self.total_steps or self._is_due(step, self.cfg.eval_every))
 
     def _is_due(self, step: int, every: int) -> bool:
-        if every:
-            return step % every == 0
-        epochs = lambda steps: steps * self.cfg.global_batch_size // self.num_items
-        return epochs(step) > epochs(step - 1)
+        """Return whether a step is the first one, of those in which workers synchronize, at or after a multiple of `every`."""
+        passed = lambda steps: steps // every if every else steps * self.cfg.step_size // self.epoch_size
+        return self.workers.syncs(step) and passed(step) > passed(self.workers.before(step))
 
     def save(self) -> None:
         self.saved.save(self.step, is_last=not self._continues())

@@ -75,6 +75,8 @@ class _Verification:
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int, shards: bool):
         self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
+        if not any(word.startswith("--compile") for word in options):
+            every += ["--compile", "graphs"]  # `auto` would choose another step in each run
         self.options = [*options, *every, "--eval_every", "1000000000", "--no_eval_first", "--report_to", "", "--push_to_hub", ""]
         request = (parse_accelerate_command(["accelerate", "launch", *launch]) or {}) if launch else {}
         self.node = int(request.get("machine_rank") or os.environ.get("NODE_RANK", 0))
@@ -103,11 +105,15 @@ class _Verification:
         one = self.run("one", 1, self.steps, *EXACT, alone=True)
         self.has_log = bool(one.updates)
         lines = []
-        share = min(one.run["config"]["micro_batch_size"], one.run["config"]["global_batch_size"])
+        options = one.run["config"]
+        kind = "tokens" if options.get("micro_batch_tokens") else "size"
+        share = (
+            options[f"micro_batch_{kind}"] if kind == "tokens" else min(options["micro_batch_size"], options["global_batch_size"])
+        )
         if share > 1 and not self.shards:
             other = share // 2 if share % 2 == 0 else 1
-            smaller = self.run("micro", 1, self.steps, *EXACT, "--micro_batch_size", str(other), alone=True)
-            lines.append(self.within(f"micro-batch {other} and {share}", one, smaller))
+            smaller = self.run("micro", 1, self.steps, *EXACT, f"--micro_batch_{kind}", str(other), alone=True)
+            lines.append(self.within(f"micro-batch {other} and {share}{' tokens' * (kind == 'tokens')}", one, smaller))
         if ranks:
             lines.append(self.within(f"{_describe(ranks)} and 1 rank", one, ranks))
         lines += self.compare_sharded(one, ranks, gpus) if ranks and self.shards else []

@@ -2,6 +2,7 @@
 
     python benchmarks/fsdp.py compare --work DIR          # beside DDP and HF Trainer with FSDP2, about 6 minutes on an H200
     python benchmarks/fsdp.py compare --work DIR --batch 64 --rows varied        # larger micro-batches, texts of different lengths
+    python benchmarks/fsdp.py compare --work DIR --batch 128 --micro 32 --rows varied      # computation limits a step, not the network
     python benchmarks/fsdp.py large --work DIR --models 1.4b             # about 2 minutes for each model; 8b-lora, 3b
     python benchmarks/fsdp.py compare --work DIR --tiny   # on a CPU, over gloo; Trainer then uses DDP
 
@@ -52,13 +53,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # The shape of a model, and options of the recipe.
 LARGE: dict[str, tuple[str, str]] = {"1.4b": ("1.4b", ""), "8b-lora": ("8b", "--lora_r 16 --dtype bfloat16"), "3b": ("3b", "")}
-# Whether the model is sharded, and options of the recipe. Trainer sums gradients in bf16, as the second side does.
+# Whether the model is sharded, and options of the recipe. Trainer sums gradients in bf16, as --comm_hook bf16 does.
 SIDES = {
     "ours, FSDP": (True, ""),
     "ours, FSDP, --comm_hook bf16": (True, "--comm_hook bf16"),
+    "ours, FSDP, bf16, compiled": (True, "--comm_hook bf16 --compile on"),
+    "ours, FSDP, bf16, nothing kept": (True, "--comm_hook bf16 --keep_gathered none"),
     "Trainer, FSDP2": (True, ""),
+    "Trainer, FSDP2, weights kept": (True, ""),
     "ours, DDP": (False, ""),
 }
+KEPT = {"FSDP_RESHARD_AFTER_FORWARD": "false"}
 # What `accelerate launch` sets for an FSDP2 config. Ours needs the first two.
 FSDP = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -204,7 +209,8 @@ def run_trainer(options: argparse.Namespace) -> None:
 
     arguments = transformers.TrainingArguments(
         output_dir=str(options.output_dir), seed=0, use_cpu=not on_gpu, max_steps=options.steps, bf16=on_gpu,
-        per_device_train_batch_size=options.batch // 2, learning_rate=1e-5, weight_decay=0.01, max_grad_norm=1.0,
+        per_device_train_batch_size=options.micro, gradient_accumulation_steps=options.batch // 2 // options.micro,
+        learning_rate=1e-5, weight_decay=0.01, max_grad_norm=1.0,
         logging_steps=10, save_strategy="no", eval_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
     collate = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -260,7 +266,8 @@ class Bench:
         words = {
             "model": model, "train_file": model / f"{options.rows}.jsonl", "eval_file": model / "eval.jsonl", "max_length": self.length,
             "mixed_precision": "bf16" if self.on_gpu else "no", "global_batch_size": options.batch,
-            "micro_batch_size": options.batch // 2, "lr": 1e-5, "weight_decay": 0.01, "max_grad_norm": 1.0, "steps": options.steps,
+            "micro_batch_size": options.micro, "gpu_memory_gb": options.memory / 2 if self.on_gpu else 0,
+            "lr": 1e-5, "weight_decay": 0.01, "max_grad_norm": 1.0, "steps": options.steps,
             "eval_every": vs_trainer.NEVER, "save_every": vs_trainer.NEVER, "log_every": 1, "samples": 0, "max_eval_items": 2,
             "eval_batch_size": 1,
         }  # fmt: skip
@@ -269,11 +276,11 @@ class Bench:
         times = {e["step"]: e["time"] for e in vs_trainer.read_events(folder / "run") if e["event"] == "update"}
         return self.summary([times[step] for step in sorted(times)], ranks) | {"run": folder / "run"}
 
-    def trainer(self, name: str, model: Path) -> dict[str, Any]:
+    def trainer(self, name: str, model: Path, env: dict[str, str]) -> dict[str, Any]:
         options = self.options
-        words = {"model": model, "steps": options.steps, "warm": options.warm, "batch": options.batch, "rows": options.rows}
+        words = {"model": model, **{key: getattr(options, key) for key in ("steps", "warm", "batch", "micro", "rows")}}
         command = [__file__, "trainer", *(part for key, value in words.items() for part in (f"--{key}", str(value)))]
-        folder, ranks = self.ranks(name, command, FSDP)
+        folder, ranks = self.ranks(name, command, FSDP | env)
         return self.summary(ranks[0]["times"], ranks) | {"run": folder / "run"}
 
     def summary(self, times: list[float], ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -296,7 +303,7 @@ class Bench:
                 name = f"{side.replace(', ', '-')}-{turn}".replace(" ", "-")
                 try:
                     if side.startswith("Trainer"):
-                        result = self.trainer(name, model)
+                        result = self.trainer(name, model, KEPT if side.endswith("kept") else {})
                     else:
                         result = self.ours(name, model, *SIDES[side], env={"ONLY_STEPS": "1"})
                 except RuntimeError as error:
@@ -369,6 +376,10 @@ if __name__ == "__main__":
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--rows", choices=("train", "varied"), default="train", help="varied: texts of different lengths")
     parser.add_argument("--batch", type=int, default=8, help="rows of a step, over both ranks")
+    parser.add_argument("--micro", type=int, default=0, help="rows of a micro-batch of a rank; 0: all of its rows")
+    parser.add_argument(
+        "--memory", type=float, default=130, help="GiB of the GPU that both ranks share; with less, ours keeps less"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm", type=int, default=8, help="steps before the measured ones")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
@@ -378,6 +389,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path)
     parser.add_argument("--output_dir", type=Path)
     options = parser.parse_args()
+    options.micro = options.micro or options.batch // 2
     if options.what == "trainer":
         run_trainer(options)
     else:

@@ -3,9 +3,12 @@
     python benchmarks/two_nodes.py --work DIR --batches 32:32 --out nodes32.json
     python benchmarks/two_nodes.py --work DIR --batches 256:32 --env_file tuned.env       # accumulation; your own settings
     python benchmarks/two_nodes.py --work DIR --tiny --rows "plain DDP" padding-free --no_share      # on a CPU, over gloo
+    python benchmarks/two_nodes.py --work DIR --tiny --hidden 256 --link 100mbit --no_share --steps 60 --warm 0 \\
+        --batches 16:8 --rows "plain DDP" "local steps of 20" "local steps of 20, bfloat16"            # as root, over a slow link
 
-Each node is one rank, started by its own `accelerate launch` with its own NCCL_HOSTID, over the loopback interface. Data and model
-come from synthetic.py. Rates are read from rank 0's log.jsonl, after the warm-up.
+Each node is one rank, started by its own `accelerate launch` with its own NCCL_HOSTID, over the loopback interface. With --link, two
+network namespaces are connected by a cable of that rate (tc tbf), in each direction. Data and model come from synthetic.py. Rates are
+read from rank 0's log.jsonl, after the warm-up. Those of local steps are from one synchronization to another.
 
 The share of communication is 1 - (step without communication / step). The step without communication is measured with two runs of
 one rank each, with the same options and half the batch, *at the same time on the same GPU*. They share the GPU as the two nodes do,
@@ -14,6 +17,7 @@ kernels are cached between runs, because only steady states are compared.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,8 @@ class Row:
     is_tuned: bool = False
     bucket: int = 25  # MB; DDP's default
     nodes: int = 2
+    sync: int = 0  # local steps between two synchronizations
+    sync_dtype: str = "float32"
 
     def computing(self) -> tuple[str, str]:
         """Return the options on which the computation of a rank depends."""
@@ -58,6 +65,12 @@ ROWS = {
     "padding-free, CUDA graphs, tuned, bf16 hook": Row(padding_free="on", compile="auto", is_tuned=True, hook="bf16"),
     "padding-free, CUDA graphs, tuned, bf16 hook, buckets of 100 MB": Row(
         padding_free="on", compile="auto", is_tuned=True, hook="bf16", bucket=100
+    ),
+    "local steps of 20": Row(sync=20),
+    "local steps of 20, bfloat16": Row(sync=20, sync_dtype="bfloat16"),
+    "padding-free, CUDA graphs, local steps of 20": Row(padding_free="on", compile="auto", sync=20),
+    "padding-free, CUDA graphs, local steps of 20, bfloat16": Row(
+        padding_free="on", compile="auto", sync=20, sync_dtype="bfloat16"
     ),
     "all, float32 gradients": Row(compile="on", padding_free="on", is_tuned=True),
     "all, bf16 hook": Row(compile="on", padding_free="on", is_tuned=True, hook="bf16"),
@@ -89,6 +102,11 @@ class Bench:
             (synthetic.TINY_FAMILIES, vs_trainer.TINY_JOBS) if options.tiny else (synthetic.FAMILIES, vs_trainer.JOBS)
         )
         self.family, self.job = families["bert"], jobs["bert32"]
+        if options.items:
+            self.family = dataclasses.replace(self.family, rows=options.items)
+        if options.hidden:
+            shape = {"hidden_size": options.hidden, "num_hidden_layers": 4, "intermediate_size": 4 * options.hidden}
+            self.family = dataclasses.replace(self.family, shape={**self.family.shape, **shape})
         self.data = synthetic.make_data(self.work, "bert", self.family)
         self.model = synthetic.make_model(self.work, "bert", self.family, 0)
         self.tuned = read_env(options.env_file)
@@ -98,6 +116,7 @@ class Bench:
         extra = f"--comm_hook {row.hook} --bucket_cap_mb {row.bucket} --log_every 1"
         extra += f" --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
         extra += f" --compile {row.compile} --padding_free {row.padding_free}"
+        extra += f" --sync_every {row.sync} --sync_dtype {row.sync_dtype}" if row.sync else ""
         # A later option overrides an earlier one.
         return vs_trainer.our_command(self.job, self.family, self.data, self.model, self.precision, steps, 0, extra)
 
@@ -107,9 +126,9 @@ class Bench:
         env = self.tuned if row.is_tuned else {}
         # All steps are needed to capture each length as a CUDA graph, to compile, and for separate runs to train at the same time.
         steps, warm = self.options.steps, self.options.warm
-        steps, warm = (steps // 2, warm // 2) if row.compile == "off" and not apart else (steps, warm)
+        steps, warm = (steps // 2, warm // 2) if row.compile == "off" and not apart and not row.sync else (steps, warm)
         command = self.words(row, batch // 2 if apart else batch, micro, steps)
-        spec = {"command": command, "env": env, "apart": apart, "nodes": row.nodes, "warm": warm}
+        spec = {"command": command, "env": env, "apart": apart, "nodes": row.nodes, "warm": warm, "link": self.options.link}
         if (folder / "result.json").exists():
             result = json.loads((folder / "result.json").read_text())
             if result["spec"] == spec and not (result["failed"] and self.options.retry):
@@ -122,7 +141,7 @@ class Bench:
         began = time.monotonic()
         result = {"spec": spec, "failed": self.run(spec, folder), "seconds": time.monotonic() - began}
         if not result["failed"]:
-            result["seconds_per_step"] = seconds_per_step(sorted(folder.glob("run*/log.jsonl")), warm)
+            result["seconds_per_step"] = seconds_per_step(sorted(folder.glob("run*/log.jsonl")), warm, row.sync)
             if not result["seconds_per_step"]:
                 result["failed"] = "the runs did not train at the same time; use more --steps"
         for run in folder.glob("run*"):
@@ -142,8 +161,13 @@ class Bench:
             if spec["nodes"] == 2 and not spec["apart"]:
                 launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/2node.yaml"]
                 command[1:1] = [*launch, "--main_process_port", port, "--machine_rank", str(node)]
+                if self.options.link:
+                    at = command.index("--machine_rank")
+                    command[at:at] = ["--main_process_ip", address(0)]
+                    command = ["ip", "netns", "exec", namespace(node), *command]
             with (folder / f"node{node}.txt").open("w") as log:
                 own = {**env, "NCCL_HOSTID": f"node{node}"}
+                own |= {"NCCL_SOCKET_IFNAME": "cable", "GLOO_SOCKET_IFNAME": "cable"} if self.options.link else {}
                 started.append(subprocess.Popen(command, env=own, cwd=vs_trainer.ROOT, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + self.options.timeout
         try:
@@ -158,20 +182,52 @@ class Bench:
         return "" if bad is None else f"{codes}: {vs_trainer.reason_in(folder / f'node{bad}.txt')}"
 
 
-def seconds_per_step(logs: list[Path], warm: int) -> float:
+def seconds_per_step(logs: list[Path], warm: int, sync: int = 0) -> float:
     """Return the seconds per step after the warm-up, or 0 if there are too few steps.
 
-    For several runs it is their mean over the time in which all of them were past the warm-up and still running.
+    For several runs it is their mean over the time in which all of them were past the warm-up and still running. Local steps are
+    logged at the next synchronization, so only those at a multiple of `sync` have their own time.
     """
-    times = [{e["step"]: e["time"] for e in vs_trainer.read_events(log.parent) if e["event"] == "update"} for log in logs]
-    first, last = max(found[warm] for found in times), min(max(found.values()) for found in times)
+    events = [[e for e in vs_trainer.read_events(log.parent) if e["event"] == "update"] for log in logs]
+    times = [{e["step"]: e["time"] for e in some if e["step"] % max(1, sync) == 0 and e["step"] >= warm} for some in events]
+    first, last = max(min(found.values()) for found in times), min(max(found.values()) for found in times)
     spans = []
     for found in times:
-        inside = sorted(moment for moment in found.values() if first <= moment <= last)
-        if len(inside) < 5:
+        inside = sorted((moment, step) for step, moment in found.items() if first <= moment <= last)
+        if len(inside) < (2 if sync else 5):
             return 0.0
-        spans.append((inside[-1] - inside[0]) / (len(inside) - 1))
+        spans.append((inside[-1][0] - inside[0][0]) / (inside[-1][1] - inside[0][1]))
     return sum(spans) / len(spans)
+
+
+def namespace(node: int) -> str:
+    return f"two-nodes-{os.getpid()}-{node}"
+
+
+def address(node: int) -> str:
+    return f"10.78.0.{node + 1}"
+
+
+@contextlib.contextmanager
+def cable(rate: str) -> Iterator[None]:
+    """Connect two network namespaces by a cable of this rate, and remove them at the end. Without a rate, do nothing."""
+    nodes = (0, 1) if rate else ()
+    run = lambda words: subprocess.run(words.split(), check=True)
+    try:
+        for node in nodes:
+            run(f"ip netns add {namespace(node)}")
+        if rate:
+            run(f"ip link add cable netns {namespace(0)} type veth peer name cable netns {namespace(1)}")
+        for node in nodes:
+            inside = f"ip -n {namespace(node)}"
+            run(f"{inside} addr add {address(node)}/24 dev cable")
+            run(f"{inside} link set cable up")
+            run(f"{inside} link set lo up")
+            run(f"ip netns exec {namespace(node)} tc qdisc add dev cable root tbf rate {rate} burst 256kb latency 100ms")
+        yield
+    finally:
+        for node in nodes:
+            subprocess.run(["ip", "netns", "delete", namespace(node)], check=False)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -230,4 +286,11 @@ if __name__ == "__main__":
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one run may take")
     parser.add_argument("--retry", action="store_true", help="repeat runs that failed in an earlier call")
-    main(parser.parse_args())
+    parser.add_argument(
+        "--hidden", type=int, default=0, help="hidden size of a model of 4 layers, instead of --tiny's or BERT-base's"
+    )
+    parser.add_argument("--items", type=int, default=0, help="training texts to generate; default: 25,600, with --tiny 1,024")
+    parser.add_argument("--link", default="", help="rate of the link between the nodes, for example 1gbit; needs root")
+    given = parser.parse_args()
+    with cable(given.link):
+        main(given)

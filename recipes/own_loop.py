@@ -18,7 +18,7 @@ def main(cfg: Config):
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
     optimizer = accel_ddp.optim.build(task.model, cfg)
-    total_steps = cfg.total_steps(len(task.train))
+    total_steps = task.train.total_steps(cfg)
 
     accel_ddp.padding_check.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
     speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
@@ -30,12 +30,14 @@ def main(cfg: Config):
     saved = accel_ddp.checkpoints.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)
+    speed.choose_compilation(first)
     updates = task.train.starting_at(first, accelerator, cfg)
     reader = accel_ddp.step_numbers.LateReader(accelerator.device)
     nonfinite = accel_ddp.divergence.NonfiniteSteps(accelerator, cfg, saved)
     model.train(cfg.dropout)
-    speed.warm_up()
     for step in range(first, total_steps):
+        if speed.is_due(step):
+            speed.compile_layers()
         lr = accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
         stats = accel_ddp.update(accelerator, cfg, model, optimizer, next(updates), task.loss_sum, task.count, seed)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import re
 import socket
 import subprocess
@@ -278,6 +279,8 @@ def test_ddp_ignores_what_it_was_told_to_ignore():
     assert compat.ignored_by_ddp(model) == set()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
     assert compat.ignored_by_ddp(model) == {"bias"}
+    compat.leave_out_of_ddp(model, ["weight"])
+    assert compat.ignored_by_ddp(model) == {"bias", "weight"}
 
 
 # ---- FSDP and DTensor
@@ -295,7 +298,11 @@ def test_the_backward_pass_of_each_part_is_observed(group):
     for number, layer in enumerate(model):
         (one,) = compat.fsdp_groups(layer)
         begin = lambda number=number: seen.append(("gather", number))
-        reduce = lambda params, number=number: seen.append((number, [compat.has_gradient(p) for p in params]))
+
+        def reduce(params, is_sent, number=number):
+            used = compat.collect_gradients(params)
+            seen.append((number, [p in used for p in params]))
+
         compat.observe_backward(one, begin, reduce)
     assert compat.fsdp_groups(model) == []  # all of its parameters belong to layers
     model(torch.ones(1, 2)).sum().backward()
@@ -303,6 +310,23 @@ def test_the_backward_pass_of_each_part_is_observed(group):
         ("gather", 2), (2, [True, True, False, False]), ("gather", 1), (1, [True, True]), ("gather", 0), (0, [True, True])
     ]  # fmt: skip
     assert model[2].unused.weight.grad.full_tensor().tolist() == [[0, 0], [0, 0]]
+
+
+def test_the_waits_of_each_part_are_surrounded(group):
+    """A layer that is gathered already does not wait. With `reshard_after_forward` it would be gathered in the backward pass again."""
+    model, seen = sharded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []
+
+    @contextlib.contextmanager
+    def surround(number):
+        seen.append(number)
+        yield
+
+    for number, layer in enumerate(model):
+        layer.set_reshard_after_forward(False)
+        (one,) = compat.fsdp_groups(layer)
+        compat.surround_waits(one, functools.partial(surround, number))
+    model(torch.ones(1, 2)).sum().backward()
+    assert seen == [0, 1, 1, 0], "two gathers, and two sums of gradients"
 
 
 def test_a_layer_can_be_called_before_the_model(group):
@@ -362,18 +386,6 @@ def test_fake_tensors_have_shapes_autocast_and_no_values():
 
 
 # ---- Accelerate
-
-
-def test_accelerate_forgets_a_loader():
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    kept, forgotten = (torch.utils.data.DataLoader([1, 2]) for _ in range(2))
-    prepared = [accelerator.prepare(kept), accelerator.prepare(forgotten)]
-    compat.forget_last_loader(accelerator)
-    assert [loader.dataset for loader in accelerator._dataloaders] == [kept.dataset]
-    assert len(prepared) == 2
-    accelerator.free_memory()
 
 
 def test_accelerate_launch_does_not_check_its_port(monkeypatch):
@@ -493,3 +505,21 @@ assert not {"torch", "accelerate", "numpy"} & set(sys.modules)
 def test_programs_start_inside_of_the_lock_and_nothing_imports_torch():
     ended = subprocess.run([sys.executable, "-c", STARTS], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout.strip()) == (0, "started"), ended.stderr
+
+
+def test_torch_has_the_settings_of_the_compiler():
+    """Setting one that does not exist is an error. The options are those that torch.compile accepts."""
+    options = compat.compile_options()
+    assert options == {"deterministic": True}
+    torch.compile(lambda x: x, options=options)
+    before = compat.compiled_graphs()
+    with torch.compiler.set_stance("force_eager"):
+        torch.compile(lambda x: x + 3, options=options)(torch.ones(2))
+    assert compat.compiled_graphs() == before
+
+
+@pytest.mark.slow
+def test_graphs_that_are_compiled_are_counted():
+    before = compat.compiled_graphs()
+    torch.compile(lambda x: (x * 7.25).sin(), options=compat.compile_options())(torch.ones(3))
+    assert compat.compiled_graphs() == before + 1

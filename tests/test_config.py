@@ -158,6 +158,8 @@ def test_a_mistake_in_the_file_is_reported(tmp_path, line, message):
         (["--config", "nowhere.yaml"], "no such file"),
         (["--config"], "needs a file"),
         (["--global_batch_size", "0"], "must be 1 or more"),
+        (["--micro_batch_tokens", "500", "--micro_batch_size", "2"], "--micro_batch_size 2: both are the size of a batch"),
+        (["--global_batch_tokens", "500", "--global_batch_size", "2"], "--global_batch_size 2: both are the size of a batch"),
         (["--lr", "nan"], "must be 0 or more"),
         (["--epochs", "0"], "above 0"),
         (["--epochs", "inf"], "above 0"),
@@ -325,6 +327,16 @@ def test_batches_are_split_or_the_nearest_sizes_are_named():
         Config(global_batch_size=100, micro_batch_size=4).split(8)
     with pytest.raises(UserError, match="micro_batch_size 4 or 6"):
         Config(global_batch_size=24, micro_batch_size=5).split(2)
+
+
+def test_batches_of_tokens_need_not_be_divisible_by_the_ranks():
+    assert Config(global_batch_size=50, micro_batch_tokens=2048).split(4) == (4, 3), "for items of 512 tokens"
+    assert Config(global_batch_tokens=2**16, micro_batch_size=8).split(4) == (8, 4)
+    assert Config(global_batch_tokens=2**16, micro_batch_tokens=100).split(4) == (1, 32)
+    assert Config(global_batch_size=50, micro_batch_tokens=2048).most_ranks(8) == (8, "")
+    with pytest.raises(UserError, match="--global_batch_size 3: 4 ranks need an item each"):
+        Config(global_batch_size=3, micro_batch_tokens=2048).split(4)
+    assert Config(epochs=2, global_batch_tokens=1000).total_steps(6400) == 13
 
 
 def test_epochs_become_steps_and_no_item_is_dropped():

@@ -476,6 +476,7 @@ def test_a_missing_node_is_reported_inside_accelerate_launch(nodes, tmp_path):
     assert "DistStoreError" in unaffected, "the error of torchrun itself"
 
 
+@pytest.mark.slow
 def test_the_doctor_runs_under_torchrun(nodes):
     """Two ranks on one node and one on the other: one rank per node prints, and every rank has an exit code."""
     nodes.require("host names")

@@ -99,6 +99,7 @@ def test_merge_adapters_is_an_option_with_three_values_and_still_works_as_a_flag
         assert parse_config(RecipeConfig, [*words, "--lora_r", "2"]).merge_adapters == value
 
 
+@pytest.mark.slow
 def test_adapters_of_every_task_load_elsewhere_with_the_printed_line(tiny_model, cache, tmp_path):
     """Compare adapters on a model of the Hub with the merged export of the same adapters on a local copy of that model."""
     home = clean_environment(

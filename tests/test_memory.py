@@ -1,5 +1,7 @@
 """The estimate of GPU memory equals what a real model has, a run reports it, and what it suggests fits."""
 
+import copy
+import dataclasses
 import json
 import random
 import re
@@ -15,7 +17,7 @@ from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.memory import at_start, estimate_command, fake_model, step_trace
-from accel_ddp.memory.estimate import GIB, Estimator, fits, needed
+from accel_ddp.memory.estimate import GIB, MARGIN, Estimator, fits, needed
 from accel_ddp.memory.fake_model import count_states
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.process import links
@@ -87,6 +89,20 @@ def test_fsdp_divides_what_it_shards_and_its_settings_count(estimator):
     checkpointed = estimator.estimate(4, ShardingPlan(activation_checkpointing=True))
     assert checkpointed.total < fsdp.total
     assert checkpointed.total == estimator.estimate(4, ShardingPlan(), gradient_checkpointing=True).total
+
+
+def test_what_stays_gathered_during_a_step_is_what_fits(estimator):
+    """Two micro-batches. A config that does not free weights after the forward pass keeps them even if they do not fit."""
+    estimator = copy.copy(estimator)
+    estimator.cfg = dataclasses.replace(estimator.cfg, global_batch_size=32)
+    size = lambda keep: needed(estimator.estimate(2, ShardingPlan(), keep_gathered=keep).total * MARGIN, 2)
+    sizes = {keep: size(keep) for keep in ("none", "weights", "gradients")}
+    assert sizes["none"] == size("auto") < sizes["weights"] < sizes["gradients"] - 2 * GIB
+    chosen = lambda plan, available: estimator.settled(2, plan, available).choices.get("keep_gathered", ("",))[0]
+    assert {keep: chosen(ShardingPlan(), size + 1) for keep, size in sizes.items()} == {keep: keep for keep in sizes}
+    assert chosen(ShardingPlan(), 0) == "none"
+    assert chosen(ShardingPlan(reshard_after_forward=False), 0) == "weights"
+    assert chosen(None, sizes["gradients"]) == "", "of FSDP only"
 
 
 def test_options_that_save_memory_save_it_in_the_estimate(estimator):

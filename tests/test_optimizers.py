@@ -111,6 +111,28 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_nor_average_on_the
         assert choose(optimizer, torch.device("cuda")) == (name != "adafactor"), "Adafactor has no `found_inf`: the host decides"
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_gradients_that_the_optimizer_clips_itself_give_the_same_steps(monkeypatch, name):
+    """On a GPU the optimizer divides by a number that it reads on the device. Only the choice between the two ways is replaced."""
+    choose, found = update_module._can_skip_on_device, []
+    for where in ("cuda", "cpu"):
+        device = torch.device(where)
+        monkeypatch.setattr(update_module, "_can_skip_on_device", lambda optimizer, _, device=device: choose(optimizer, device))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        cfg = TrainConfig(optimizer=name, lr=0.1, max_grad_norm=0.5)
+        optimizer, norms = optim.build(model, cfg), []
+        for step in range(5):
+            batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            scale = 0.01 if step == 3 else 1.0  # step 3 clips nothing
+            loss_sum = lambda model, x, scale=scale: scale * model(x).pow(2).sum()
+            norms.append(float(update(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len).grad_norm))
+        found.append(([*model.state_dict().values()], norms))
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
+    assert min(found[0][1]) < 0.5 < max(found[0][1])
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
 def test_an_average_of_16_bit_weights_has_32_bits_and_leaves_them_as_they_were():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
     ema = Ema(model, 0.999)

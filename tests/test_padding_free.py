@@ -43,10 +43,76 @@ KINDS = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, num_local_experts=4)
     ),
-    "mistral, short texts": lambda: transformers.MistralForCausalLM(
-        transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=64)
-    ),
 }
+
+GROUPS = {**POSITIONS, "num_key_value_heads": 2}
+WINDOW = {**GROUPS, "sliding_window": 8}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+SPECIAL = {"vocab_size": 100, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+PART = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+BART = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in PART.items()}
+BART |= {**SPECIAL, **POSITIONS, "d_model": 32, "dropout": 0.0, "forced_eos_token_id": 2}
+T5 = {
+    "d_model": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "d_ff": 64,
+    "d_kv": 8,
+    "dropout_rate": 0.0,
+    **SPECIAL,
+}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+DEBERTA = {**SHAPE, **POSITIONS, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["c2p", "p2c"]}
+DEBERTA |= {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0}
+IMAGES = {name: value for name, value in SHAPE.items() if name != "vocab_size"} | {"image_size": 32, "patch_size": 8}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+def of(name, config, **options):
+    """Return a function that builds a model, from the names of its class and of its config."""
+    return lambda: getattr(transformers, name)(getattr(transformers, config)(**options))
+
+
+FAMILIES = {  # whose arguments differ from layer to layer, or have a gradient
+    "mistral, a window": of("MistralForCausalLM", "MistralConfig", **SHAPE, **WINDOW),
+    "gemma 3": of("Gemma3ForCausalLM", "Gemma3TextConfig", **SHAPE, **WINDOW, head_dim=8, layer_types=TYPES),
+    "modernbert": of("ModernBertForSequenceClassification", "ModernBertConfig", **SHAPE, **POSITIONS, pad_token_id=0,
+                     local_attention=8, global_attn_every_n_layers=2),
+    "bart": of("BartForConditionalGeneration", "BartConfig", **BART),
+    "t5": of("T5ForConditionalGeneration", "T5Config", **T5),
+    "deberta": of("DebertaV2ForSequenceClassification", "DebertaV2Config", **DEBERTA),
+    "vit": of("ViTForImageClassification", "ViTConfig", **IMAGES),
+}  # fmt: skip
+MORE_FAMILIES = {
+    "qwen 2, a window": of("Qwen2ForCausalLM", "Qwen2Config", **SHAPE, **WINDOW, use_sliding_window=True, max_window_layers=1),
+    "phi 3, a window": of("Phi3ForCausalLM", "Phi3Config", **SHAPE, **WINDOW, pad_token_id=0),
+    "cohere 2": of("Cohere2ForCausalLM", "Cohere2Config", **SHAPE, **WINDOW, pad_token_id=0, layer_types=TYPES),
+    "olmoe": of("OlmoeForCausalLM", "OlmoeConfig", **SHAPE, **POSITIONS, **MOE),
+    "qwen 3 moe": of("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **SHAPE, **GROUPS, **MOE, moe_intermediate_size=32, head_dim=8),
+    "mbart": of("MBartForConditionalGeneration", "MBartConfig", **BART),
+    "marian": of("MarianMTModel", "MarianConfig", **BART),
+    "pegasus": of("PegasusForConditionalGeneration", "PegasusConfig", **BART),
+    "bart, classes": of("BartForSequenceClassification", "BartConfig", **BART),
+    "t5, tags": of("T5ForTokenClassification", "T5Config", **T5),
+    "mt5": of("MT5ForConditionalGeneration", "MT5Config", **T5),
+    "deberta 1": of("DebertaForSequenceClassification", "DebertaConfig", **{**DEBERTA, "type_vocab_size": 2}),
+    "bloom": of("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, vocab_size=100),
+    "gpt-neo": of("GPTNeoForCausalLM", "GPTNeoConfig", hidden_size=32, num_layers=2, num_heads=4, vocab_size=100, window_size=8,
+                  attention_types=[[["global", "local"], 1]]),
+    "electra": of("ElectraForSequenceClassification", "ElectraConfig", **SHAPE, **POSITIONS, embedding_size=32),
+}  # fmt: skip
+EXCEPTIONS = {  # and the reason that a run prints
+    "gemma 2": (of("Gemma2ForCausalLM", "Gemma2Config", **SHAPE, **WINDOW, head_dim=8), "its attention is eager, not sdpa"),
+    "gpt-oss": (of("GptOssForCausalLM", "GptOssConfig", **SHAPE, **WINDOW, head_dim=8, num_local_experts=4), "eager, not sdpa"),
+    "umt5": (of("UMT5ForConditionalGeneration", "UMT5Config", **T5), "each of its layers has its own position bias"),
+    "longt5": (of("LongT5ForConditionalGeneration", "LongT5Config", **T5), "its attention is eager, not sdpa"),
+    "albert": (of("AlbertForSequenceClassification", "AlbertConfig", **SHAPE, **POSITIONS, embedding_size=16), "not found"),
+    "mpnet": (of("MPNetForSequenceClassification", "MPNetConfig", **SHAPE), "its layers were not found"),
+    "xlnet": (of("XLNetForSequenceClassification", "XLNetConfig", d_model=32, n_layer=2, n_head=4, vocab_size=100), "not found"),
+    "stablelm": (of("StableLmForCausalLM", "StableLmConfig", **SHAPE, **GROUPS), "do not pass their arguments on"),
+}
+TARGETS = [5, 2, 12, 7, 1]
 
 
 def a_batch(side="right", lengths=LENGTHS, seed=0) -> Batch:
@@ -64,6 +130,33 @@ def loss_of(model, batch):
         return losses.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[1])
     labels = batch["labels"]
     return losses.of_tokens(scores, torch.where(labels < 0, -100, labels % scores.shape[-1]))
+
+
+def inputs_of(model):
+    """Return a micro-batch for this model, and its loss."""
+    batch = a_batch()
+    if model.main_input_name == "pixel_values":
+        rows = {
+            "pixel_values": torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+            "labels": torch.arange(5) % 2,
+        }
+        return rows, lambda model, batch: losses.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
+    if not model.config.is_encoder_decoder:
+        return batch, loss_of
+    if model.get_output_embeddings() is None:  # it reads the last token
+        batch["input_ids"][batch["input_ids"] == 2] = 3
+        batch["input_ids"][torch.arange(5), batch["attention_mask"].sum(1) - 1] = 2
+        return batch, loss_of
+    places = torch.arange(max(TARGETS)) < torch.tensor(TARGETS)[:, None]
+    batch["labels"] = torch.where(places, a_batch(seed=3)["input_ids"][:, :12].clamp(min=5), -100)
+    batch["labels"][2, 3] = -100  # a token that is not learned, but read
+
+    def loss(model, batch):
+        ids = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "decoder_input_ids": ids}
+        return losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"])
+
+    return with_sizes(CountingCollate(lambda _: dict(batch))([])), loss
 
 
 def compute(model, batch, loss=loss_of):
@@ -122,6 +215,52 @@ def test_padding_free_layers_give_the_same_loss_and_gradients_as_padding(kind):
     assert difference(padded, compute(model, batch)) == 0
 
 
+@pytest.mark.parametrize("kind", [*FAMILIES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE_FAMILIES)])
+def test_families_compute_without_padding_and_can_be_captured(kind):
+    """All layers of a stack get the same arguments, and each the output of the one before, as CUDA graphs need it."""
+    torch.manual_seed(0)
+    model = (FAMILIES | MORE_FAMILIES)[kind]().eval()
+    batch, loss = inputs_of(model)
+    padded = compute(model, batch, loss)
+    layers, given = PaddingFree(model, is_fixed=kind == "vit"), []
+    layers.install()
+    assert layers.check(lambda batch: loss(model, batch), batch, 1e-4) == ""
+
+    def run(number, hidden, args, kwargs):
+        given.append((number, hidden, kwargs, layers.calls[number](hidden, *args, **kwargs)))
+        return given[-1][3]
+
+    layers.run = run
+    assert difference(padded, compute(model, batch, loss)) < 1e-5
+    firsts = {stack.first: stack for stack in layers.stacks}
+    for (_, _, before, out), (number, hidden, after, _) in itertools.pairwise(given):
+        assert number in firsts or (hidden is out and after is before)
+        assert not any(leaf.requires_grad for leaf in compat.flatten(after)[0] if isinstance(leaf, torch.Tensor))
+    for number, tokens in zip(firsts, (80 if kind == "vit" else sum(LENGTHS), sum(TARGETS))):
+        _, hidden, kwargs, _ = given[number]
+        row = kwargs["lengths"][0] if "lengths" in kwargs else hidden.shape[1]
+        assert row - 2 <= (sum(LENGTHS) if kind == "bart, classes" else tokens + (kind == "vit") * 5) <= row, (
+            "the layers got padding"
+        )
+    layers.remove()
+    assert difference(padded, compute(model, batch, loss)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EXCEPTIONS)
+def test_the_reason_why_other_families_are_padded(kind):
+    build, reason = EXCEPTIONS[kind]
+    model = build().eval()
+    batch, loss = inputs_of(model)
+    try:
+        layers = PaddingFree(model)
+        layers.install()
+        found = layers.check(lambda batch: loss(model, batch), batch, 1e-4)
+    except padding_free.NeedsPadding as refused:
+        found = str(refused)
+    assert reason in found
+
+
 def test_texts_in_one_row_do_not_attend_to_each_other():
     """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
     model = KINDS["llama"]().eval()
@@ -138,10 +277,7 @@ def test_texts_in_one_row_do_not_attend_to_each_other():
     assert not torch.equal(scores[0][3], scores[1][3])
 
 
-WINDOW = {"num_key_value_heads": 2, "sliding_window": 8}
-PACKED = {kind: KINDS[kind] for kind in ("llama", "gpt2", "gpt-neox")} | {
-    "mistral, a window": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SHAPE, **POSITIONS, **WINDOW))
-}
+PACKED = {kind: (KINDS | FAMILIES)[kind] for kind in ("llama", "gpt2", "gpt-neox", "mistral, a window")}
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -178,14 +314,13 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     found = {"padded": gradients(loss_of_packed())}
     layers = PaddingFree(model)
     layers.install()
+    assert layers.check(lambda _: loss_of_packed(), batch, 1e-6) == ""
     found["padding-free"] = gradients(loss_of_packed())
-    is_short = layers.longest >= 24  # otherwise the window makes the layers compute with padding
     with CurrentBatch(batch) as current:
         row = layers._row(current, batch["position_ids"])
-        assert (row is not None) == is_short
-    if is_short:  # what flash attention is given on a GPU: starts, then the end of the last document, then empty ones
-        starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
-        assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
+    # What flash attention is given on a GPU: starts, then the end of the last document, then empty ones.
+    starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
+    assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
     for way, values in found.items():
         for name, value in values.items():
             assert (value - wanted[name]).abs().max() <= 1e-12 * wanted[name].abs().max().clamp(min=1), (way, name)
@@ -212,9 +347,7 @@ def test_each_layer_gets_the_output_of_the_layer_before_it(kind):
 
 
 def test_a_model_that_needs_padding_is_refused_with_the_reason():
-    t5 = transformers.T5Config(d_model=32, num_layers=2, num_heads=4, d_ff=64, vocab_size=100, d_kv=8)
     for model, why in (
-        (transformers.T5ForConditionalGeneration(t5), "2 stacks"),
         (nn.Linear(2, 2), "not a transformers model"),
         (transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5)), "layerdrop"),
         (KINDS["bert"]().to(torch.float32), ""),
@@ -224,12 +357,14 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
             why = "eager"
         with pytest.raises(padding_free.NeedsPadding, match=why):
             PaddingFree(model)
-    # With a window that is shorter than the texts, the model is computed with padding.
-    config = transformers.MistralConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, sliding_window=8)
-    model = transformers.MistralForCausalLM(config).eval()
+    # Texts that are longer than a window that the layers do not pass on are computed with padding.
+    model = FAMILIES["mistral, a window"]().eval()
+    model.config.attention_chunk_size = 12
     batch = a_batch()
-    padded = compute(model, batch)
-    PaddingFree(model).install()
+    padded, layers = compute(model, batch), PaddingFree(model)
+    layers.install()
+    assert layers.check(lambda batch: loss_of(model, batch), a_batch(lengths=[2, 5]), 1e-4) == ""
+    assert layers.longest == 6
     assert difference(padded, compute(model, batch)) == 0
     # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
     torch.manual_seed(0)

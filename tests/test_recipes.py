@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from accel_ddp.config.choices import KEPT
 from accel_ddp.exporting import export
 from accel_ddp.records.eval_tables import Table, file_of, list_steps, read_tables
 from accel_ddp.records.files import read_objects
@@ -364,6 +365,9 @@ SLOW = {
     "rerank",
     "reward",
     "dpo",
+    "tag",
+    "pretrain_mlm",
+    "images",
 }
 
 
@@ -429,12 +433,16 @@ def test_a_sharded_recipe_that_is_killed_and_resumed_learns_what_one_rank_learns
     script, one, sharded = ROOT / "recipes" / f"{case.recipe}.py", tmp_path / "one", tmp_path / "sharded"
     run_ranks(1, script, *given, "--output_dir", one).well()
     env = FSDP | (WITH_COPIES if ranks == 4 else {})
+    given = [*given, "--gpu_memory_gb", "100"]  # so memory is estimated, and much stays gathered
     killed = Running([[sys.executable, script, *given, "--output_dir", sharded]] * ranks, rank_environments(ranks, **env))
     killed.until("step 4/6")
     killed.kill()
     killed.ended()
     text = run_ranks(ranks, script, *given, "--output_dir", sharded, "--resume", **env).well().text
     assert "sharded over 2 ranks" in text
+    stored = json.loads((sharded / "step_00000006" / "run.json").read_text())
+    assert stored["config"]["keep_gathered"] in ("weights", "gradients")
+    assert stored["chosen"]["keep_gathered"].endswith(f"GiB estimated with it, {KEPT}")
     assert "Traceback" not in text
     assert_same_result(case, one, sharded)
     assert (sharded / "step_00000006" / "model").is_dir(), "the checkpoint has a part of each rank"

@@ -260,6 +260,7 @@ def test_more_ranks_than_gpus_are_refused():
 # ---- real runs
 
 
+@pytest.mark.slow
 def test_a_slow_link_on_two_ranks_is_measured(tmp_path):
     """Computing is a pause of 40 ms for each micro-batch, and an all-reduce takes 60 ms, so that busy cores change little."""
     words = ["--steps", 5, "--warmup", 1, "--ranks", "1,2", "--mode", "strong", "--no_prediction", "--json"]

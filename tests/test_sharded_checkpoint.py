@@ -223,7 +223,7 @@ def test_nodes_with_a_folder_of_their_own_are_refused_before_the_model_is_loaded
         folder.mkdir()
     ended = run_all([[*command, "--output_dir", "run"]] * 2, rank_environments(2, **FSDP), cwd=folders)
     assert ended.codes == [2, 2]
-    assert ended.text.count("--output_dir run: each rank writes its part of a sharded checkpoint, but ") == 1
+    assert ended.text.count("--output_dir run: each rank writes its part of a checkpoint, but ") == 1
     assert "does not see the folder of the main node. Use a folder that these nodes share." in ended.text
     assert "step 1/8" not in ended.text
     assert not (folders[1] / "run").exists()

@@ -7,7 +7,8 @@ import pytest
 from accel_ddp.speed.autobatch import largest_together
 from tests.conftest import PROGRAMS, run_ranks
 
-EXACT = ["sharded", "ddp", "tied", "checkpointed", "lora", "lora on the head", "in fit", "offloaded", "broken compiler"]
+EXACT = ["sharded", "weights kept", "gradients kept", "ddp", "rows of tables", "tied", "checkpointed", "lora", "lora on the head",
+         "in fit", "offloaded", "broken compiler"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +32,29 @@ def test_a_sharded_model_learns_what_ddp_learns(found):
     assert found["sharded"]["grad norm"] == pytest.approx(found["ddp"]["grad norm"], rel=1e-5)
 
 
+def test_weights_that_stay_gathered_between_micro_batches_change_no_bit(found):
+    assert found["to weights kept"] == 0
+
+
+def test_rows_of_embedding_tables_that_are_sent_alone_have_the_sums_of_ddp(found):
+    """With two ranks the order of a sum does not matter. A model that reads the weight itself sends all rows."""
+    assert found["to rows of tables"] == 0
+    assert found["reads its table"] < 1e-12
+
+
+def test_what_is_kept_during_a_step_is_not_sent_again(found):
+    """Gathers and sums of the root and three layers, in two micro-batches."""
+    sent = {case: list(found[case]["sent"].values()) for case in ("sharded", "weights kept", "gradients kept")}
+    assert sent == {"sharded": [14, 8], "weights kept": [4, 8], "gradients kept": [4, 4]}
+
+
 def test_gathers_in_bf16_change_weights_by_less_than_bf16_itself(found):
     """DDP multiplies in bf16 too. FSDP also sends the weights of layers in bf16, among them those of norms."""
     assert 0 < found["bf16"]["to ddp"] < 5e-3
     assert found["bf16"]["to one rank"] < 1e-2
 
 
-@pytest.mark.parametrize("case", [name for name in EXACT if name != "ddp"])
+@pytest.mark.parametrize("case", [name for name in EXACT if name not in ("ddp", "rows of tables")])
 def test_rehearsals_evaluations_and_errors_leave_a_model_sharded_and_without_gradients(found, case):
     assert found[case]["failed"], "the error was not raised"
     assert found[case]["is sharded"]
@@ -50,7 +67,7 @@ def test_a_compiler_that_fails_on_one_rank_lets_all_ranks_run_without_compilatio
 def test_a_parameter_that_some_ranks_use_learns_what_it_learns_on_one_rank(found):
     """Experts inside of layers and heads in the root. AdamW decays a parameter with a gradient of 0, but not one without a gradient."""
     differences = {case: value for case, value in found["branches"].items() if not isinstance(value, list)}
-    assert len(differences) == 5
+    assert len(differences) == 8
     assert max(differences.values()) < 1e-12
 
 

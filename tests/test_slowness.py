@@ -12,13 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from accel_ddp.phases import Timing
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.records.run_log import read_log
-from accel_ddp.training.step_numbers import Split
+from accel_ddp.training.hook import Breakdown
+from accel_ddp.training.step_numbers import RankSample, Split
 from accel_ddp.watch import slowness
 from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
 from tests.conftest import PROGRAMS, Running, clean_environment, run_all
@@ -212,6 +215,31 @@ def test_links_that_are_as_fast_as_before_are_not_reported_although_communicatio
     assert not run.judge.add_rates({pair: 0.5 * FAST for pair in neighbours([0, 1, 2])})
     run.run(60, 0.5)
     assert not run.judge.wants_probe  # not again in every step
+
+
+@pytest.mark.parametrize(
+    ("waits", "options", "sharded", "device", "expected"),
+    [
+        ((0.4, 0.5), {}, True, "cuda", "40 % of a step, also on the rank that waits least. --comm_hook bf16 "),
+        ((0.4, 0.5), {}, False, "cpu", "--comm_hook fp16 "),
+        ((0.4, 0.5), {}, True, "cpu", ""),  # gloo has no sums in bf16
+        ((0.4, 0.5), {"comm_hook": ["bf16", "none"]}, True, "cuda", ""),
+        ((0.1, 0.8), {}, True, "cuda", ""),  # one rank waits for the other
+    ],
+)
+def test_a_run_whose_ranks_all_wait_for_the_network_names_the_option_for_smaller_sums_once(
+    capsys, waits, options, sharded, device, expected
+):
+    hook = Breakdown(torch.device(device))
+    facts = {"ranks": [{"host": "a"}, {"host": "b"}], "options": options, "model": {"gradient_bytes": 1 << 30}}
+    hook.on_describe(facts | ({"sharding": {}} if sharded else {}))
+    for step in (1, 5, 10, 20):
+        parts = [{"forward": (1 - wait) * step, "communication": wait * step} for wait in waits]
+        ranks = [RankSample.of(Timing(step, *(part.get(name, 0.0) for name in Split._fields))) for part in parts]
+        hook.on_update(SimpleNamespace(ranks=ranks), None)
+    said = capsys.readouterr().out
+    assert expected in said
+    assert said.count("\n") == bool(expected)
 
 
 def test_a_busy_processor_is_not_taken_for_a_slow_link():

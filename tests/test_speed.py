@@ -1,9 +1,11 @@
 """The speed package changes how long a step takes and not its result: both ways of computing are compared."""
 
 import functools
+import itertools
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -16,8 +18,9 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed import attach, autobatch, padding_free
-from accel_ddp.training.stream import Shuffle, TrainBatches, _GlobalMicroBatches, _spread, count_tokens
+from accel_ddp.speed import attach, autobatch, linear_layers, padding_free
+from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
+from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 from tests.test_files import expand
@@ -28,18 +31,112 @@ from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
 
 @pytest.mark.parametrize(("micro", "count", "ranks"), [(4, 2, 1), (2, 2, 2), (1, 2, 4), (8, 1, 1)])
 def test_a_step_has_the_same_items_for_every_way_to_spread_them(micro, count, ranks):
-    lengths = np.random.default_rng(0).integers(1, 500, 100)
-    stream = iter(_GlobalMicroBatches(Shuffle(100, 0), 3, micro, count, ranks, lengths))
+    lengths = np.random.default_rng(0).integers(1, 500, (100, 1))
+    plan = StepPlan(Shuffle(100, 0), TrainConfig(global_batch_size=8, micro_batch_size=micro), ranks, lengths)
     for step in range(3, 12):
-        items = [item for _ in range(count) for item in next(stream)]
+        found = [plan.of_rank(step, rank) for rank in range(ranks)]
+        assert [[len(batch) for batch in of_rank] for of_rank in found] == [[micro] * count] * ranks
+        items = [item for of_rank in found for batch in of_rank for item in batch]
         assert sorted(items) == list(enumerate(Shuffle(100, 0).items(step * 8, 8), start=step * 8))
 
 
 def test_micro_batches_of_a_step_have_about_the_same_number_of_tokens():
     lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.6, 4096), 8, 512).astype(int)
     items = [(i, i) for i in range(256)]
-    sums = lambda some: np.array([lengths[[i for _, i in some[start : start + 32]]].sum() for start in range(0, 256, 32)])
-    assert np.ptp(sums(_spread(items, lengths, 8))) < 0.1 * np.ptp(sums(items))
+    sums = lambda groups: np.array([lengths[[i for _, i in group]].sum() for group in groups])
+    in_order = [items[first : first + 32] for first in range(0, 256, 32)]
+    assert np.ptp(sums(spread(items, lengths[:256], 8))) < 0.1 * np.ptp(sums(in_order))
+
+
+PACKED = Cost(3.0, 0.01, pads=False)
+
+
+def a_plan(lengths, ranks=1, cost=PACKED, is_sharded=False, seed=0, **options):
+    return StepPlan(Shuffle(len(lengths), seed), TrainConfig(**options), ranks, lengths, cost, is_sharded)
+
+
+def costs_of(plan, batches) -> np.ndarray:
+    return np.array([plan.cost.of(plan.parts[[index for _, index in batch]]).sum() for batch in batches])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_deals_every_item_once_and_keeps_its_limits(seed):
+    draw = np.random.default_rng(seed)
+    lengths = np.clip(draw.lognormal(4, 1, (300, int(draw.integers(1, 3)))), 1, 900).astype(np.int32)
+    ranks, pads, is_sharded = int(draw.integers(1, 7)), bool(seed % 2), seed % 3 == 0
+    shares = tuple(draw.dirichlet(np.ones(ranks))) if seed % 5 == 0 else None
+    limit = int(draw.integers(200, 1000))
+    options = {"global_batch_tokens": 12_000} if seed % 4 == 0 else {"global_batch_size": int(draw.integers(ranks, 60))}
+    cost = Cost(1.0, 0.01, pads=pads)
+    plan = a_plan(lengths, ranks, cost, is_sharded, seed, micro_batch_tokens=limit, **options)
+    for step in (0, 31, 7):
+        found = [plan.of_rank(step, rank, shares) for rank in range(ranks)]
+        assert found == [a_plan(lengths, ranks, cost, is_sharded, seed, micro_batch_tokens=limit, **options).of_rank(step, rank, shares)
+                         for rank in range(ranks)], "it depends on the step only"  # fmt: skip
+        assert sorted(item for rank in found for batch in rank for item in batch) == plan.items(step)
+        assert all(found)
+        assert all(batch == sorted(batch) for rank in found for batch in rank)
+        assert not is_sharded or len({*map(len, found)}) == 1, "every rank gathers the weights as often"
+        for batch in (batch for rank in found for batch in rank if len(batch) > 1):
+            parts = lengths[[index for _, index in batch]]
+            assert (len(batch) * parts.max(0).sum() if pads else parts.sum()) <= limit or (
+                is_sharded and len(plan.items(step)) % ranks
+            )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_slowest_rank_is_within_a_third_of_the_optimum(seed):
+    draw = np.random.default_rng(seed)
+    lengths = np.clip(draw.lognormal(4, 1, (9, 1)), 1, 900).astype(int)
+    plan = a_plan(lengths, 2, seed=seed, global_batch_size=9, micro_batch_tokens=10**6)
+    slowest = max(costs_of(plan, plan.of_rank(0, rank)).sum() for rank in (0, 1))
+    costs = plan.cost.of(lengths)
+    best = min(max(sum(some), costs.sum() - sum(some)) for n in range(10) for some in itertools.combinations(costs, n))
+    assert best <= slowest * (1 + 1e-12) <= best * (4 / 3 - 1 / 6) * (1 + 1e-9)
+
+
+def test_ranks_and_micro_batches_of_varied_texts_are_balanced_by_cost():
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, (4000, 1)), 16, 8192).astype(int)
+    over = {}
+    for name, options in (("items", {"micro_batch_size": 8}), ("tokens", {"micro_batch_tokens": 12_000})):
+        plan = a_plan(lengths, 4, Cost(1.0, 3e-5, pads=False), global_batch_size=32, **options)
+        loads = np.array([[costs_of(plan, plan.of_rank(step, rank)).sum() for rank in range(4)] for step in range(50)])
+        over[name] = (loads.max(1) / loads.mean(1)).mean()
+    assert over["items"] > 1.1
+    assert over["tokens"] < 1.03
+    shares = (0.1, 0.2, 0.3, 0.4)
+    loads = np.array([[costs_of(plan, plan.of_rank(step, rank, shares)).sum() for rank in range(4)] for step in range(50)])
+    assert loads.sum(0) / loads.sum() == pytest.approx(shares, abs=0.02)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 1 << 16])
+def test_steps_of_tokens_begin_where_a_sum_over_all_items_says(monkeypatch, chunk):
+    monkeypatch.setattr(TokenSteps, "CHUNK", chunk)
+    lengths = np.random.default_rng(1).integers(0, 40, 101)
+    mixture = Mixture(("a", "b"), np.arange(101) % 2, (3.0, 1.0))
+    for order in (Shuffle(101, 5), MixedShuffle(mixture, 5)):
+        before = np.cumsum([0, *lengths[order.items(0, 2000)]])[:-1]
+        expected = [int(np.argmax(before >= step * 130)) for step in range(200)]
+        steps = TokenSteps(order, lengths, 130)
+        assert [steps.first(step) for step in range(200)] == expected
+        assert [TokenSteps(order, lengths, 130).first(step) for step in (150, 16, 0)] == [expected[step] for step in (150, 16, 0)]
+
+
+def test_what_batches_of_tokens_need_from_the_data():
+    rows = datasets.Dataset.from_dict({"input_ids": [[1] * n for n in LENGTHS]})
+    train, total = TrainBatches(rows, list), sum(LENGTHS)
+    cfg = TrainConfig(global_batch_tokens=2 * max(LENGTHS), epochs=2)
+    assert train.total_steps(cfg) == math.ceil(2 * total / cfg.global_batch_tokens)
+    assert train.mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / np.mean(LENGTHS))
+    with pytest.raises(UserError, match=f"the longest item has {max(LENGTHS)} tokens.*Use at least {max(LENGTHS)}"):
+        train.total_steps(TrainConfig(global_batch_tokens=max(LENGTHS) - 1))
+    for name in ("micro_batch", "global_batch"):
+        with pytest.raises(UserError, match=f"--{name}_tokens 500: the tokens of an item are not known.* Use --{name}_size."):
+            TrainBatches([1, 2], list).total_steps(TrainConfig(**{f"{name}_tokens": 500}))
+    mixed = rows.add_column("n", list(range(len(LENGTHS))))
+    mixed.mixture = Mixture(("a", "b"), np.arange(len(LENGTHS)) % 2, (3.0, 1.0))
+    expected = 0.75 * np.mean(LENGTHS[::2]) + 0.25 * np.mean(LENGTHS[1::2])
+    assert TrainBatches(mixed, list).mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / expected, rel=0.01)
 
 
 def test_rounding_gives_few_different_lengths_and_adds_little():
@@ -88,7 +185,7 @@ def a_speed(model=None, cfg=None, train=None) -> attach.Speed:
     return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), model or nn.Linear(1, 1), train, loss_of)
 
 
-def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
+def test_the_work_of_a_run_is_counted_in_tokens_and_layers():
     """They are computed from the lengths of all rows, or from a sample if the lengths are not known."""
     rows = [{"input_ids": [5] * n, "attention_mask": [1] * n} for n in (10, 20, 30, 40)] * 20
 
@@ -98,12 +195,12 @@ def test_whether_layers_are_compiled_depends_on_the_tokens_of_the_run():
             for name in ("input_ids", "attention_mask")
         }
 
-    cfg, needed = TrainConfig(global_batch_size=32), attach.TOKENS_WORTH_COMPILING / (32 * 25 * 12)
     for data, is_known in ((datasets.Dataset.from_list(rows), True), (rows, False)):
         train = TrainBatches(data, collate)
         assert (train.lengths is not None) == is_known
-        assert not a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.floor(needed))
-        assert a_speed(cfg=cfg, train=train)._is_worth_compiling(12, math.ceil(needed))
+        speed = a_speed(cfg=TrainConfig(global_batch_size=32), train=train)
+        speed.total_steps, speed.padding_free = 7, SimpleNamespace(calls=[None] * 12)
+        assert speed._count_work() == pytest.approx(7 * 32 * 25 * 12, rel=0.01)
 
 
 def test_tokens_of_an_encoder_and_of_its_decoder_are_added():
@@ -171,8 +268,8 @@ def test_a_run_logs_its_speed_and_chooses_its_micro_batch_size(tmp_path):
     auto = run_ranks(2, sft, *options, "--micro_batch_size", "auto", "--output_dir", tmp_path / "auto").well()
     assert "micro_batch_size 6: 1 micro-batch per rank and step, at most 8 on CPUs" in auto.text
     one = run_ranks(1, sft, *options, "--micro_batch_size", "4", "--padding_free", "off", "--output_dir", tmp_path / "one").well()
-    assert "speed: no padding inside of the layers" in auto.text
-    assert "no padding inside of the layers" not in one.text
+    assert "speed: padding-free" in auto.text
+    assert "padding-free" not in one.text
     logs = [[json.loads(line) for line in (tmp_path / name / "log.jsonl").open()] for name in ("auto", "one")]
     updates = [[event for event in log if event["event"] == "update"] for log in logs]
     for a, b in zip(*updates):
@@ -203,6 +300,41 @@ def test_gradients_move_out_of_memory_that_is_overwritten():
     assert parameters[2].grad is None
 
 
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.down, self.shared = nn.Linear(16, 24), nn.Linear(24, 16, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        x = x + self.down(nn.functional.silu(self.gate(x)))
+        return self.shared(x) + self.shared(x * x)  # one weight is used twice
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_are_needed():
+    torch.manual_seed(0)
+    layer, x = _Layer(), torch.randn(1, 40, 16, requires_grad=True)
+    parameters = [*layer.parameters()]
+
+    def gradients(targets):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(x)
+        with linear_layers.gradients_written_to(parameters, targets):
+            return torch.autograd.grad(out.float().square().sum(), [x, *parameters])
+
+    expected = gradients([torch.zeros_like(p) for p in parameters])
+    linear_layers.install([layer])
+    targets = [torch.zeros_like(p) for p in parameters]
+    found = gradients(targets)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < 0.02 * b.abs().max()
+    written = {name for (name, _), a, b in zip(layer.named_parameters(), found[1:], targets) if a.data_ptr() == b.data_ptr()}
+    assert {"gate.weight", "down.weight"} <= written
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        assert torch.equal(out, layer.requires_grad_(False)(x)), "frozen layers compute as before"
+
+
 def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
     """`room` replaces the memory of a GPU: the number of items that fit."""
 
@@ -217,10 +349,14 @@ def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
 
 def test_an_option_that_is_not_possible_is_reported_with_the_reason(tmp_path):
     options = ["--steps", "1", "--max_train_items", "20", "--max_eval_items", "4", "--no_eval_first"]
-    command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options, "--padding_free", "on", "--compile", "on"]
+    options += ["--padding_free", "on", "--compile", "on", "--attn_implementation", "eager"]
+    command = [sys.executable, ROOT / "recipes" / "seq2seq.py", *options]
     text = run_all([[*command, "--output_dir", tmp_path / "run"]], [clean_environment()]).well().text
-    assert "--padding_free on is not possible: the model has 2 stacks of layers. Texts are padded." in text
-    assert "--compile on is not possible: there is no GPU. The layers run without compilation." in text
+    assert "--padding_free on is not possible: its attention is eager, not sdpa. Texts are padded." in text
+    assert (
+        "--compile on is not possible: texts are padded, so every batch has a different shape. The layers run without compilation."
+        in text
+    )
 
 
 def test_the_micro_batch_size_is_a_number_or_auto():

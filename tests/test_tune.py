@@ -4,9 +4,11 @@ import asyncio
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,19 +20,21 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.measure import agent as processes
 from accel_ddp.measure import tune_results, tuner
 from accel_ddp.measure import tune_settings as settings
-from tests.conftest import Running, clean_environment, free_port, run_all
+from accel_ddp.records import tuned_settings
+from tests.conftest import PROGRAMS, Running, clean_environment, free_port, run_all, run_ranks
 
 TUNE = [sys.executable, "-m", "accel_ddp.cli", "tune"]
 SMALL = ["--minutes", "1", "--trial_seconds", "4"]
 USAGE = "To use the result, run on every node:"
 
 
-def commands(*arguments: object, out: list[Path] | None = None) -> tuple[list[list], list[dict[str, str]]]:
+def commands(*arguments: object, out: list[Path] | None = None, cache: Path | None = None) -> tuple[list[list], list[dict]]:
     """Return the commands and the environments of two nodes."""
     common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_port", free_port(), *SMALL]
     outs = [["--out", folder] if out else [] for folder in out or (None, None)]
     nodes = [[*TUNE, *common, *outs[node], "--machine_rank", node, *arguments] for node in (0, 1)]
-    return nodes, [clean_environment(OMP_NUM_THREADS="1") for _ in nodes]
+    folder = {"ACCEL_DDP_CACHE": str(cache)} if cache else {}
+    return nodes, [clean_environment(OMP_NUM_THREADS="1", **folder) for _ in nodes]
 
 
 def workers_of(agent: int) -> list[psutil.Process]:
@@ -66,7 +70,7 @@ def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_pat
     (outs[0] / "tuned.env").write_text("NCCL_BUFFSIZE=1\n")
     tries = ["--try", "GLOO_SOCKET_IFNAME=lo NCCL_BUFFSIZE=8388608", "--try", "GLOO_SOCKET_IFNAME=nowhere0"]
     arguments = ["--minutes", "3", *tries, "--model", tiny_model]  # enough time for every --try, also on a busy machine
-    ended = run_all(*commands(*arguments, out=outs), timeout=240).well()
+    ended = run_all(*commands(*arguments, out=outs, cache=tmp_path), timeout=240).well()
     tables = [text[text.index("tuning 2 ranks on 2 nodes") :] for text in ended.texts]
     assert tables[0].split(USAGE)[0] == tables[1].split(USAGE)[0]
     for folder, text in zip(outs, tables):
@@ -91,6 +95,13 @@ def test_two_nodes_print_the_same_table_and_write_files_that_can_be_used(tmp_pat
         script = f"set -a; . {folder / 'tuned.env'}; set +a; env"
         subprocess.run(["sh", "-euc", script], check=True, capture_output=True)
         assert "2 nodes" in (folder / "tuned.env").read_text()
+    host = os.uname().nodename
+    cfg, facts = TrainConfig(cache_dir=str(tmp_path)), {"device": "CPU", "version": f"torch {version('torch')}, gloo"}
+    own = {"model": f"{tiny_model} - -"}
+    found, reason = tuned_settings.find([tuned_settings.announce(cfg, {}, **facts, reads=True) | own], [(host, 1), (host, 1)])
+    assert not reason
+    assert found["bucket_cap_mb"] in (5, 25)
+    assert found["settings"].items() <= {"NCCL_BUFFSIZE": "8388608"}.items()
 
 
 @pytest.mark.slow
@@ -262,3 +273,75 @@ def test_the_parameter_shapes_of_a_model_are_those_of_its_weights(tiny_model):
         "only trained parameters are counted"
     )
     assert tune_results.count_elements(tune_results.entries_of_size(40_000_000)) * 4 == pytest.approx(40_000_000, rel=1e-3)
+
+
+NODES = [("a", 2), ("b", 2)]
+
+
+def announced(folder: Path, **changes: object) -> list[dict]:
+    """Return what four ranks on two nodes tell each other, of which one has the files."""
+    cfg = TrainConfig(cache_dir=str(folder))
+    facts = {"device": "H200", "version": "torch 2, NCCL 2"}
+    ranks = [tuned_settings.announce(cfg, {}, **facts, reads=rank == 2) for rank in range(4)]
+    ranks[0] |= changes
+    return ranks
+
+
+def store(folder: Path, nodes: list[tuple[str, int]], **changes: object) -> Path:
+    facts = {"version": "torch 2, NCCL 2", "network": {}, "model": "- - -", "bucket_cap_mb": 50, "comm_hook": "bf16"}
+    settings = {"NCCL_ALGO": "ring,tree;allreduce:tree", "NCCL_NET_PLUGIN": "/tmp/x.so", "LD_PRELOAD": "x"}
+    ((name, text),) = tuned_settings.make_file(nodes, "H200", settings, **{**facts, **changes}).items()
+    path = folder / tuned_settings.FOLDER / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_later_runs_on_the_same_nodes_use_what_was_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned_settings.os, "environ", dict(PATH="", RANK="1"))
+    path, name = store(tmp_path, NODES), "NCCL_ALGO"
+    cfg = TrainConfig()
+    lines = tuned_settings.apply(cfg, announced(tmp_path), NODES[::-1], use_gpu=True)
+    assert os.environ[name] == "ring,tree;allreduce:tree"
+    assert not {"NCCL_NET_PLUGIN", "LD_PRELOAD"} & os.environ.keys(), "a file of settings must not load code"
+    assert (cfg.tuned, cfg.bucket_cap_mb) == (f"{name}={os.environ.pop(name)}", 50)
+    assert lines == ["--comm_hook bf16 was faster still. It rounds gradients, so it is only suggested."]
+
+    def outcome(ranks: list[dict] | None = None, nodes: list = NODES, **options: object) -> tuple[str, int, str]:
+        cfg = TrainConfig(**options)
+        lines = tuned_settings.apply(cfg, announced(tmp_path) if ranks is None else ranks, nodes, use_gpu=True)
+        os.environ.pop(name, None)
+        return cfg.tuned, cfg.bucket_cap_mb, "\n".join(lines)
+
+    assert outcome(tuned="off") == ("off", 25, ""), "--tuned off ignores all of it"
+    assert outcome(bucket_cap_mb=25)[1] == 25, "a given option is kept"
+    assert outcome(nodes=[("a", 2), ("c", 2)]) == outcome(nodes=[("a", 2)]) == ("off", 25, ""), "other nodes"
+    assert outcome(announced(tmp_path, model="other - -"))[1] == 25, "the size of buckets is for one model"
+    for change, words in (
+        ({"device": "A100"}, "measured with H200"), ({"version": "torch 3"}, "this run has torch 3"),
+        ({"network": {"NCCL_NET": "IB"}}, "this run has NCCL_NET=IB"), ({"given": {name: "Tree"}}, f"{name} is set in the environment"),
+    ):  # fmt: skip
+        tuned, _, text = outcome(announced(tmp_path, **change))
+        assert tuned == "off"
+        assert words in text
+    saved = {"step": 3, "tuned": "NCCL_ALGO=Tree", "bucket_cap_mb": 5, "chosen": {}}
+    assert outcome(announced(tmp_path, saved=saved))[:2] == ("NCCL_ALGO=Tree", 5), "a resumed run sums in the same order"
+    assert outcome(announced(tmp_path, saved=saved), bucket_cap_mb=25, tuned="off")[:2] == ("off", 25)
+    for damaged in ("", "{", '{"date": 3}', path.read_text().replace("ring,tree;allreduce:tree", "a b")):
+        path.write_text(damaged)
+        assert "is damaged" in outcome()[2]
+    assert outcome([]) == ("off", 25, ""), "a single rank"
+
+
+def test_a_resumed_run_keeps_the_bucket_size_that_was_found(tmp_path):
+    import torch
+
+    path = store(tmp_path, [(socket.gethostname(), 2)], version=f"torch {torch.__version__}, gloo")
+    path.write_text(path.read_text().replace("H200", "CPU"))
+    words = ["--output_dir", tmp_path / "run", "--stop_after"]
+    run = lambda *words: run_ranks(2, PROGRAMS / "trains.py", *words, ACCEL_DDP_CACHE=str(tmp_path))
+    first = run(*words, 4)
+    assert first.codes == [75, 75], first.text
+    assert first.text.count("bucket_cap_mb 50: for this model found by `accel-ddp tune` on") == 1
+    path.unlink()
+    assert "as in the saved run: bucket_cap_mb 50" in run(*words, 5, "--resume").text

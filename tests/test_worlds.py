@@ -73,6 +73,16 @@ def test_a_resumed_run_ends_with_the_same_weights(results):
         assert len(result["resumed"]["losses"]) == 4
 
 
+def test_shares_of_ranks_change_only_rounding_and_dropout_and_are_resumed_exactly(results):
+    """Of 48 items the ranks get 8, 16 and 24, and after the resume with other shares 24, 16 and 8."""
+    one = results[1]["torch.float64/48"]
+    for ranks, result in results.items():
+        assert distance(result["shares, resumed"], result["shares"]) == 0
+        assert distance(result["other shares, resumed"], one) < 1e-12
+        assert distance(result["sizes"], one) < 1e-12, "every second rank has micro-batches of 1 item"
+        assert (distance(result["shares"], result["dropout"]) > 0) == (ranks > 1), "other micro-batches have other dropout"
+
+
 def test_a_mixture_does_not_depend_on_ranks_and_is_resumed_in_the_middle(results):
     mixed = results[1]["mixed"]
     for result in results.values():
@@ -81,6 +91,26 @@ def test_a_mixture_does_not_depend_on_ranks_and_is_resumed_in_the_middle(results
         assert result["mixed, resumed"]["rows"] == result["mixed"]["rows"]
     assert distance(mixed, results[1]["dropout"]) > 1e-4  # the same rows without weights
     assert mixed["rows"] == {"rows/a": 270, "rows/b": 54, "rows/c": 108}  # 5/8, 1/8 and 2/8 of 9 * 48
+
+
+def test_weights_do_not_depend_on_how_items_are_dealt_to_ranks(results):
+    one = results[1]["torch.float64/48"]
+    for ranks, result in results.items():
+        for name in ("padded", "packed", "shares, packed"):
+            assert distance(one, result[name]) < 1e-12, (ranks, name)
+            assert result[name]["losses"] == pytest.approx(one["losses"], rel=1e-11)
+
+
+def test_steps_of_tokens_do_not_depend_on_ranks_and_are_resumed_in_the_middle(results):
+    one = results[1]["steps of tokens"]
+    for ranks, result in results.items():
+        assert distance(result["steps of tokens"], one) < 1e-12, ranks
+        assert result["steps of tokens"]["losses"] == pytest.approx(one["losses"], rel=1e-11)
+        assert distance(result["steps of tokens, resumed"], result["steps of tokens"]) == 0
+        assert distance(result["steps of tokens, resumed from one rank"], one) < 1e-12, "on other ranks, in other micro-batches"
+        assert result["steps of tokens, resumed"]["rows"] == one["rows"]
+    assert 360 < sum(one["rows"].values()) < 460  # 9 * 700 tokens
+    assert distance(one, results[1]["mixed"]) > 1e-4
 
 
 def test_items_come_in_the_same_order_on_any_number_of_ranks_over_two_epochs(results):

@@ -166,6 +166,20 @@ def parse_ranks(text: str) -> list[int] | Literal["all", "auto"]:
     return sorted(ranks)
 
 
+def parse_shares(text: str, num_ranks: int = 0) -> tuple[float, ...] | None:
+    """Return the shares of ranks that `--balance` gives, with the sum 1, or None for off and speed. Raise UserError for other texts."""
+    if text in ("off", "speed"):
+        return None
+    words = text.replace(",", " ").split()
+    if not all(re.fullmatch(r"\d+(\.\d+)?", word) and float(word) > 0 for word in words) or len(words) < 2:
+        raise UserError(f"--balance {text}: must be off, speed, or a number above 0 for each rank, for example 2,1.")
+    if num_ranks and len(words) != num_ranks:
+        raise UserError(
+            f"--balance {text}: has {len(words)} numbers for {num_ranks} ranks. Give one for each, or use --balance speed."
+        )
+    return tuple(float(word) / sum(map(float, words)) for word in words)
+
+
 def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) -> list[int]:
     """Return the ranks that record a trace. Raise UserError if one of them does not exist.
 

@@ -36,6 +36,7 @@ OTHER_NAMES = {
     "profile": "profiler profiling profile_steps profile_step_start profile_step_end torch_profiler use_profiler",
     "profile_ranks": "profiler_ranks profile_rank", "ddp_timeout_seconds": "ddp_timeout", "comm_hook": "ddp_comm_hook",
     "bucket_cap_mb": "ddp_bucket_cap_mb", "find_unused_parameters": "ddp_find_unused_parameters",
+    "sync_every": "local_sgd local_sgd_steps diloco inner_steps", "local_workers": "num_local_workers num_replicas",
     "broadcast_buffers": "ddp_broadcast_buffers", "sync_batchnorm": "sync_bn", "epochs": "num_train_epochs num_epochs max_epochs",
     "steps": "max_steps num_steps train_steps iterations", "global_batch_size": "batch_size train_batch_size total_batch_size",
     "micro_batch_size": "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size auto_find_batch_size",

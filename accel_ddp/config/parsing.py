@@ -235,8 +235,8 @@ def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if value is None and kind is not str:
         raise UserError(f"{name}: needs a value.")
-    if isinstance(value, bool) and typing.get_origin(kind) is Literal:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
-        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in typing.get_args(kind)), value)
+    if isinstance(value, bool) and _choices(kind):  # YAML reads an unquoted `no`, `on` or `off` as a boolean
+        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in _choices(kind)), value)
     return [f"--{name}", "" if value is None else str(value)]
 
 
@@ -265,7 +265,7 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
             if word not in ("true", "false"):
                 raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")
             words += [f"--{name}" if word == "true" else f"--no_{name}", *values[1:]]
-        elif word in ("true", "false") and "on" in typing.get_args(kind):
+        elif word in ("true", "false") and "on" in _choices(kind):
             words += [f"--{name}", "on" if word == "true" else "off", *values[1:]]
         elif len(values) == 1 and word.startswith("-"):
             words.append(f"--{name}={values[0]}")

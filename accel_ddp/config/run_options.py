@@ -61,7 +61,17 @@ class MultiNodeConfig:
     ddp_timeout_seconds: int = option(_DDP_TIMEOUT, "seconds to wait for a rank; default: DDP_TIMEOUT_SECONDS or 600", at_least=1)
     check_every: int = option(50, "updates between checks that all ranks have equal weights, as before each checkpoint; 0: never")
     comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = option("none", "compress gradients", affects_result=True)
-    bucket_cap_mb: int = option(25, "DDP: megabytes of gradients per all-reduce", at_least=1)
+    balance: str = option(
+        "off", "items of each rank: off: as many; speed: by its measured speed; or numbers, for example 2,1: in this proportion"
+    )
+    tuned: str = option("auto", "NCCL settings: off, NAME=VALUE ..., or auto: those that `accel-ddp tune` found for these nodes")
+    bucket_cap_mb: int | Literal["auto"] = option(
+        "auto", "DDP: megabytes of gradients per all-reduce; auto: 25, or what `accel-ddp tune` found", at_least=1, legacy=25
+    )
+    send_rows: Literal["auto", "on", "off"] = option(
+        "auto", "DDP: of large embedding tables, send only the rows that a step has used; auto: between nodes", legacy="off",
+        affects_result=False,
+    )  # fmt: skip
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")
@@ -69,6 +79,20 @@ class MultiNodeConfig:
         "auto", "DDP: copy rank 0's buffers to all ranks; auto: for models with batch norm", affects_result=True
     )
     sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks (GPU only)", affects_result=True)
+    sync_every: int = option(
+        0,
+        "slow links: workers take so many local steps, then average (DiLoCo, another algorithm); 0: sum gradients in every step",
+        affects_result=True,
+    )
+    local_workers: int = option(
+        0, "with --sync_every: groups of ranks with their own weights; 0: one per node; the result depends on it", affects_result=True,
+        legacy=0,
+    )  # fmt: skip
+    outer_lr: float = option(0.7, "with --sync_every: learning rate of the averaged difference", affects_result=True)
+    outer_momentum: float = option(0.9, "with --sync_every: its Nesterov momentum", affects_result=True)
+    sync_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "with --sync_every: type of the differences that are sent", affects_result=True
+    )
 
 
 @dataclass(kw_only=True)
@@ -80,6 +104,9 @@ class TrainingConfig:
     epochs: float = option(1.0, "passes over the training items; --steps overrides it; a resumed run may have more")
     steps: int = option(0, "updates of the whole run; 0: as many as --epochs needs; a resumed run may have more", at_least=0)
     global_batch_size: int = option(32, "items per optimizer update, over all ranks; the result depends on it", at_least=1)
+    global_batch_tokens: int = option(
+        0, "instead of it: about so many tokens per update, without padding; 0: --global_batch_size", at_least=0, legacy=0
+    )
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", at_least=0)
     on_nonfinite: Literal["stop", "skip"] = option(
         "stop",
@@ -100,10 +127,21 @@ class SpeedConfig:
     """The options of the computation."""
 
     micro_batch_size: int | Literal["auto"] = option(
-        8, "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1
+        8,
+        "items that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
+        at_least=1,
+        per_node=True,
+    )
+    micro_batch_tokens: int = option(
+        0, "instead of it: at most so many tokens, with padding where texts are padded; ranks are balanced by cost; 0: by items"
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "do not compute on padding; auto: if the loss stays the same")
-    compile: Literal["auto", "on", "off"] = option("auto", "compile the layers (GPU); auto: in runs long enough to gain from it")
+    compile: int | Literal["auto", "on", "graphs", "off"] = option(
+        "auto",
+        "compile the layers: on: before the first step; a number: from this step on; auto: where it saves time, chosen once per run; "
+        "graphs: only capture them as CUDA graphs; off: neither",
+        at_least=0,
+    )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto",
         "precision of computation; auto: as in the accelerate config, else bf16 if all GPUs have it, and no (float32) on CPUs",
@@ -115,6 +153,12 @@ class SpeedConfig:
         False, "use GPU kernels that give the same bits every time; slower; a resumed run is bit-identical", affects_result=True
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, about a third more time")
+    keep_gathered: Literal["auto", "none", "weights", "gradients"] = option(
+        "auto",
+        "FSDP: what a GPU keeps whole during a step: the weights, or also the sums of gradients of several micro-batches; auto: what "
+        "fits in memory",
+        legacy="none",
+    )
     gpu_memory_gb: float = option(0.0, "GiB of each GPU that a run may need; a model that needs more is refused; 0: all of it")
 
 

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from accel_ddp.config.optimizer_options import OptimizerConfig
-from accel_ddp.config.option_values import BestMetric, Direction, check_end, choose, parse_ranks, parse_steps, split_weight
+from accel_ddp.config.option_values import (
+    BestMetric,
+    Direction,
+    check_end,
+    choose,
+    parse_ranks,
+    parse_shares,
+    parse_steps,
+    split_weight,
+)
 from accel_ddp.config.options import of_group, option, properties_of
 from accel_ddp.config.run_options import (
     TIMEOUT_VARIABLE,
@@ -43,8 +52,32 @@ class TrainConfig(
                 raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
             raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
+        if self.balance != "off":
+            why = "FSDP gathers weights in every micro-batch of every rank, so ranks need equal work"
+            raise UserError(f"--balance {self.balance}: {why}. Leave it out, or train with DDP: accelerate_configs/1node.yaml.")
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
+        if self.sync_every:
+            raise UserError(
+                f"--sync_every {self.sync_every}: every worker needs the whole model, but this run uses FSDP. Leave it out."
+            )
+
+    def validate_local_steps(self) -> None:
+        """Raise UserError for values that a run cannot have with `--sync_every`, or that it has no use for without."""
+        for name in ("local_workers", "outer_lr", "outer_momentum", "sync_dtype"):
+            if not self.sync_every and getattr(self, name) != getattr(TrainConfig, name):
+                raise UserError(f"--{name} {getattr(self, name)}: needs --sync_every, for example --sync_every 30.")
+        for name, value in {"comm_hook": "none", "sync_batchnorm": False, "global_batch_tokens": 0, "balance": "off"}.items():
+            if self.sync_every and getattr(self, name) != value:
+                raise UserError(
+                    f"--sync_every {self.sync_every} --{name} {getattr(self, name)}: cannot be combined. Leave one out."
+                )
+        if self.sync_every and self.mixed_precision == "fp16":
+            raise UserError(
+                f"--sync_every {self.sync_every}: every worker would need its own fp16 scaler. Use --mixed_precision bf16."
+            )
+        if self.outer_momentum >= 1:
+            raise UserError(f"--outer_momentum {self.outer_momentum}: must be below 1, for example 0.9.")
 
     def validate(self) -> None:
         """Raise UserError for values that no run can have. Recipes extend it."""
@@ -57,9 +90,19 @@ class TrainConfig(
                 raise UserError(f"--{name} {value}: must be {properties.at_least} or more.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
+        for tokens, items in (("micro_batch_tokens", "micro_batch_size"), ("global_batch_tokens", "global_batch_size")):
+            if getattr(self, tokens) and getattr(self, items) != getattr(type(self), items):
+                given = f"--{tokens} {getattr(self, tokens)} --{items} {getattr(self, items)}"
+                raise UserError(f"{given}: both are the size of a batch. Leave one of them out.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
+        parse_shares(self.balance)
+        if self.balance != "off" and self.static_graph:
+            raise UserError(f"--balance {self.balance} --static_graph: needs ranks with several micro-batches. Use one of them.")
+        if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
+            raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()
+        self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
             raise UserError(
@@ -83,24 +126,45 @@ class TrainConfig(
         """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
         return choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
-    def total_steps(self, num_items: int) -> int:
+    @property
+    def step_size(self) -> int:
+        """The items of a step, or its tokens with `--global_batch_tokens`."""
+        return self.global_batch_tokens or self.global_batch_size
+
+    def total_steps(self, epoch_size: int) -> int:
         """Return `--steps`, or the number of steps in which every item is seen `--epochs` times.
 
-        If the last step is not full, it is filled from the next epoch. No item is dropped.
+        `epoch_size` is the number of items, or of their tokens with `--global_batch_tokens`. If the last step is not full, it is
+        filled from the next epoch. No item is dropped.
         """
-        return self.steps or max(1, -int(-self.epochs * num_items // self.global_batch_size))
+        return self.steps or max(1, -int(-self.epochs * epoch_size // self.step_size))
 
     def split(self, num_ranks: int) -> tuple[int, int]:
-        """Return (items per micro-batch, micro-batches per update) of each rank."""
+        """Return (items per micro-batch, micro-batches per update) of each rank, which may compute several local workers.
+
+        If batches have a number of tokens, it is an estimate for items of `--max_length` tokens.
+        """
         if self.evaluate_only:  # on any number of ranks
             return 1, 1
+        workers = self.local_workers if self.sync_every else 0
+        if workers > num_ranks and workers % num_ranks == 0:
+            micro, count = self.split(workers)
+            return micro, count * (workers // num_ranks)
+        if workers and num_ranks % workers:
+            raise UserError(
+                f"--local_workers {workers}: {num_ranks} ranks cannot be divided among them. Use a number of ranks that is a multiple "
+                f"or a divisor of {workers}, which keeps the result."
+            )
+        if self.micro_batch_tokens or self.global_batch_tokens:
+            return self._estimate_split(num_ranks)
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
+            noun = "workers" if num_ranks == workers else "ranks"
             near = [n for n in (per_rank * num_ranks, (per_rank + 1) * num_ranks) if n]
             possible = [str(n) for n in range(1, self.global_batch_size + 1) if self.global_batch_size % n == 0]
             raise UserError(
-                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} ranks. Use a multiple of "
-                f"{num_ranks}, for example {' or '.join(map(str, near))}. Or use one of these numbers of ranks, which keeps the "
+                f"--global_batch_size {self.global_batch_size} cannot be split over {num_ranks} {noun}. Use a multiple of "
+                f"{num_ranks}, for example {' or '.join(map(str, near))}. Or use one of these numbers of {noun}, which keeps the "
                 f"result: {', '.join(possible)}."
             )
         limit = per_rank if self.micro_batch_size == "auto" else self.micro_batch_size
@@ -113,6 +177,18 @@ class TrainConfig(
                 f"--global_batch_size {self.global_batch_size}. Use --micro_batch_size {' or '.join(map(str, near))}."
             )
         return micro, per_rank // micro
+
+    def _estimate_split(self, num_ranks: int) -> tuple[int, int]:
+        if self.global_batch_size < num_ranks and not self.global_batch_tokens:
+            raise UserError(
+                f"--global_batch_size {self.global_batch_size}: {num_ranks} ranks need an item each. Use at least {num_ranks}."
+            )
+        length = getattr(self, "max_length", 0)
+        length = length if isinstance(length, int) and length else 512
+        per_rank = max(1, (self.global_batch_tokens // length or self.global_batch_size) // num_ranks)
+        limit = self.micro_batch_tokens // length if self.micro_batch_tokens else self.micro_batch_size
+        micro = per_rank if limit == "auto" else min(max(1, limit), per_rank)
+        return micro, -(-per_rank // micro)
 
     def most_ranks(self, limit: int) -> tuple[int, str]:
         """Return the largest number of ranks up to `limit` that can split a batch, and why not `limit` with what to change, or ""."""
@@ -275,6 +351,7 @@ def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
     """Return the options that must be the same on every node."""
     properties = properties_of(type(cfg))
     found = {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
+    found["micro_batch_size"] = "auto" if cfg.micro_batch_size == "auto" else "a number"  # ranks choose together
     weights = [split_weight(one)[1] for one in getattr(cfg, "train_file", ())]
     return found | ({"weights of --train_file": weights} if any(weights) else {})
 

@@ -225,7 +225,7 @@ CODES = {
         "check nvidia-smi, CUDA_VISIBLE_DEVICES and the torch build there, or set ACCELERATE_USE_CPU=true on every node",
     ),
     "W_GPU_KINDS": Code(
-        "The nodes have different GPUs. The slowest determines the speed.", "choose --micro_batch_size for the smallest GPU"
+        "The nodes have different GPUs. The slowest determines the speed.", "use --balance speed; --micro_batch_size may differ"
     ),
     "W_CLOCK": Code("The clocks of the nodes differ.", "timedatectl set-ntp true"),
     # Paths between the nodes.

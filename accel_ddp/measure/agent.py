@@ -10,6 +10,7 @@ from accel_ddp.errors import INTERRUPTED
 from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import JOIN_SECONDS, SILENCE_SECONDS
 from accel_ddp.nodes.messages import Stream, printable
+from accel_ddp.records.tuned_settings import FOLDER
 
 WORKER_MODULE = "accel_ddp.measure.trial_worker"  # see `doctor.collective_launch`, which starts it
 
@@ -17,8 +18,8 @@ WORKER_MODULE = "accel_ddp.measure.trial_worker"  # see `doctor.collective_launc
 class Agent:
     """Starts and kills the worker processes of its node, prints texts and writes files, as the coordinator requests."""
 
-    def __init__(self, processes: WorkerProcesses, out: str):
-        self.processes, self.out = processes, out
+    def __init__(self, processes: WorkerProcesses, out: str, cache_dir: str):
+        self.processes, self.folders = processes, {"files": out, "for_runs": f"{cache_dir}/{FOLDER}"}
 
     async def run(self, ip: str, port: int, key: bytes, info: dict[str, Any], interrupted: asyncio.Future) -> int:
         """Answer the coordinator at this address until it closes the connection, and return the exit code.
@@ -62,8 +63,11 @@ class Agent:
         elif kind == "kill":
             self.processes.kill()
         elif kind == "write":
-            lines, is_complete = await asyncio.to_thread(tune_results.write_files, self.out, request["files"])
-            outbox.put_nowait({"event": "written", "lines": lines, "is_complete": is_complete})
+            results = [
+                await asyncio.to_thread(tune_results.write_files, folder, request[name]) for name, folder in self.folders.items()
+            ]
+            lines = [line for some, _ in results for line in some]
+            outbox.put_nowait({"event": "written", "lines": lines, "is_complete": all(is_complete for _, is_complete in results)})
 
 
 def _print(text: str) -> None:

@@ -96,6 +96,11 @@ class Scaling:
         # The CPU threads of each rank are the same in every run. A rank alone would otherwise use all cores.
         threads = options.cfg.num_threads
         self.cores, self.threads = cores, threads if self.on_gpu else choose_num_threads(threads, local_ranks, max(1, cores))
+        if options.cfg.micro_batch_tokens or options.cfg.global_batch_tokens:
+            reason = "scaling compares batches of so many items"
+            raise UserError(
+                f"--micro_batch_tokens, --global_batch_tokens: {reason}. Use --micro_batch_size and --global_batch_size."
+            )
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
         self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
         if not self.plan:

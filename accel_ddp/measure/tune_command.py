@@ -22,6 +22,7 @@ from accel_ddp.measure.tuner import Tuner
 from accel_ddp.nodes.run_secret import NodeKeys
 from accel_ddp.nodes.sharding_plan import require_ddp
 from accel_ddp.nodes.spawn import clean_environment
+from accel_ddp.records.tuned_settings import network_variables
 
 ONE_RANK = (
     "There is only one rank, so there is no communication to tune. Give the number of nodes (--num_machines 2, or --config_file "
@@ -112,8 +113,8 @@ async def connect_and_tune(outcome: Outcome, own_keys: NodeKeys, options: TuneOp
         environment |= host.socket_interface_variables(outcome.interface, main_ip)
         processes = WorkerProcesses(WORKER_MODULE, node, outcome.ranks_of_nodes, main_ip, environment, allowed)
         tuned = {name: os.environ[name] for name in TUNED_VARIABLES if os.environ.get(name)}
-        info = {"node": node, "host": host.HOST, "out": options.out, "environment": tuned}
-        code = await Agent(processes, options.out).run(main_ip, port, keys[0], info, interrupted)
+        info = {"node": node, "host": host.HOST, "out": options.out, "environment": tuned, "network": network_variables()}
+        code = await Agent(processes, options.out, options.cache_dir).run(main_ip, port, keys[0], info, interrupted)
         if tuning:  # it may still be sending the end to the other nodes
             await asyncio.wait([tuning], timeout=10)
             if tuning.done():

@@ -17,9 +17,11 @@ Run the same command on every node, each with its own --machine_rank.
 
 The doctor's preflight checks run first. Then all-reduce is timed with different socket settings of NCCL, each in new processes
 on every node. Then a DDP step of your model is timed with the best of these settings and different bucket sizes and
-communication hooks. Every node prints the same table. The best values are written to OUT/tuned.env (environment variables; use
-it with `set -a; . OUT/tuned.env; set +a` on every node) and OUT/tuned.yaml (for --config of the recipes). The number of nodes
-and the address of the main node come from the same options and environment variables as for `accel-ddp doctor`."""
+communication hooks. Every node prints the same table. Later runs on these nodes use the fastest settings and bucket size by
+themselves (--tuned off ignores them). A hook changes the result, so it is only suggested. The best values are also written to
+OUT/tuned.env (environment variables; use it with `set -a; . OUT/tuned.env; set +a` on every node) and OUT/tuned.yaml (for --config
+of the recipes). The number of nodes and the address of the main node come from the same options and environment variables as for
+`accel-ddp doctor`."""
 
 DEFAULT_OUT = "accelerate_configs"
 OWN_RANKS = "$NUMBER_OF_RANKS"  # in the printed command, for the number of ranks of each node
@@ -31,7 +33,7 @@ _TORCHRUN_OPTIONS = ("nnodes", "nproc_per_node", "master_addr", "master_port", "
 
 @dataclass(kw_only=True)
 class TuneOptions:
-    """What is tuned. Only `out` may differ between the nodes."""
+    """What is tuned. Only `out` and `cache_dir` may differ between the nodes."""
 
     minutes: float
     trial_seconds: float
@@ -43,6 +45,7 @@ class TuneOptions:
     autocast: str = ""  # dtype of mixed precision; empty: off; auto: bfloat16 on GPUs that have it
     launch: str = "accelerate launch"  # the user's launch command, for the printed instructions
     out: str = DEFAULT_OUT
+    cache_dir: str = TrainConfig.cache_dir  # where later runs look for the result
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,7 +93,7 @@ def options_from(
     if cfg is not None:
         items = 8 if cfg.micro_batch_size == "auto" else cfg.micro_batch_size  # only a training run can find the value of auto
         length = getattr(cfg, "max_length", 128)
-        tokens = items * min(128, 128 if length == "auto" else length)
+        tokens = cfg.micro_batch_tokens or items * min(128, 128 if length == "auto" else length)
     precision = getattr(cfg, "mixed_precision", "auto")
     precision = (stated_precision(topology.accelerate_config) or "auto") if precision == "auto" else precision
     return TuneOptions(
@@ -98,7 +101,7 @@ def options_from(
         tries=[_parse_try(text) for text in given.tries], model=model if model.get("model") else {},
         model_bytes=given.model_bytes, tokens=given.tokens or tokens,
         autocast={"bf16": "bfloat16", "fp16": "float16", "auto": "auto"}.get(precision, ""),
-        launch=_launch_command(topology.num_nodes, own_words, script_words),
+        launch=_launch_command(topology.num_nodes, own_words, script_words), cache_dir=(cfg or TrainConfig).cache_dir,
     )  # fmt: skip
 
 

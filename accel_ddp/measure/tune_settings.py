@@ -220,6 +220,11 @@ class DdpTuner:
         (bucket, hook), speedup = tune_results.confirmed_choice(measurements.times())
         return DdpConfig(bucket_cap_mb=bucket, comm_hook=hook), speedup
 
+    def exact_bucket(self) -> int:
+        """Return the best bucket size without a hook."""
+        exact = {choice: times for choice, times in self.measurements.times().items() if choice[1] == "none"}
+        return tune_results.confirmed_choice(exact)[0][0] if tune_results.DEFAULT in exact else tune_results.DEFAULT[0]
+
     def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
         return {
             "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),

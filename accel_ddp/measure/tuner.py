@@ -15,6 +15,7 @@ from accel_ddp.measure.tune_options import OWN_RANKS, TuneOptions
 from accel_ddp.measure.tune_results import DdpConfig, Entries, Gradients, Transport, Trial
 from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
 from accel_ddp.nodes.topology import describe_ranks
+from accel_ddp.records.tuned_settings import DEFAULT_BUCKET, make_file, model_key
 from accel_ddp.text import counted, format_bytes, plural
 
 SHAPES_MODULE = "accel_ddp.memory.gradient_shapes"  # started as a subprocess, because it is in a higher layer and imports torch
@@ -54,12 +55,13 @@ class Tuner:
         settings_tuner = SettingsTuner(self.coordinator, self.runner, self.options, gradients, began)
         default, transport = await settings_tuner.measure_default()
         best = await settings_tuner.tune(default, transport)
-        ddp_best = None
+        ddp_best, exact = None, DEFAULT_BUCKET
         if gradients.entries:
             deadline = began + minutes * 60
             ddp_tuner = DdpTuner(self.coordinator, self.runner, self.options, gradients, transport.is_nccl, deadline)
             ddp_best = await ddp_tuner.tune(best)
-        await self.conclude(default, best, ddp_best, transport)
+            exact = ddp_tuner.exact_bucket()
+        await self.conclude(default, best, ddp_best, exact, transport)
 
     async def read_gradients(self) -> Gradients:
         """Return the gradients of the model in the options, and print their size."""
@@ -103,16 +105,20 @@ class Tuner:
             raise TuningEnded(2, f"error: {answer['error']} {text}")
         return answer["entries"]
 
-    async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
-        """Print the best values, write them to files on every node, and print how to use them."""
+    async def conclude(
+        self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, exact: int, transport: Transport
+    ) -> None:
+        """Print the best values, write them to files on every node, and print how to use them.
+
+        `exact` is the best bucket size without a hook, which later runs use.
+        """
         lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
         if ddp_best:
             config, speedup = ddp_best
             options = f"bucket_cap_mb {config.bucket_cap_mb}, comm_hook {config.comm_hook}"
             lines.append(f"best DDP options: {options}, {speedup:.2f} times the default's speed")
-        ranks = describe_ranks(
-            [(member.hello["host"], num) for member, num in zip(self.coordinator.members, self.ranks_of_nodes)]
-        )
+        nodes = [(member.hello["host"], num) for member, num in zip(self.coordinator.members, self.ranks_of_nodes)]
+        ranks = describe_ranks(nodes)
         ranks += f" ({self.coordinator.hosts})" if len(set(self.ranks_of_nodes)) == 1 else ""
         header = [f"{time.strftime('%Y-%m-%d %H:%M')}, {ranks}, {transport.device}, {transport.version}", *lines]
         files = {"tuned.env": tune_results.env_text(header, best.settings)}
@@ -125,24 +131,30 @@ class Tuner:
         if obsolete:
             lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
         await self.coordinator.print_on_all("\n".join(lines))
-        is_complete = await self._write(files)
+        for_runs = make_file(
+            nodes, transport.device, best.settings, version=transport.version, network=self.coordinator.members[0].hello["network"],
+            model=model_key(self.options.model) if self.options.model else "", bucket_cap_mb=exact,
+            comm_hook=ddp_best[0].comm_hook if ddp_best else "none",
+        )  # fmt: skip
+        is_complete = await self._write(files, for_runs)
         for node in range(self.nodes):
             out = shlex.quote(str(self.coordinator.members[node].hello["out"]).rstrip("/"))
             config = f" --config {out}/tuned.yaml" if ddp_best else ""
             launch = self.options.launch.replace(OWN_RANKS, str(self.ranks_of_nodes[node]))
-            text = f"To use the result, run on every node:\n  set -a; . {out}/tuned.env; set +a\n  {launch}{config}"
+            text = "Later runs on these nodes use the settings and the bucket size by themselves; --tuned off ignores them.\n"
+            text += f"To use the result, run on every node:\n  set -a; . {out}/tuned.env; set +a\n  {launch}{config}"
             await self.coordinator.members[node].send({"do": "print", "text": text})
         if not is_complete:
             raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
 
-    async def _write(self, files: dict[str, str]) -> bool:
+    async def _write(self, files: dict[str, str], for_runs: dict[str, str]) -> bool:
         """Write the files on all nodes, and return whether all of them are there.
 
         The main node is first. If the nodes share a disk, the other nodes then find its files there.
         """
         is_complete = True
         for node in range(self.nodes):
-            await self.coordinator.members[node].send({"do": "write", "files": files})
+            await self.coordinator.members[node].send({"do": "write", "files": files, "for_runs": for_runs})
             deadline = time.monotonic() + WRITE_SECONDS
             answer = {"lines": [f"could not write its files within {WRITE_SECONDS:.0f} s: its disk does not answer"]}
             while received := await self.coordinator.next_event(deadline):

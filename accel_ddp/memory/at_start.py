@@ -46,7 +46,7 @@ class Verdict:
 
 
 def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, rows: Sequence[Any] = ()) -> None:
-    """Choose `--gradient_checkpointing auto` and `--eval_batch_size auto`, and print the memory that each GPU needs.
+    """Choose `auto` of `--gradient_checkpointing`, `--keep_gathered` and `--eval_batch_size`, and print the memory that a GPU needs.
 
     Call it on every rank, when `cfg.max_length` is known and before the model is loaded. `rows` are the tokenized rows for training and
     for evaluation, of which the longest are assumed to come together. Without them all have `--max_length` tokens. Raise UserError on
@@ -65,6 +65,8 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     for name, value in (("gradient_checkpointing", False), ("eval_batch_size", EVAL_BATCH_SIZE)):
         if getattr(cfg, name, None) == "auto":
             choose(cfg, name, *found.choices.get(name, (value, why)))
+    if "keep_gathered" in found.choices:  # otherwise `auto` keeps nothing, as on CPUs
+        choose(cfg, "keep_gathered", *found.choices["keep_gathered"])
     if found.text:
         print_on_main(found.text)
     if found.refusal:
@@ -105,7 +107,7 @@ def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: flo
     estimator = estimator.settled(ranks, plan, min(size, free))
     found = estimator.estimate(ranks, plan)
     expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak
-    is_least = estimator.cfg.micro_batch_size == "auto"
+    is_least = estimator.cfg.micro_batch_size == "auto" and not estimator.cfg.micro_batch_tokens
     what = f"estimated{_with(found)}{' for micro-batches of 1 item' * is_least}{_parts(found, expected)}"
     lines = [f"memory per GPU: {expected / GIB:.1f} of {size / GIB:.1f} GiB {what}"]
     if ranks > 1 and found.peak > GIB and (plan or estimator.can_be_sharded()):

@@ -136,8 +136,13 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
     return EstimatedRun(states, traced, precision, micro_batch_size, is_graphed, copies)
 
 
-def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None) -> Estimate:
-    """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it."""
+def estimate(
+    run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None, keep: str = "auto"
+) -> Estimate:
+    """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it.
+
+    `keep` is a value of `--keep_gathered`. `auto` counts as the least.
+    """
     states, plan = run.states, plan if ranks > 1 else None
     shards, on_gpu = (ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1) if plan else (1, 1)
     share = lambda size: -(-size // shards) * on_gpu
@@ -157,7 +162,7 @@ def estimate(run: EstimatedRun, ranks: int, num_micro_batches: int, plan: Shardi
         optimizer=share(states.optimizer),
         averages=share(states.averages),
         reference=share(states.reference),
-        gathered=_gathered(run, plan) if plan else 0,
+        gathered=_gathered(run, plan.keeps(keep), num_micro_batches) if plan else 0,
         copies=copies,
         activations=int(activations),
         loss=loss,
@@ -203,14 +208,18 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
     return max(0, max(capture, replay) - without.total)
 
 
-def _gathered(run: EstimatedRun, plan: ShardingPlan) -> int:
-    """Return the bytes of the root, gathered layers, the gradients of a layer, and two float32 buffers of its reduce-scatter."""
+def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
+    """Return the bytes of the root, gathered layers, the gradients of a layer, and two float32 buffers of its reduce-scatter.
+
+    Gradients that are kept until the last micro-batch are whole, and in float32.
+    """
     states = run.states
     layer = states.layers.parameters // max(1, states.num_layers)
     size = 2 if run.precision == "bf16" else -(-states.layers.weights // max(1, states.layers.parameters))
-    number = GATHERED_LAYERS if plan.reshard_after_forward else states.num_layers + 1
+    number = GATHERED_LAYERS if keep == "none" else states.num_layers + 1
     trained = states.layers.trained // max(1, states.num_layers)
-    return states.rest.weights + min(number, states.num_layers + 1) * layer * size + trained * (size + 8)
+    whole = 4 * (states.layers.trained + states.rest.trained) if keep == "gradients" and num_micro_batches > 1 else 0
+    return states.rest.weights + min(number, states.num_layers + 1) * layer * size + trained * (size + 8) + whole
 
 
 def _peak_of_shards(run: EstimatedRun, num_micro_batches: int, shards: int, on_gpu: int) -> tuple[int, int, int]:
@@ -270,6 +279,8 @@ class Estimator:
                     is_on, why = with_it.total < found.total, f"{why}, {with_it.total / GIB:.1f} with it"
                     found = min(with_it, found, key=lambda one: one.total)
             choices["gradient_checkpointing"] = is_on, why
+        if plan and self.cfg.keep_gathered == "auto":
+            choices["keep_gathered"], found = self._kept(found, ranks, plan, available, choices)
         if getattr(self.cfg, "eval_batch_size", 0) == "auto":
             fitting = [
                 size for size, more in found.evaluations.items() if needed((found.total + more) * MARGIN, ranks) <= available
@@ -282,6 +293,20 @@ class Estimator:
         other.choices = choices
         return other
 
+    def _kept(
+        self, least: Estimate, ranks: int, plan: ShardingPlan, available: float, choices: dict[str, tuple[Any, str]]
+    ) -> tuple[tuple[str, str], Estimate]:
+        """Return what a run keeps gathered, and why, and its estimate. Keeping more sends less: each weight once in a step."""
+        changes = {name: value for name, (value, _) in choices.items()}
+        # An automatic micro-batch size uses the memory better than gradients that wait.
+        has_several = self.cfg.micro_batch_size != "auto" and self.cfg.split(ranks)[1] > 1
+        for keep in ("gradients", "weights") if has_several else ("weights",):
+            found = self.estimate(ranks, plan, keep_gathered=keep, **changes)
+            why = f"{found.total / GIB:.1f} of {available / GIB:.1f} GiB estimated with"
+            if needed(found.total * MARGIN, ranks) <= available or plan.keeps("auto") == keep:
+                return (keep, f"{why} it"), found
+        return ("none", f"{why} weights, and {least.total / GIB:.1f} without"), least
+
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
         """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.
 
@@ -290,16 +315,18 @@ class Estimator:
         cfg = copy.copy(self.cfg)
         for name, value in changes.items():
             setattr(cfg, name, value)
+        cfg.micro_batch_tokens = 0 if "micro_batch_size" in changes else cfg.micro_batch_tokens
         if cfg.micro_batch_size == "auto":
             cfg.micro_batch_size = 1
         in_plan = plan is not None and plan.activation_checkpointing
         cfg.gradient_checkpointing = in_plan or cfg.gradient_checkpointing is True
         micro, count = cfg.split(ranks)
-        options = sorted((name, value) for name, value in changes.items() if name not in ("micro_batch_size", *CHECKPOINTED))
+        traced = ("micro_batch_size", "keep_gathered", *CHECKPOINTED)  # in the key, or not in the trace
+        options = sorted((name, value) for name, value in changes.items() if name not in traced)
         key = (micro, cfg.gradient_checkpointing, *options)
         if key not in self._runs:
             self._runs[key] = prepare(cfg, self.model_class, self.precision, micro, self.lengths)
-        found = estimate(self._runs[key], ranks, count, plan)
+        found = estimate(self._runs[key], ranks, count, plan, cfg.keep_gathered)
         return dataclasses.replace(found, eval_batch_size=getattr(cfg, "eval_batch_size", 1))
 
     def can_be_sharded(self) -> bool:
@@ -350,6 +377,8 @@ class Estimator:
         if plan and not plan.reshard_after_forward:
             freed = dataclasses.replace(plan, reshard_after_forward=True)
             layouts.append(("--fsdp_reshard_after_forward true", ranks, freed))
+        if plan and self.cfg.keep_gathered in ("weights", "gradients"):
+            yield "--keep_gathered none", ranks, plan, {"keep_gathered": "none"}
         if self.can_be_sharded():
             sharded = dataclasses.replace(plan or ShardingPlan(), replicas=1, reshard_after_forward=True)
             how = "" if plan else f" (--config_file {CONFIG})"
@@ -374,7 +403,7 @@ class Estimator:
         """Yield a layout alone, and with gradient checkpointing and micro-batches of a half, a quarter, and 1."""
         join = lambda more: _joined(words, more)
         yield words, ranks, plan, {}
-        micro = 1 if self.cfg.micro_batch_size == "auto" else self.cfg.split(ranks)[0]
+        micro = 1 if self.cfg.micro_batch_size == "auto" and not self.cfg.micro_batch_tokens else self.cfg.split(ranks)[0]
         smaller = {size for size in (micro // 2, micro // 4, 1) if 0 < size < micro and micro % size == 0}
         sizes = sorted(smaller, reverse=True)
         for size in sizes:

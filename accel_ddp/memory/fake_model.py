@@ -21,7 +21,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import adapters, models
 from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
-from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
+from accel_ddp.speed.padding_free_model import PaddingFree, head_size, layers_of
 from accel_ddp.training import optim
 from accel_ddp.training.stream import Batch, Sizes
 
@@ -245,7 +245,7 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
     batch["labels"] = labels
     tokens = int(lengths.sum())
     targets = tokens if labels is ids else labels.numel()
-    batch.sizes = Sizes(texts, tokens, int((lengths**2).sum()), width, targets)
+    batch.sizes = Sizes(texts, tokens, int((lengths**2).sum()), width, targets, until=labels.numel())
     return batch
 
 
@@ -257,6 +257,5 @@ class PackedLikeGpu(PaddingFree):
         return Row(mask, rounded_up(sizes.tokens), sizes.width) if sizes and isinstance(mask, Tensor) else None
 
     def _has_flash(self, device: torch.device) -> bool:
-        config = next(iter(self.configs.values()))
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = head_size(next(iter(self.configs.values())))
         return size % 8 == 0 and size <= 256

@@ -54,6 +54,10 @@ class ShardingPlan:
             raise UserError(_wrong_sizes(self.replicas, 0, sum(counts), len(counts)))
         return self
 
+    def keeps(self, asked: str) -> str:
+        """Return what a rank keeps gathered during a step, if `--keep_gathered` is `asked`."""
+        return asked if asked in ("weights", "gradients") else "none" if self.reshard_after_forward else "weights"
+
     def describe(self, num_ranks: int, device: str) -> str:
         """Return a sentence about a plan whose nodes are known, for example `The model is sharded over 8 GPUs.`"""
         shards = num_ranks // self.replicas

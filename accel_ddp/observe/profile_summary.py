@@ -22,7 +22,7 @@ SCHEMA = 1
 # The options that recommendations depend on.
 OPTIONS = (
     "global_batch_size", "micro_batch_size", "bucket_cap_mb", "comm_hook", "num_workers", "compile", "padding_free", "pin_memory",
-    "log_every", "gradient_checkpointing", "mixed_precision",
+    "log_every", "gradient_checkpointing", "mixed_precision", "global_batch_tokens", "micro_batch_tokens",
 )  # fmt: skip
 _UNEVEN = 0.1  # a rank that computes this much longer than the others is reported
 NOTABLE = 0.05  # fraction of a step; less is not worth an option
@@ -151,6 +151,8 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Rec
     if run["num_nodes"] > 1:
         text = f"{why}. `accel-ddp tune` measures which {'NCCL and ' * on_gpu}DDP settings are the fastest on these nodes."
         yield Recommendation("accel-ddp tune", network / 3, text)
+    if options.get("global_batch_tokens"):
+        return
     fixed = network + overall["parts"]["optimizer"] * (not on_gpu)
     batch = options.get("global_batch_size", 0)
     what = "communicates" if on_gpu else "communicates and updates the weights"
@@ -200,6 +202,8 @@ def _host(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendati
         text = f"{why}. --compile on fuses kernels, so the host launches fewer, and saves up to {ms(late)}."
         yield Recommendation("--compile on", late, text)
     micro, count = run["micro_batch_size"], run["accumulation"]
+    if options.get("micro_batch_tokens") or options.get("global_batch_tokens"):  # the numbers of items vary
+        return
     if count % 2 == 0 and options.get("micro_batch_size") != "auto":
         text = (
             f"{why}, with {count} micro-batches of {micro} per step. --micro_batch_size {2 * micro} launches half as many kernels, "

@@ -32,7 +32,7 @@ class Progress(Hook):
     """Updates the panel that `start` has opened. If there is none, it prints a line every `--log_every` steps."""
 
     def __init__(self, cfg: TrainConfig):
-        self.cfg, self.every, self.num_items = cfg, cfg.log_every, 0
+        self.cfg, self.every, self.steps_per_epoch = cfg, cfg.log_every, 0.0
 
     @property
     def state(self) -> "State | None":
@@ -41,14 +41,14 @@ class Progress(Hook):
         return display.state if display else None
 
     def on_describe(self, facts):
-        self.num_items = facts.get("items", 0)
+        self.steps_per_epoch = facts.get("items", 0) / facts.get("batch", {}).get("global", self.cfg.global_batch_size)
 
     def on_start(self, step, total_steps, evaluations):
         self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
         self.evaluations, self.rows = dict(evaluations), {}
         if state := self.state:
             state.first_step, state.began, state.numbers = step, self.began, None
-            state.steps_per_epoch = self.num_items / self.cfg.global_batch_size
+            state.steps_per_epoch = self.steps_per_epoch
             state.evaluations, state.total_steps = self.evaluations, total_steps
             with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
                 state.metric = self.cfg.best()

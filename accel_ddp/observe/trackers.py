@@ -198,7 +198,7 @@ class Trackers(Hook):
     def on_describe(self, facts):
         self.facts = facts
         nodes = tuple(rank["node"] for rank in facts.get("ranks", []))
-        self.scale = Scale(facts.get("items", 0), self.cfg.global_batch_size, nodes)
+        self.scale = Scale(facts.get("items", 0), facts.get("batch", {}).get("global", self.cfg.global_batch_size), nodes)
 
     def on_start(self, step, total_steps, evaluations):
         self.total_steps, self.step = total_steps, step
@@ -262,7 +262,7 @@ class Scale(NamedTuple):
     """What turns the numbers of a step into rates: the size of the run."""
 
     items: int  # of the training data
-    global_batch_size: int
+    batch_items: float  # of a step
     nodes: tuple[int, ...]  # the node of each rank
 
 
@@ -271,10 +271,10 @@ def row_of_update(numbers: Numbers, pace: Pace, before: Sequence[RankSample], sc
     row = {"train/loss": numbers.loss, "train/grad_norm": numbers.grad_norm, "train/lr": numbers.lr}
     row |= {f"train/{name}": value for name, value in numbers.means.items()}
     if scale.items:
-        row["train/epoch"] = numbers.step * scale.global_batch_size / scale.items
+        row["train/epoch"] = numbers.step * scale.batch_items / scale.items
     row["speed/samples_per_second"] = pace.samples
     if pace.samples > 0:
-        row["speed/step_seconds"] = scale.global_batch_size / pace.samples
+        row["speed/step_seconds"] = scale.batch_items / pace.samples
     row |= {f"speed/{name}": value for name, value in rates_of(numbers, pace).items()}
     return row | _row_of_times(before, numbers.ranks) | _row_of_system(numbers.ranks, scale.nodes)
 

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,27 +27,32 @@ from accel_ddp.ranks.failures import Failure, Stopped
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.reporting import link_to_monitor, start_monitor_of_node
 from accel_ddp.ranks.restarts import end_if_stopped, is_restart, join_attempt, newest_run, raise_missing, read_earlier_run
+from accel_ddp.records import tuned_settings
 from accel_ddp.text import counted
 from accel_ddp.watch.link import MonitorAddress
 
 log = logging.getLogger(__name__)
 
 
-def connect(cfg: TrainConfig) -> bool:
-    """Open the process group and return whether this run trains on GPUs. The answer or error is the same on every rank."""
+def connect(cfg: TrainConfig, saved: dict[str, Any]) -> bool:
+    """Open the process group and return whether this run trains on GPUs. The answer or error is the same on every rank.
+
+    `saved` has the options of the checkpoint from which this node would continue; see `resume.settings_of_run`.
+    """
     check_rank_variables()
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
     end_if_stopped()
     root = _open_store(cfg, timeout)
     has_other_nodes = this_rank.num_ranks > this_rank.local_ranks
     keys = NodeKeys(read_secret()) if this_rank.is_local_main and has_other_nodes else None  # of the monitor
+    gpus = 0 if cpu_is_wanted() else torch.cuda.device_count()
     mine = {
-        "host": this_rank.host, "pid": os.getpid(), "gpus": 0 if cpu_is_wanted() else torch.cuda.device_count(),
+        "host": this_rank.host, "pid": os.getpid(), "gpus": gpus,
         "rank": this_rank.rank, "node": links.node, "local_rank": this_rank.local_rank, "local": this_rank.local_ranks,
         "nonce": secrets.token_hex(8), "key": keys.public if keys else None, "run": read_earlier_run(),
         "monitor": _start_monitor(cfg) if this_rank.is_local_main else None,
         "options": options_that_must_match(cfg), "torch": torch.__version__,
-        "sharding": links.sharding.settings() if links.sharding else {},
+        "sharding": links.sharding.settings() if links.sharding else {}, "tuned": _announce_settings(cfg, saved, gpus),
     }  # fmt: skip
     try:
         attempt, ranks = join_attempt(root, mine, cfg)
@@ -61,6 +67,8 @@ def connect(cfg: TrainConfig) -> bool:
     if links.sharding:
         links.sharding = links.sharding.on_nodes([number for _, number in links.nodes])
     use_gpu = _check_gpus(ranks)
+    for line in tuned_settings.apply(cfg, [rank["tuned"] for rank in ranks], links.nodes, use_gpu):
+        print_on_main(line)
     if use_gpu:
         torch.cuda.set_device(this_rank.local_rank)
     dist.init_process_group(
@@ -73,6 +81,15 @@ def connect(cfg: TrainConfig) -> bool:
     )
     links.slow_group = dist.new_group(backend="gloo", timeout=timedelta(days=3650))  # its receives last as long as the run
     return use_gpu
+
+
+def _announce_settings(cfg: TrainConfig, saved: dict[str, Any], gpus: int) -> dict[str, Any]:
+    """Return what this rank knows about settings of NCCL. One rank of each node reads its files."""
+    device, version = "CPU", f"torch {torch.__version__}, gloo"
+    if gpus > this_rank.local_rank:
+        device = torch.cuda.get_device_name(this_rank.local_rank)
+        version = f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    return tuned_settings.announce(cfg, saved, device, version, this_rank.is_local_main)
 
 
 def _start_monitor(cfg: TrainConfig) -> MonitorAddress | None:
@@ -142,6 +159,7 @@ def _join_nodes(ranks: list[dict], keys: NodeKeys | None) -> None:
 def connect_single_rank(cfg: TrainConfig) -> None:
     """Set what the launcher of a single rank has stored, and start a monitor, because its data and its disk may hang too."""
     end_if_stopped()
+    tuned_settings.apply(cfg, [], [], use_gpu=False)
     links.earlier_run = newest_run([read_earlier_run()])
     monitor = start_monitor_of_node(cfg, "127.0.0.1") if links.monitor is None else None  # `start` may be called twice
     if monitor is None:

@@ -65,6 +65,16 @@ class RankPlace:
         return self.local_rank == 0
 
 
+class Team(NamedTuple):
+    """The ranks that compute an optimizer step together: all of them, or with `--sync_every` those of one worker."""
+
+    size: int
+    rank: int  # of this rank among them
+    group: "dist.ProcessGroup | None" = None  # None: all ranks
+    workers: range = range(1)  # that these ranks compute, one after the other
+    num_workers: int = 1  # of all ranks
+
+
 class Connections:
     """The connections of this rank, and what the ranks have found out over them. `group.connect` opens them."""
 
@@ -76,6 +86,7 @@ class Connections:
         self.passed_waits: list[str] = []  # whose keys are still in the store, in the order in which they passed
         self.node = estimate_node(place.rank, place.local_rank, place.local_ranks)  # until the ranks have numbered their nodes
         self.nodes = [(place.host, place.num_ranks)]  # host and number of ranks of each node
+        self.team = Team(place.num_ranks, place.rank)
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `restarts`
 
         self.monitor: Link | None = None  # of this node
@@ -100,6 +111,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason = ""  # why this rank was asked to stop; empty: it was not
+        self.when = "after this step"  # it takes effect, for messages
         self.reason_of_others = ""  # why another rank was asked to stop, as the monitor has sent it
         self.is_agreed = False  # every rank has reached the stop and saves
         self.can_save = False  # true only while `fit` runs; otherwise a signal ends the rank at once

@@ -155,7 +155,9 @@ def _handle(number: signal.Signals, was_interrupted: bool) -> None:
         if this_rank.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
             more = " Press Ctrl-C again to end at once without saving." if is_interrupt else ""
             print(
-                f"\n{this_rank.host}: received {name}; saving after this step, then stopping.{more}", file=sys.stderr, flush=True
+                f"\n{this_rank.host}: received {name}; saving {ending.stop.when}, then stopping.{more}",
+                file=sys.stderr,
+                flush=True,
             )
 
 

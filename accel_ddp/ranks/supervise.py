@@ -182,12 +182,14 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
         )
         return report_failure(Failure("died", f"LINK_LOST: {text}"), is_secondary=True)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _mentions(error, OUT_OF_MEMORY):
-        micro = cfg.split(this_rank.num_ranks)[0]
+        kind, micro = (
+            ("tokens", cfg.micro_batch_tokens) if cfg.micro_batch_tokens else ("size", cfg.split(this_rank.num_ranks)[0])
+        )
         advice = "--gradient_checkpointing"
         if micro > 1:
-            advice = f"--micro_batch_size {micro // 2} (--global_batch_size stays the same), or --gradient_checkpointing"
+            advice = f"--micro_batch_{kind} {micro // 2} (the items of a step stay the same), or --gradient_checkpointing"
         text = (
-            f"{_this_rank()} is out of memory{_where()} with --micro_batch_size {micro}. Use {advice}, --mixed_precision bf16, or "
+            f"{_this_rank()} is out of memory{_where()} with --micro_batch_{kind} {micro}. Use {advice}, --mixed_precision bf16, or "
             f"shorter items; in an evaluation a smaller --eval_batch_size. ({_first_line(error)})"
         )
         return report_failure(Failure("error", text))

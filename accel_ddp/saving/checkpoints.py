@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from accel_ddp.config.choices import KEPT, keep, reasons
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import Moment, ending, this_rank
+from accel_ddp.ranks.process import Moment, ending, links, this_rank
 from accel_ddp.ranks.reporting import record
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, pieces, restart_record, resume
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
-from accel_ddp.saving.state_tensors import capture, digest_of_frozen, own_pieces, versions
+from accel_ddp.saving.state_tensors import EMA, OUTER, capture, digest_of_frozen, own_pieces, to_save, versions
 
 Metrics = dict[str, float]
 
@@ -53,11 +53,15 @@ class Checkpoints:
         total_steps: int = 0,
         files: dict[str, bytes] | None = None,
         averages: dict[str, Tensor] | None = None,
+        momentum: dict[str, Tensor] | None = None,
+        states: Callable[[], Iterable[str]] = lambda: ("",),
         before_save: Callable[[int], None] = lambda step: None,
     ):
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
-        `averages` are the averages of weights by name (see `training.ema`), which are saved and restored in place.
+        `averages` are the averages of weights by name (see `training.ema`), and `momentum` belongs to the weights of local workers
+        (see `training.local_steps`). Both are saved and restored in place. `states` lets the optimizer have the state of each
+        worker of this rank in turn, and yields what the names of its tensors end with.
 
         `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
         """
@@ -65,8 +69,12 @@ class Checkpoints:
         self.model = accelerator.unwrap_model(model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
-        self.averages = averages or {}
-        self.stream_state: Callable[[], str] = str  # returns where the run is in data that are read in order
+        self.kept = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}
+        self.kept |= {f"{name}/{OUTER}": one for name, one in (momentum or {}).items()}
+        self.states = states
+        self.more: Callable[[], dict[str, Any]] = (
+            dict  # what else run.json needs: the place in data that are read in order, shares
+        )
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -83,12 +91,13 @@ class Checkpoints:
         self._host: dict[str, dict[str, Tensor]] = {MODEL: {}, OPTIMIZER: {}}
         self._committed: list[tuple[int, Path]] = []
         self.is_sharded = is_sharded(self.model)
+        self.in_parts = self.is_sharded or (bool(cfg.sync_every) and this_rank.num_ranks > 1)  # each rank writes a part
         self._writers = [(0, this_rank.host)]  # rank and host of the ranks that write
-        self._partial = pieces.PartialSave("", 0, [], "", 0)  # of a sharded model
+        self._partial = pieces.PartialSave("", 0, [], "", 0)  # if ranks write parts
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
-        if self.is_sharded:
+        if self.in_parts:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
-            stores = any(is_first_copy(p) for p in self.model.parameters())
+            stores = any(map(is_first_copy, self.model.parameters())) if self.is_sharded else links.team.rank == 0
             facts = gather_everywhere((this_rank.rank, this_rank.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
             self._partial = pieces.PartialSave(nonce, 0, self._writers, "", 0)
@@ -108,10 +117,17 @@ class Checkpoints:
         if not self._is_due(step, is_last):
             return
         self.newest = step
-        weights, optimizer, values = capture(self.model, self.optimizer, self.averages)
-        groups = {MODEL: weights, OPTIMIZER: optimizer}
-        if self.is_sharded:
+        groups = {MODEL: to_save(self.model), OPTIMIZER: dict(self.kept)}
+        if self.in_parts:
             groups = {group: own_pieces(tensors) for group, tensors in groups.items()}
+        values: dict[str, dict[str, Any]] = {}
+        for suffix in self.states():
+            tensors, more = capture(self.model, self.optimizer, suffix)
+            groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if links.team.rank == 0 or not suffix else {}
+            values |= more
+        for others in gather_everywhere(values) if self.in_parts and not self.is_sharded else ():
+            values |= others
+        if self.in_parts:
             for group, tensors in groups.items():
                 known = self._offsets[group]
                 self._offsets[group] = {name: known.get(name) or region(tensor)[0] for name, tensor in tensors.items()}
@@ -124,29 +140,29 @@ class Checkpoints:
             "config": redact_values(as_plain_dict(self.cfg)), "chosen": redact_values(reasons(self.cfg)),
             "versions": versions(), "host": this_rank.host,
             "optimizer": type(self.optimizer).__name__, "values": values,
-            "on_host": [name for name, tensor in optimizer.items() if tensor.device.type == "cpu"],
+            "on_host": [name for name, tensor in groups[OPTIMIZER].items() if tensor.device.type == "cpu"],
             "scaler": scaler.state_dict() if scaler else None, "skipped_in_a_row": self.skipped_in_a_row,
             "evaluations": {str(at): metrics for at, metrics in self.evaluations.items()},
-            **({"shards": len(self._writers)} if self.is_sharded else {}), "stream": self.stream_state(),
+            **({"shards": len(self._writers)} if self.is_sharded else {}), **self.more(),
         }  # fmt: skip
         self.failed = ""
         self._last = (self.folder / f"step_{step:08d}", run, self._host, copied)
         self._submit()
 
     def _is_due(self, step: int, is_last: bool) -> bool:
-        """Return whether this rank passes its state to the writer now. It is the same on all ranks of a sharded model, a collective.
+        """Return whether this rank passes its state to the writer now. If ranks write parts, all return the same, a collective.
 
         Only one save runs at a time, because all saves use the same host buffers.
         """
-        if self.newest == step and not (broadcast_object(self.failed) if self.is_sharded else self.failed):
+        if self.newest == step and not (broadcast_object(self.failed) if self.in_parts else self.failed):
             return False
-        if not self.is_sharded and not this_rank.is_main:
+        if not self.in_parts and not this_rank.is_main:
             self.newest = step
             return False
         # The other ranks wait in the next all-reduce, which has a timeout; after the last step they wait without one.
         seconds = None if is_last else self.cfg.ddp_timeout_seconds / 2
         hosts = [] if self.wait(seconds) else [this_rank.host]
-        if self.is_sharded:
+        if self.in_parts:
             hosts = list(dict.fromkeys(host for some in gather_everywhere(hosts) for host in some))
         if hosts and this_rank.is_main:
             text = (
@@ -159,7 +175,7 @@ class Checkpoints:
 
     def _submit(self) -> None:
         path, run, *more = self._last
-        if self.is_sharded:
+        if self.in_parts:
             self._partial = self._partial._replace(number=self._partial.number + 1, run=self.run_id, step=run["step"])
             if this_rank.rank not in [rank for rank, _ in self._writers]:
                 return
@@ -195,7 +211,7 @@ class Checkpoints:
         try:
             if copied is not None:
                 copied.synchronize()
-            if self.is_sharded:
+            if self.in_parts:
                 pieces.write(path, tensors, self._offsets, run, self.files, partial)
             else:
                 checkpoint_format.write(path, tensors, run, self.files)
@@ -287,7 +303,7 @@ class Checkpoints:
         """Wait for the last save on every rank. Return why it failed, or "". This is a collective."""
         with phases.phase(SAVE):
             self.wait()
-            failed = broadcast_object(self.failed, what="write its part of the checkpoint") if self.is_sharded else self.failed
+            failed = broadcast_object(self.failed, what="write its part of the checkpoint") if self.in_parts else self.failed
             if failed:  # the state is still in host memory, and there may be free space by now
                 self._submit()
                 self.wait()
@@ -322,12 +338,17 @@ class Checkpoints:
         evaluations = broadcast_object(evaluations, source) or {}
         resume.check_options(self.cfg, run, data=self.data, precision=self.accelerator.mixed_precision)
         if self.cfg.micro_batch_size == "auto" and run["num_ranks"] == self.accelerator.num_processes:
-            found = run["config"]["micro_batch_size"]  # the size that was chosen then keeps the run bit-identical
+            # The size that was chosen then keeps the run bit-identical.
+            found = run["micro_batch_sizes"][this_rank.rank] if "micro_batch_sizes" in run else run["config"]["micro_batch_size"]
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")
+        found = run["config"].get("compile", "auto")  # the step from which on layers are compiled
+        if self.cfg.compile == "auto" and found not in ("auto", "off"):
+            keep(self.cfg, "compile", found, run)
+            print_on_main(f"compile {found}: {KEPT}")
         optimizer = None if self.cfg.evaluate_only else self.optimizer
-        resume.load(self.accelerator, self.model, optimizer, self.averages, path, run, source)
+        resume.load(self.accelerator, self.model, optimizer, self.kept, self.states, path, run, source)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():

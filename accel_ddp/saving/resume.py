@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
+from accel_ddp.ranks.restarts import read_earlier_run
 from accel_ddp.ranks.shards import is_sharded, local, region, sharded_like
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, state_tensors
@@ -166,6 +169,28 @@ def take_saved_options(cfg: TrainConfig) -> None:
         take_saved(cfg, run)
 
 
+def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
+    """Return the options for communication of the newest checkpoint on this disk, or {} if it is of another number of ranks.
+
+    They must be known before the ranks can communicate, so each node looks for itself, and also for the folder of an earlier attempt.
+    """
+    earlier = read_earlier_run().get("absolute", "")
+    if not this_rank.is_local_main or not (cfg.resume or earlier):
+        return {}
+    folder = cfg.output_dir or folder_of_resume(cfg) or earlier
+    with contextlib.suppress(OSError):  # it is reported when the checkpoint is read
+        paths = candidates(dataclasses.replace(cfg, resume=cfg.resume or "auto", output_dir=folder))
+        run = next(filter(None, map(checkpoint_format.read_run, reversed(paths))), {})
+        if run.get("num_ranks") == this_rank.num_ranks:
+            stored = {"tuned": "off", "bucket_cap_mb": 25, **run["config"]}
+            return {
+                "step": run["step"],
+                "chosen": run.get("chosen", {}),
+                **{name: stored[name] for name in ("tuned", "bucket_cap_mb")},
+            }
+    return {}
+
+
 def check_options_early(cfg: TrainConfig) -> None:
     """Raise UserError for changed options before a model is loaded. The data are compared later, when they are loaded."""
     if found := candidates(cfg):
@@ -215,7 +240,8 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
     """Return the options that differ from the saved run. Those that are `free` or keep the result may differ."""
     # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
-    then, now = redact_values(run.get("config", {})), redact_values(as_plain_dict(cfg))
+    # A run that is older than the option had steps of items.
+    then, now = redact_values({"global_batch_tokens": 0} | run.get("config", {})), redact_values(as_plain_dict(cfg))
     before = run.get("data") or {}
     free = {*free, *options_that_keep_the_result(type(cfg)), "mixed_precision"}
     if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
@@ -232,11 +258,14 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
     Without `data` the saved run's number of items is used.
     """
     then, before = run.get("config", {}), run.get("data") or {}
-    last_step = lambda options, items: options.total_steps(items) if items or options.steps else 0
-    names = ("steps", "epochs", "global_batch_size")
+    size_of = lambda options, found: found.get("tokens" if options.global_batch_tokens else "items", 0)
+    last_step = lambda options, found: (
+        options.total_steps(size_of(options, found)) if size_of(options, found) or options.steps else 0
+    )
+    names = ("steps", "epochs", "global_batch_size", "global_batch_tokens")
     saved = dataclasses.replace(cfg, **{name: then[name] for name in names if name in then})
-    total = run.get("total_steps") or last_step(saved, before.get("items", 0))
-    return last_step(cfg, (data or before).get("items", 0)), total
+    total = run.get("total_steps") or last_step(saved, before)
+    return last_step(cfg, data or before), total
 
 
 # ---- loading
@@ -246,18 +275,20 @@ def load(
     accelerator: "Accelerator",
     model: "nn.Module",
     optimizer: torch.optim.Optimizer | None,
-    averages: dict[str, Tensor],
+    kept: dict[str, Tensor],
+    states: Callable[[], Iterable[str]],
     path: Path,
     run: dict[str, Any],
     source: int,
 ) -> None:
-    """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the averages of weights. This is a collective.
+    """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
-    A rank of a sharded model reads only what it holds. If some ranks do not see the files, and for a model that every rank holds
-    completely, rank `source` reads each tensor and sends it.
+    This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files,
+    and for a model that every rank holds completely, rank `source` reads each tensor and sends it.
     """
     weights = state_tensors.to_save(model)
-    reads_alone = is_sharded(model) and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
+    in_parts = is_sharded(model) or any([*states()])
+    reads_alone = in_parts and len({*gather_everywhere(checkpoint_format.identify(path))}) == 1
     reads = reads_alone or source == this_rank.rank
     with together("read the checkpoint"):
         files = {group: Pieces(path, group) for group in (MODEL, OPTIMIZER)} if reads else {}
@@ -279,30 +310,51 @@ def load(
     with torch.no_grad():
         for name in sorted(weights):
             local(weights[name]).copy_(receive(MODEL, name, *region(weights[name])))
-        for name, average in sorted(averages.items()):  # a run that had no averages begins them with its weights
-            full = f"{name}/{state_tensors.EMA}"
-            is_there = full in there[OPTIMIZER]
-            local(average).copy_(receive(OPTIMIZER, full, *region(average)) if is_there else local(weights[name]))
+        for full, tensor in sorted(kept.items()):  # a run that had no averages begins them with its weights
+            name, _, key = full.rpartition("/")
+            if full in there[OPTIMIZER]:
+                local(tensor).copy_(receive(OPTIMIZER, full, *region(tensor)))
+            elif key == state_tensors.EMA:
+                local(tensor).copy_(local(weights[name]))
     if optimizer is None:
         return
     if run["optimizer"] != type(optimizer).__name__:  # possible with --allow_config_change
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in run["values"].items()}
-    on_host = set(run["on_host"])
-    parameters = dict(model.named_parameters())
-    for full in sorted(there[OPTIMIZER]):
-        name, _, key = full.rpartition("/")
-        if key == state_tensors.EMA:
-            continue
-        shape, parameter = there[OPTIMIZER][full][0], parameters.get(name)
-        is_like_parameter = isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]
-        part = receive(OPTIMIZER, full, *(region(parameter) if is_like_parameter else ([0] * len(shape), shape)))
-        part = part.to("cpu" if full in on_host else accelerator.device)
-        state.setdefault(name, {})[key] = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
-    state_tensors.restore(optimizer, model, state)
+    _load_states(
+        accelerator.device, model, optimizer, states, there[OPTIMIZER], run, functools.partial(receive, OPTIMIZER), reads_alone
+    )
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])
+
+
+def _load_states(
+    device: torch.device, model: "nn.Module", optimizer: torch.optim.Optimizer, states: Callable[[], Iterable[str]],
+    there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
+) -> None:  # fmt: skip
+    """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
+    # The last two are used if the number of workers was changed (--allow_config_change).
+    found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
+    on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank
+    parameters = dict(model.named_parameters())
+    for full in sorted(there):
+        name, _, key = full.rpartition("/")
+        key, at, worker = key.partition("@")
+        is_own = at + worker in found
+        if key in (state_tensors.EMA, state_tensors.OUTER) or (reads_alone and not is_own):
+            continue
+        shape, parameter = there[full][0], parameters.get(name)
+        is_like_parameter = isinstance(parameter, DTensor) and shape and shape == [*parameter.shape]
+        part = receive(full, *(region(parameter) if is_like_parameter else ([0] * len(shape), shape)))
+        part = part.to("cpu" if f"{name}/{key}" in on_host else device)
+        if is_own:
+            part = sharded_like(part.to(local(parameter).device), parameter) if is_like_parameter else part
+            found[at + worker].setdefault(name, {})[key] = part
+    for full, values in run["values"].items():
+        name, at, worker = full.partition("@")
+        found.get(at + worker, {}).setdefault(name, {}).update(values)
+    for suffix in states():
+        state_tensors.restore(optimizer, model, found[suffix] or found[""] or found["@0"])
 
 
 def _receive(

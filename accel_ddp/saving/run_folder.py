@@ -112,10 +112,10 @@ def require_shared(cfg: TrainConfig, replicas: int) -> None:
             mark.unlink(missing_ok=True)
     problems = list(dict.fromkeys(f"{host} {problem}" for host, problem in facts if problem))
     if problems:
+        instead = f" Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks of {facts[0][0]} write."
         raise UserError(
-            f"--output_dir {cfg.output_dir}: each rank writes its part of a sharded checkpoint, but {' and '.join(problems)}. "
-            "Use a folder that these nodes share. Or shard within each node (accelerate_configs/2node_fsdp.yaml): then only the ranks "
-            f"of {facts[0][0]} write."
+            f"--output_dir {cfg.output_dir}: each rank writes its part of a checkpoint, but {' and '.join(problems)}. Use a folder "
+            f"that these nodes share.{'' if cfg.sync_every else instead}"
         )
 
 

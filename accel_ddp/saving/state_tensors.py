@@ -30,20 +30,20 @@ def versions() -> dict[str, str]:
     return found
 
 
-EMA = "ema"  # NAME/ema is the average of a weight; it is stored among the optimizer's tensors
+# NAME/ema is the average of a weight, and NAME/outer its momentum over local workers. They are stored among the optimizer's tensors.
+# NAME/KEY@3 belongs to the optimizer of the local worker 3.
+EMA, OUTER = "ema", "outer"
 
 
-def capture(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averages: dict[str, Tensor] | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """Return weights, the optimizer's tensors with the averages of weights, and its other values, by the names of parameters.
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, suffix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the optimizer's tensors and its other values, by the names of parameters with `suffix`.
 
     Names are stable, while the parameter groups of an optimizer may change. Tensors may be spread over ranks. An optimizer whose
     state has tensor subclasses converts it to plain tensors with its method `to_plain`, and back with `from_plain`.
     """
-    weights = to_save(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    tensors, values = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}, {}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     to_plain = getattr(optimizer, "to_plain", dict)
     for i, parameter in enumerate(parameters(optimizer)):
         name = names.get(id(parameter), f"#{i}")
@@ -54,15 +54,15 @@ def capture(
                         f"The optimizer {type(optimizer).__name__} stores a tensor of its own for the part of a parameter that a "
                         f"rank holds ({key}). A checkpoint of a sharded run can store it only if it is a DTensor like the parameter."
                     )
-                tensors[f"{name}/{key}"] = value
+                tensors[f"{name}/{key}{suffix}"] = value
             elif value is None or isinstance(value, (bool, int, float, str)):
-                values.setdefault(name, {})[key] = value
+                values.setdefault(f"{name}{suffix}", {})[key] = value
             else:
                 raise UserError(
                     f"The optimizer {type(optimizer).__name__} stores a {type(value).__name__} for each parameter ({key}). A "
                     "checkpoint can store tensors, numbers and strings only."
                 )
-    return weights, tensors, values
+    return tensors, values
 
 
 def has_adapters(model: nn.Module) -> bool:

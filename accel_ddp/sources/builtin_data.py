@@ -197,9 +197,10 @@ def questions(option: str = "--dataset", name: str = "builtin:questions") -> "Sp
     """Return rows with `prompt` and `answer`: English small talk and trivia of chatterbot_corpus."""
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C it takes 0.06 s instead of 0.5 s
     folder, pairs = path_in_package(option, name, "chatterbot_corpus", "data/english"), {}
     for file in sorted(folder.glob("*.yml"), key=lambda file: file.name):
-        for turns in yaml.safe_load(file.read_text("utf-8"))["conversations"]:
+        for turns in yaml.load(file.read_text("utf-8"), loader)["conversations"]:
             if isinstance(turns, str):  # a mistake in trivia.yml: a question without an answer
                 continue
             turns = [turn.strip() for turn in turns]

@@ -7,12 +7,10 @@ recomputation. The log computes TFLOP/s and MFU from them.
 import contextlib
 import logging
 import math
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
@@ -27,13 +26,15 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
-from accel_ddp.speed import autobatch, linear_cross_entropy
+from accel_ddp.speed import autobatch, linear_cross_entropy, linear_layers
+from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree, layers_of
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
+from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
@@ -93,11 +94,13 @@ def _of_one(matrix: nn.Module) -> int:
     return (6 if matrix.weight.requires_grad else 4) * size
 
 
-# Compiling takes about 20 s and saves 0.05 (BERT-base) to 0.12 us (a small decoder) per token and layer, forward and backward
-# (benchmarks/README.md). The threshold is in tokens and not in seconds, because a resumed run must come to the same decision.
-TOKENS_WORTH_COMPILING = 250_000_000
+# Tokens of a run times its layers. Compiling before the first step takes about 20 s and saves 0.05 (BERT-base) to 0.12 us (a small
+# decoder) for each, forward and backward (benchmarks/README.md). A run of less than the second number takes a few seconds.
+WORK_WORTH_COMPILING = 250_000_000
+WORK_WORTH_MEASURING = 5_000_000
 
 NO_TEXTS = "its batches have no attention mask"
+NOT_CAPTURED = "layers are not captured as CUDA graphs: "  # and why not, for items of a fixed length
 
 
 def attach(
@@ -112,11 +115,14 @@ def attach(
 
     It prints what is done, and why something is not. The decision is the same on all ranks.
     """
-    speed = Speed(accelerator, cfg, model, train, loss_sum)
+    speed = Speed(accelerator, cfg, model, train, loss_sum, total_steps)
     speed.remove_padding()
-    speed.capture_layers(total_steps)
-    done = ["no padding inside of the layers"] * bool(speed.padding_free)
-    done += ["layers are captured as CUDA graphs"] * bool(speed.graphs) + ["layers are compiled"] * bool(speed.plain_calls)
+    if speed.padding_free and accelerator.device.type == "cuda" and not is_sharded(model):
+        linear_layers.install(speed.padding_free.layers)
+    train.cost = speed.cost
+    speed.capture_layers()
+    done = ["padding-free"] * bool(speed.padding_free and not speed.padding_free.is_fixed)
+    done += ["CUDA graphs"] * bool(speed.graphs)
     if done:
         print_on_main("speed: " + ", ".join(done))
     return speed
@@ -126,16 +132,26 @@ class Speed:
     """What was done to a model, and how much the model computes."""
 
     def __init__(
-        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
+        self,
+        accelerator: Accelerator,
+        cfg: TrainConfig,
+        model: nn.Module,
+        train: TrainBatches,
+        loss_sum: LossSum | WholeBatch,
+        total_steps: int = 0,
     ):
         self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
+        self.total_steps = total_steps
+        self.compilation: Compilation | None = None
+        self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
         self.padding_free: PaddingFree | None = None
-        self.graphs: GraphedLayers | None = None
+        self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
         self.softmax: linear_cross_entropy.Softmax = linear_cross_entropy.plain_softmax  # of the heads
         self.peak_flops: float | None = None  # FLOP/s of all ranks, whose GPUs are assumed to be the same, if they are known
-        if accelerator.device.type == "cuda":
+        self._on_gpu = accelerator.device.type == "cuda"
+        if self._on_gpu:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
             of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
             self.peak_flops = of_one * accelerator.num_processes if of_one else None
@@ -157,71 +173,165 @@ class Speed:
         with self._plain_layers():
             autobatch.choose(self.accelerator, self.cfg, model, optimizer, self.train, self.loss_sum, room)
 
-    def warm_up(self) -> float | None:
-        """Compile the layers before the first step. Return the seconds that it took, or None if nothing is compiled.
+    def choose_compilation(self, step: int) -> None:
+        """Replace `--compile auto` by the step from which on layers are compiled, the same on all ranks, and prepare for it.
 
-        On each node one rank compiles, and the others find the result in the cache. A model that cannot be compiled is
-        computed as it is, after a warning. The micro-batch is the same after every restart, because the choices of a compiler
-        may depend on its size.
+        Call it after `choose_micro_batch_size`. The step is stored with the options, and a resumed run follows it. Until then
+        another process compiles, unless the code is cached.
         """
-        if not self.plain_calls:
-            return None
-        began = time.monotonic()
-        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        print_on_main(f"warm-up: compiling the layers (cached in {folder}; --compile off skips this)")
-        micro = self.cfg.split(self.accelerator.num_processes)[0]
-        sharded = is_sharded(self.model)
-        with together("compile the layers"):
-            batch = self.train.sample(micro, self.accelerator, self.cfg)
-            if not sharded:
-                with _one_at_a_time(folder, self.cfg.ddp_timeout_seconds / 2):
-                    try:
-                        self._rehearse_twice(batch)
-                    except torch.OutOfMemoryError:
-                        raise
-                    except Exception as error:  # compilers fail in many ways
-                        self._run_without_compilation(_reason(error))
-        if sharded:  # outside of the block and all ranks at once, because each pass gathers weights
-            self._compile_together(batch)
+        cfg = self.cfg
+        if not self.padding_free or cfg.compile in ("off", "graphs") or (not self._on_gpu and cfg.compile == "auto"):
+            return
+        missing = [host for host in gather_everywhere("" if find_spec("triton") or not self._on_gpu else this_rank.host) if host]
+        if missing:
+            self._refuse_to_compile(f"triton is not installed on {', '.join(missing)}")
+            return
+        self.compilation = Compilation(cfg.cache_dir, self.accelerator.device, self.model)
+        if cfg.compile == "auto":
+            choices.choose(cfg, "compile", *self._when_to_compile(step))
+        if cfg.compile == "graphs":
+            return
+        self.compiled_from = 0 if cfg.compile == "on" else int(cfg.compile)
+        self._record_calls()
+        if step < self.compiled_from and not self.compilation.unsent and not self.compilation.is_cached():
+            self.compilation.start()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the layers must be compiled before this step."""
+        return self.compiled_from is not None and step >= self.compiled_from and not self.plain_calls
+
+    def compile_layers(self) -> float:
+        """Use compiled layers from now on, and return the seconds that it took. Call it on every rank if it `is_due`.
+
+        The process that compiles has time until here. If compiling fails on a rank, all ranks continue without it.
+        """
+        began, sharded = time.monotonic(), is_sharded(self.model)
+        print_on_main(f"compiling the layers (cached in {self.compilation.folder}; --compile graphs skips this)")
+        with (
+            contextlib.nullcontext() if sharded else together("compile the layers")
+        ):  # each pass of a sharded model gathers weights
+            reason = self.compilation.wait() or self._try_compiled_layers()
+        reasons = gather_everywhere(reason and f"{reason} (rank {this_rank.rank})")
+        if any(reasons):
+            warn_on_main(f"the layers cannot be compiled and run without compilation: {max(reasons)}", "FALLBACK")
+            choices.choose(self.cfg, "compile", "graphs", "compiling has failed")  # also after a resume
+            self.compiled_from, calls, self.plain_calls = None, self.plain_calls or self.padding_free.calls, []
+            self._set_softmax(linear_cross_entropy.plain_softmax)
+            self._capture(calls)
         return time.monotonic() - began
 
-    def _compile_together(self, batch: Any) -> None:
-        """Do the same for a sharded model. A rank whose compiler fails computes as it is, because the others need it for their gathers.
+    def close(self) -> None:
+        """End the process that compiles, if the run ends before it."""
+        if self.compilation:
+            self.compilation.close()
 
-        All ranks then agree to run without compilation. An error in a backward pass ends the run, because it cannot be continued.
+    def _try_compiled_layers(self) -> str:
+        """Compile, or load code from the cache, in two passes. Return why it failed, or "".
+
+        The micro-batch is the same after every restart, because the choices of a compiler may depend on its size. A rank of a sharded
+        model whose compiler fails computes as it is, because the others need it for their gathers. An error in a backward pass
+        ends such a run, because it cannot be continued.
         """
-        layers = self.padding_free
-        layers.calls = compiled = [_Fallback(call, plain) for call, plain in zip(layers.calls, self.plain_calls, strict=True)]
-        softmax = _Fallback(self.softmax, linear_cross_entropy.plain_softmax)
-        self._set_softmax(softmax)
+        layers, sharded, batch = self.padding_free, is_sharded(self.model), self._warm_up_batch()
+        self._install_compiled_layers()
+        calls, softmax, fallbacks = layers.calls, self.softmax, []
+        if sharded:
+            layers.calls = fallbacks = [_Fallback(call, plain) for call, plain in zip(calls, self.plain_calls, strict=True)]
+            self._set_softmax(_Fallback(softmax, linear_cross_entropy.plain_softmax))
+            fallbacks = [*fallbacks, self.softmax]
         try:
-            self._rehearse_twice(batch)
+            self.compilation.load()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
+                seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
+                rehearse(self.model, batch, self.loss_sum)
+                rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
+            self.compilation.store()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except Exception as error:  # compilers fail in many ways
+            if not sharded:
+                return _reason(error)
             raise UserError(f"The layers cannot be compiled on {this_rank.host}: {_reason(error)}. Add --compile off.") from error
-        layers.calls = [fallback.compiled for fallback in compiled]
-        self._set_softmax(softmax.compiled)
-        own = next((fallback.reason for fallback in (*compiled, softmax) if fallback.reason), "")
-        if reasons := [reason for reason in gather_everywhere(own and f"{own} (rank {this_rank.rank})") if reason]:
-            self._run_without_compilation(reasons[0])
+        layers.calls = calls
+        self._set_softmax(softmax)
+        return next((fallback.reason for fallback in fallbacks if fallback.reason), "")
 
-    def _rehearse_twice(self, batch: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
+    def _install_compiled_layers(self) -> None:
+        self.plain_calls = self.padding_free.calls
+        self._capture([compiled(call) for call in self.plain_calls])
+        self._set_softmax(compiled(linear_cross_entropy.fused_softmax))
+
+    def _when_to_compile(self, step: int) -> tuple[int | str, str]:
+        """Return the first step with compiled layers, or "graphs" for none, and the reason. It is the same on every rank."""
+        short, work = ("graphs", "the run is too short to gain from compiled layers"), self._count_work()
+        by_work = (0, "the run is long enough") if work >= WORK_WORTH_COMPILING else short
+        # Numbers of the data decide for --deterministic, for runs that an older version began, and if ranks must compile together.
+        if step or self.cfg.deterministic or is_sharded(self.model) or work < WORK_WORTH_MEASURING:
+            return by_work
+        seconds = self._record_calls(measures=True)
+        facts = gather_everywhere((self.compilation.is_cached(), not self.compilation.unsent, seconds))
+        is_cached, can_send = (all(column) for column in [*zip(*facts)][:2])
+        if not (is_cached or can_send):
+            return by_work
+        seconds = max(one for *_, one in facts)
+        first = choose_step(self.total_steps, seconds, is_cached)
+        why = "compiled code is cached" if is_cached else "another process compiles until then"
+        return short if first is None else (first, f"{why}; a step takes {seconds:.2g} s without it")
+
+    def _count_work(self) -> float:
+        """Return the tokens of all steps times the layers, from the lengths of all rows or, if they are not known, of a sample."""
+        with together("count tokens"):
+            known = self.train.lengths
+            if self.padding_free.is_fixed:
+                known = [self.padding_free.mask.shape[1]]
+            elif known is None:
+                known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
+        tokens = self.cfg.global_batch_tokens or self.cfg.global_batch_size * float(np.mean(known))
+        return self.total_steps * tokens * len(self.padding_free.calls)
+
+    def _record_calls(self, measures: bool = False) -> float:
+        """Store how layers are called, for the key of the cache. With `measures`, return the seconds of a step."""
+        layers, found, seconds = self.padding_free, self.compilation, 0.0
+        if found.calls:
+            return seconds
+        was_training, plain = self.model.training, [*layers.calls]
+        self.model.train(self.cfg.dropout)
+        with contextlib.nullcontext() if is_sharded(self.model) else together("record the calls of layers"):
+            batch = self._warm_up_batch()
             seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-            rehearse(self.model, batch, self.loss_sum)
-            rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
+            layers.calls[:] = [found.recording(layer, call) for layer, call in zip(layers.layers, plain)]
+            self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
+            try:
+                rehearse(self.model, batch, self.loss_sum)
+            finally:
+                layers.calls[:] = plain
+                self._set_softmax(linear_cross_entropy.plain_softmax)
+            for _ in range(2 if measures else 0):  # the first pass captures graphs
+                began = time.monotonic()
+                rehearse(self.model, batch, self.loss_sum)
+                if self._on_gpu:
+                    torch.cuda.synchronize(self.accelerator.device)
+                seconds = time.monotonic() - began
+        self.model.train(was_training)
+        return seconds * self.cfg.split(self.accelerator.num_processes)[1]
 
-    def _run_without_compilation(self, reason: str) -> None:
-        log.warning("the layers cannot be compiled and run without compilation: %s", reason)
-        calls, self.plain_calls = self.plain_calls, []
-        self._set_softmax(linear_cross_entropy.plain_softmax)
-        self._capture(calls)
+    def _warm_up_batch(self) -> Any:
+        return self.train.sample(self.cfg.split(self.accelerator.num_processes)[0], self.accelerator, self.cfg)
+
+    def _refuse_to_compile(self, reason: str) -> None:
+        if self.cfg.compile not in ("auto", "graphs", "off"):
+            warn_on_main(
+                f"--compile {self.cfg.compile} is not possible: {reason}. The layers run without compilation.", "FALLBACK"
+            )
 
     def describe(self) -> dict[str, bool]:
         """Return what was done to the layers."""
-        return {"padding_free": bool(self.padding_free), "captured": bool(self.graphs), "compiled": bool(self.plain_calls)}
+        return {
+            "padding_free": bool(self.padding_free),
+            "captured": bool(self.graphs),
+            "compiled": self.compiled_from is not None,
+        }
 
     def work_of(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Return (tokens, FLOPs) of this rank's share of an update. They are 0 if they are not known."""
@@ -230,6 +340,12 @@ class Speed:
         if self._flops is None:
             return float(tokens), 0.0
         return float(tokens), float(sum(self._flops.count(s.tokens - s.shared, s.squares, s.targets, s.texts) for s in sizes))
+
+    @property
+    def cost(self) -> Cost:
+        """What an item costs. Targets are not known before an item is read, and their part is small."""
+        per_token, per_square = (self._flops.per_token, self._flops.per_square) if self._flops else BY_TOKENS[:2]
+        return Cost(per_token, per_square, pads=self.padding_free is None)
 
     # ---- what `attach` does
 
@@ -242,6 +358,8 @@ class Speed:
             self.padding_free = None
         if reasons and asked == "on":
             warn_on_main(f"--padding_free on is not possible: {reasons[0]}. Texts are padded.", "FALLBACK")
+        elif reasons and reasons[0].startswith(NOT_CAPTURED):
+            print_on_main(reasons[0])
         elif reasons and reasons[0] not in ("--padding_free off", NO_TEXTS):
             print_on_main(f"texts are padded: {reasons[0]}.")
 
@@ -251,14 +369,16 @@ class Speed:
         sharded = is_sharded(model)
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
-            if getattr(batch, "sizes", None) is None:
+            is_fixed = getattr(batch, "sizes", None) is None
+            if is_fixed and (accelerator.device.type != "cuda" or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
                 return NO_TEXTS
+            kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
             try:
-                padding_free = PaddingFree(model)
+                padding_free = PaddingFree(model, is_fixed, sharded)
             except NeedsPadding as reason:
-                return str(reason)
+                return f"{kept}{reason}"
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
@@ -268,7 +388,7 @@ class Speed:
             sharding.recover(model)  # the forward pass may have raised an error
         if reason:
             padding_free.remove()
-            return reason
+            return f"{kept}{reason}"
         self.padding_free = padding_free
         return ""
 
@@ -291,47 +411,27 @@ class Speed:
                 reason = layers.check(loss, batch, _rounding(layers, 5e-2))
         return reason
 
-    def capture_layers(self, total_steps: int) -> None:
-        """Capture the layers as CUDA graphs if there is a GPU, and compile them if that saves time."""
-        if self.cfg.compile == "off":
-            return
-        reason = "" if self.padding_free else "texts are padded, so every batch has a different shape"
-        if self.accelerator.device.type != "cuda":
-            reason = "there is no GPU"
-        if not reason:
-            calls = self.padding_free.calls
-            missing = [host for host in gather_everywhere("" if find_spec("triton") else this_rank.host) if host]
-            if not missing and (self.cfg.compile == "on" or self._is_worth_compiling(len(calls), total_steps)):
-                os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.expanduser(f"{self.cfg.cache_dir}/inductor"))
-                self.plain_calls, calls = calls, [torch.compile(call, dynamic=True) for call in calls]
-                self._set_softmax(torch.compile(linear_cross_entropy.fused_softmax, dynamic=True))
-            self._capture(calls)
-            reason = f"triton is not installed on {', '.join(missing)}" if missing else ""
-        if reason and self.cfg.compile == "on":
-            warn_on_main(f"--compile on is not possible: {reason}. The layers run without compilation.", "FALLBACK")
-
-    def _is_worth_compiling(self, num_layers: int, total_steps: int) -> bool:
-        """Return whether compiling saves more time than it takes. The answer is the same on every rank and after a restart."""
-        with together("count tokens"):
-            known = self.train.lengths
-            if known is None:
-                known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
-        length = float(np.mean(known))
-        return total_steps * self.cfg.global_batch_size * length * num_layers >= TOKENS_WORTH_COMPILING
+    def capture_layers(self) -> None:
+        """Capture the layers as CUDA graphs if there is a GPU."""
+        if not self.padding_free:
+            self._refuse_to_compile("texts are padded, so every batch has a different shape")
+        elif self._on_gpu and self.cfg.compile != "off":
+            self._capture(self.padding_free.calls)
+            if is_sharded(self.model):
+                print_on_main(
+                    "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
+                )
 
     def _capture(self, calls: list[Callable[..., Any]]) -> None:
         layers = self.padding_free
-        layers.calls, layers.run, self.graphs = calls, None, None
-        if is_sharded(self.model):
-            print_on_main(
-                "layers are not captured as CUDA graphs, because the weights of a sharded model have no fixed addresses"
-            )
-        elif self.cfg.gradient_checkpointing is not True:  # it runs a layer again in the backward pass
+        layers.calls, layers.run, self.graphs = calls, None, []
+        # Checkpointing runs a layer again in the backward pass, and the weights of a sharded model have no fixed addresses.
+        if self._on_gpu and not is_sharded(self.model) and self.cfg.gradient_checkpointing is not True:
             # With one rank all layers are one graph. DDP gets gradients as soon as they fill one of its buckets.
             group_bytes = math.inf if self.accelerator.num_processes == 1 else self.cfg.bucket_cap_mb << 20
             device = self.accelerator.device
-            self.graphs = GraphedLayers(layers.layers, calls, device, bool(self.plain_calls), group_bytes)
-            layers.run, layers.on_new_batch = self.graphs.call, self.graphs.pending.clear
+            is_compiled = bool(self.plain_calls)
+            self.graphs = layers.capture(lambda some, calls: GraphedLayers(some, calls, device, is_compiled, group_bytes))
 
     @contextlib.contextmanager
     def _plain_layers(self) -> Iterator[None]:
@@ -380,18 +480,3 @@ class _Fallback:
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2]  # the second one has the reason
     return f"{type(error).__name__}: {' '.join(lines)[:200]}"
-
-
-@contextlib.contextmanager
-def _one_at_a_time(folder: Path, patience: float) -> Iterator[None]:
-    """Let one process of a node run the block at a time. A process that waited too long, or cannot lock, runs it anyway."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / "accel_ddp.lock")
-    with contextlib.suppress(OSError, NotImplementedError, Timeout):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=patience)
-    try:
-        yield
-    finally:
-        lock.release()

@@ -1,4 +1,4 @@
-"""The choice of `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks."""
+"""The choice of `--micro_batch_size auto`: the largest size that fits in memory, the same on all ranks unless they are balanced."""
 
 from collections.abc import Callable
 
@@ -33,10 +33,11 @@ def choose(
 ) -> None:
     """Replace `cfg.micro_batch_size` by a number if it is "auto".
 
-    Each rank tries its longest items, and the smallest answer counts. `room` is the memory of a micro-batch in multiples of
-    what its forward and backward pass take. It includes CUDA graphs, because they save more time than a larger micro-batch.
+    Each rank tries its longest items, and the smallest answer counts, unless there is `--balance`, with which each rank has its
+    own size. `room` is the memory of a micro-batch in multiples of what its forward and backward pass take. It includes CUDA
+    graphs, because they save more time than a larger micro-batch.
     """
-    if cfg.micro_batch_size != "auto":
+    if cfg.micro_batch_size != "auto" or cfg.micro_batch_tokens:
         return
     per_rank = cfg.split(accelerator.num_processes)[0]
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
@@ -75,20 +76,23 @@ def choose(
         module.train(was_training)
         torch.cuda.reset_peak_memory_stats(device)  # sizes that do not fit are no part of the run
         how = "by trying the longest items"
-    smallest = min(gather_everywhere(largest))
+    of_ranks = gather_everywhere(largest)
+    smallest = min(of_ranks)
     if smallest == 0:
         raise UserError(
             "--micro_batch_size auto: not even one of the longest items fits into the GPU memory of every rank. Use "
             "--gradient_checkpointing, --mixed_precision bf16, --lora_r 16, or a smaller --max_length."
         )
-    count = per_rank // smallest
+    chosen = smallest if cfg.balance == "off" else largest  # balanced ranks need not have equal micro-batches
+    count = per_rank // chosen
     if cfg.static_graph and count > 1 and accelerator.num_processes > 1:
         raise UserError(
             f"--static_graph cannot be combined with several micro-batches per update, and only {smallest} items fit into one. "
             "Leave --static_graph out."
         )
     reason = f"{counted(count, 'micro-batch')} per rank and step, {how}; it must divide the {per_rank} items of a rank"
-    choices.choose(cfg, "micro_batch_size", smallest, reason)
+    reason += f"; the ranks have {smallest} to {max(of_ranks)}" if cfg.balance != "off" and smallest < max(of_ranks) else ""
+    choices.choose(cfg, "micro_batch_size", chosen, reason)
 
 
 def _doubling(sizes: list[int]) -> list[int]:

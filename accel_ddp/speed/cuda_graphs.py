@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp import compat
+from accel_ddp.speed.linear_layers import gradients_written_to
 from accel_ddp.training.update import move_gradients
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,25 @@ def parameter_aliases(layer: nn.Module, parameters: list[nn.Parameter]) -> Itera
             compat.own_parameters(module)[name] = p
 
 
+class _Memory:
+    """Memory of a tensor, without a reference that keeps it from being used again."""
+
+    def __init__(self, tensor: Tensor):
+        place = (tensor.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": place, "version": 3}
+
+
+def _shared(output: Tensor) -> Tensor:
+    """Return a tensor over the same memory, which the graphs of other shapes may use too.
+
+    The graphs keep the memory, and only one shape at a time is between its forward and its backward pass. The outputs of all layers of
+    a 1.4B model are 1 GB for each shape.
+    """
+    if not output.is_contiguous():
+        return output
+    return torch.as_tensor(_Memory(output), device=output.device).view(output.dtype).view(output.shape)
+
+
 def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
     """Return groups of neighboring layers. Each has at least `min_bytes` of gradients.
 
@@ -131,7 +151,7 @@ def group_layers(layers: list[nn.Module], min_bytes: float) -> list[LayerGroup]:
     return groups[::-1]
 
 
-MAX_SHAPES = 24  # micro-batches of further shapes run without CUDA graphs
+MAX_SHAPES = 32  # micro-batches of further shapes run without CUDA graphs
 # A captured shape holds the memory of a micro-batch until the end, and a shape that is not captured needs as much besides it.
 GRAPH_MEMORY = 2.5  # times the memory of a micro-batch
 MIN_FREE_MEMORY = 0.1  # fraction of the GPU's memory; with less, no further shape is captured
@@ -348,7 +368,7 @@ class GraphedLayers:
                 gradient = done[-1].gradient_in if done[-1].gradient_in is not None else gradient
         finally:
             torch.set_autocast_cache_enabled(was_enabled)
-        return done[::-1]
+        return [one._replace(outputs=[_shared(out) for out in one.outputs]) for one in done[::-1]]
 
     def _capture_backward(
         self, group: LayerGroup, graph: torch.cuda.CUDAGraph, passed: list, inputs: list[Tensor], gradient: Tensor
@@ -370,23 +390,25 @@ class GraphedLayers:
                 if not out.requires_grad:
                     gradient_in = None
                     continue
-                wanted = ([x] if x.requires_grad else []) + aliases
-                found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
-                gradient_in = found.pop(0) if x.requires_grad else None
-                targets = []
-                for parameter, g in zip(group.parameters_of_layers[len(passed)], found):
-                    if g is None:
-                        continue
-                    learned.append(parameter)
+                parameters = group.parameters_of_layers[len(passed)]
+                first, targets = len(places), []
+                for parameter in parameters:
                     places.append(len(views))
-                    views.append(group.gradients[start : start + g.numel()].view(g.shape))
-                    targets.append(views[-1])
-                    start += g.numel()
+                    targets.append(group.gradients[start : start + parameter.numel()].view(parameter.shape))
+                    views.append(targets[-1])
+                    start += parameter.numel()
                     if gap := -start % ALIGNMENT:
                         views.append(group.gradients[start : start + gap])
                         start += gap
-                if targets:
-                    compat.copy_all(targets, [g for g in found if g is not None])
+                wanted = ([x] if x.requires_grad else []) + aliases
+                with gradients_written_to(aliases, targets):
+                    found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
+                gradient_in = found.pop(0) if x.requires_grad else None
+                used = [i for i, g in enumerate(found) if g is not None]
+                learned += [parameters[i] for i in used]
+                places[first:] = [places[first + i] for i in used]
+                if elsewhere := [i for i in used if found[i].data_ptr() != targets[i].data_ptr()]:
+                    compat.copy_all([targets[i] for i in elsewhere], [found[i] for i in elsewhere])
                 gradient = gradient_in if gradient_in is not None else gradient
                 del found, out, x, aliases, wanted
         return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned, places, start)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.speed.linear_layers import product
 from accel_ddp.speed.padding_free import Move, rounded_up
 from accel_ddp.training import losses
 from accel_ddp.training.sharding import recover
@@ -55,7 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_hidden:
                 torch.mm(gradient, matrix, out=d_hidden[here])
             if wants_weight:
-                part = _product(gradient.T, hidden[here], torch.promote_types(weight.dtype, torch.float32))
+                part = product(gradient.T, hidden[here], torch.promote_types(weight.dtype, torch.float32))
                 d_weight = part if d_weight is None else d_weight.add_(part)
             if wants_bias:
                 d_bias += gradient.sum(0, dtype=d_bias.dtype)
@@ -109,19 +110,11 @@ class _TokenLosses(torch.autograd.Function):
         for here in _chunks(len(hidden), len(matrix)):
             _, gradient = ctx.softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
             torch.mm(gradient, matrix, out=d_hidden[here])
-            d_weight += _product(gradient.T, hidden[here] * factors[here], wide)  # scaling logits would cost more
+            d_weight += product(gradient.T, hidden[here] * factors[here], wide)  # scaling logits would cost more
             if d_bias is not None:
-                d_bias += _product(gradient.T, factors[here], wide)[:, 0]
+                d_bias += product(gradient.T, factors[here], wide)[:, 0]
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden.mul_(factors), d_weight.to(weight.dtype), d_bias, None, None
-
-
-def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a @ b in the wide type. A GPU sums in it anyway and can write the result directly."""
-    is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
-    if a.is_cuda and is_narrow and hasattr(torch.ops.aten.mm, "dtype"):
-        return torch.mm(a, b, out_dtype=wide)
-    return (a @ b).to(wide)
 
 
 def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

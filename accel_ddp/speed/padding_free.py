@@ -11,7 +11,10 @@ If two texts begin with the same prompt (`batch["shared"]`), the row contains th
 answer attends to the prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
 """
 
+import functools
+import logging
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +24,12 @@ from torch import Tensor, nn
 from accel_ddp import compat
 from accel_ddp.training.losses import CurrentBatch
 
+log = logging.getLogger(__name__)
+
 LEAST_SHARED = 0.05  # of the tokens of a micro-batch; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
 REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
+GROUPED = "grouped_mm"  # the products of experts that `experts` replaces
 
 
 class NeedsPadding(Exception):
@@ -53,6 +59,7 @@ class Segments(NamedTuple):
     own: Tensor | None = None  # bool: `mask` without the tokens that the text before shares; None: nothing is shared
     second: Tensor | None = None  # for each token in the row: the second position of a shared one, or -1
     keys: SharedKeys | None = None  # for flash attention
+    source: "Segments | None" = None  # of the encoder, to which the layers of a decoder attend; its row has another length
 
 
 class Row(NamedTuple):
@@ -69,6 +76,7 @@ class Row(NamedTuple):
 
 # Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
 is_active: ContextVar[bool] = ContextVar("accel_ddp_padding_free", default=False)
+windows_seen: set[int] = set()  # the windows that layers have passed to the attention outside of compiled code
 
 
 def row_of(current: CurrentBatch | None) -> Row | None:
@@ -101,8 +109,8 @@ def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def rounded_up(number: int) -> int:
-    """Round up by at most a sixteenth on average, to one of few different numbers."""
-    grain = max(64, 1 << max(0, (number // 8).bit_length() - 1))
+    """Round up by a fiftieth on average, to one of few different numbers."""
+    grain = max(64, 1 << max(0, (number // 16).bit_length() - 1))
     return max(1, -(-number // grain)) * grain
 
 
@@ -190,18 +198,43 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real, at.second)[0].unflatten(0, at.shape)
 
 
+def _own_kernels(q: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float, causal: bool) -> Any:
+    """Return the module `attention_kernels` if it can compute this attention, or else None. It is faster than torch's."""
+    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr():
+        return None
+    own = _kernels_for(q.device, q.dtype, q.shape[2], causal)
+    return own if own and len(starts) <= own.MAX_TEXTS else None
+
+
+@functools.cache
+def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, causal: bool) -> Any:
+    """Return the module `attention_kernels` if Triton can compile it for heads of this size on this GPU, or else None."""
+    if not find_spec("triton") or torch.cuda.get_device_capability(device)[0] < 9:
+        return None
+    from accel_ddp.speed import attention_kernels as own
+
+    some, starts = torch.zeros(1, 1, size, dtype=dtype, device=device), torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        return own if size in own.SIZES and own.forward(some, some, some, starts, causal, None) else None
+    except Exception as error:  # of many kinds, for example no C compiler
+        log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
+        return None
+
+
 # Each is one operator, so a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
-    dropout: float, causal: bool, scale: float | None,
+    dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
+        return *own.forward(q, k, v, starts, causal, scale), torch.empty(2, dtype=torch.uint64, device=q.device)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
-    return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale)
+    return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
 
 
 @_flash.register_fake
-def _(q, k, v, starts, key_starts, keys, places, longest, dropout, causal, scale):
+def _(q, k, v, starts, key_starts, keys, places, longest, dropout, causal, scale, window):
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     return torch.empty_like(q), lse, torch.empty(2, dtype=torch.uint64, device=q.device)
 
@@ -210,8 +243,10 @@ def _(q, k, v, starts, key_starts, keys, places, longest, dropout, causal, scale
 def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, key_starts: Tensor,
     keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
-    scale: float | None,
+    scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
+        return own.backward(gradient, q, k, v, out, lse, starts, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -220,7 +255,7 @@ def _flash_backward(
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     try:
         d_q, *found = compat.flash_attention_gradients(
-            gradient, q, k, v, out, lse, starts, key_starts, longest, dropout, causal, random_state, scale
+            gradient, q, k, v, out, lse, starts, key_starts, longest, dropout, causal, random_state, scale, window
         )
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warns)
@@ -233,7 +268,7 @@ def _flash_backward(
 
 
 @_flash_backward.register_fake
-def _(gradient, q, k, v, out, lse, starts, key_starts, keys, places, longest, dropout, causal, random_state, scale):
+def _(gradient, q, k, v, out, lse, starts, key_starts, keys, places, longest, dropout, causal, random_state, scale, window):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -244,9 +279,9 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
     q, k, v, *where, out, lse, random_state = ctx.saved_tensors
-    longest, dropout, causal, scale = ctx.rest
-    found = _flash_backward(gradient, q, k, v, out, lse, *where, longest, dropout, causal, random_state, scale)
-    return *found, *[None] * 8
+    longest, dropout, causal, scale, window = ctx.rest
+    found = _flash_backward(gradient, q, k, v, out, lse, *where, longest, dropout, causal, random_state, scale, window)
+    return *found, *[None] * 9
 
 
 _flash.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -271,31 +306,55 @@ def attention(
         if is_active.get():  # without segments, texts would attend to each other
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
-    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]:
-        raise NeedsPadding(f"its attention has {', '.join(unknown)}")
+    if unknown := [name for name in ("softcap", "s_aux") if others.get(name) is not None]:
+        raise NeedsPadding(
+            f"its attention has {', '.join(unknown)}, which torch's attention over texts of different lengths lacks"
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal and (segments.second is not None or segments.keys is not None):
         raise NeedsPadding("its texts share their beginnings, and its attention is not causal")
-    if segments.is_flash:
+    source = segments if key.shape[2] == query.shape[2] else segments.source  # their rows have different lengths
+    bias = others.get("position_bias")
+    bias = None if bias is None or bias.numel() == 1 else bias
+    window = -1  # a token sees so many tokens before it, and as many after it if the attention is not causal
+    if others.get("sliding_window") is not None:
+        window = int(others["sliding_window"]) - 1
+        if not torch.compiler.is_compiling():
+            windows_seen.add(window + 1)
+    if segments.is_flash and bias is None:
         # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
-        where = (segments.starts, *(segments.keys or (segments.starts, None, None)))
-        return _flash(q, k, v, *where, segments.longest, dropout, causal, scaling)[0][None], None
+        where = (segments.starts, *(segments.keys or (source.starts, None, None)))
+        longest = max(segments.longest, source.longest)
+        return _flash(q, k, v, *where, longest, dropout, causal, scaling, window)[0][None], None
     heads = query.shape[1] // key.shape[1]
-    q, k, v = (unpack(x.transpose(1, 2), segments).transpose(1, 2) for x in (query, key, value))
+    q = unpack(query.transpose(1, 2), segments).transpose(1, 2)
+    k, v = (unpack(x.transpose(1, 2), source).transpose(1, 2) for x in (key, value))
     if heads > 1:
         k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
-    mask = segments.mask.view(segments.shape)[:, None, None, :]
+    mask = _padded_mask(segments, source, causal, window)
+    if bias is not None:
+        mask = torch.where(mask, bias.to(q.dtype), torch.finfo(q.dtype).min)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    return pack(out.transpose(1, 2).contiguous(), segments), None
+
+
+def _padded_mask(segments: Segments, source: Segments, causal: bool, window: int) -> Tensor:
+    """Return which keys each query of the padded batch sees."""
+    mask = source.mask.view(source.shape)[:, None, None, :]
+    if source is not segments:
+        return mask | ~mask.any(-1, keepdim=True)  # a text without keys would attend to nothing: 0 / 0
+    places = torch.arange(segments.shape[1], device=mask.device)
+    before = places[:, None] - places
     if causal:
-        width = segments.shape[1]
-        mask = mask & torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
+        mask = mask & (before >= 0)
+    if window >= 0:
+        mask = mask & (before.abs() <= window)
     if segments.numbers is not None:
         numbers = segments.numbers.view(segments.shape)
         mask = mask & (numbers[:, None, :, None] == numbers[:, None, None, :])
     # Padding before a text would attend to nothing: 0 / 0. The result is not used, but its gradient would spread.
-    mask = mask | torch.eye(segments.shape[1], dtype=torch.bool, device=mask.device)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return pack(out.transpose(1, 2).contiguous(), segments), None
+    return mask | (before == 0)
 
 
 def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -303,3 +362,28 @@ def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     return None if is_active.get() else sdpa_mask(*args, **kwargs)
+
+
+class _Narrow:
+    """A module whose parameters are converted when they are read."""
+
+    def __init__(self, module: nn.Module, kind: torch.dtype):
+        self._module, self._kind = module, kind
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return value.to(self._kind) if isinstance(value, nn.Parameter) else value
+
+
+def experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts like transformers' `grouped_mm`, in the type of autocast.
+
+    Autocast does not convert the inputs of grouped products. In float32, torch has no kernel and waits for the GPU.
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind):
+        return grouped_mm_experts_forward(module, hidden, chosen, weights)
+    narrow = torch.get_autocast_dtype(kind)
+    return grouped_mm_experts_forward(_Narrow(module, narrow), hidden.to(narrow), chosen, weights)

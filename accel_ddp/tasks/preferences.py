@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
+from accel_ddp.ranks.process import links
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
@@ -301,14 +302,14 @@ class KtoLoss:
         module, references = accelerator.unwrap_model(model), {}
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(batches):
-            seed_forward(dropout_seed(seed, i, accelerator.process_index, accelerator.num_processes), accelerator.device)
+            seed_forward(dropout_seed(seed, i, links.team.rank, links.team.size), accelerator.device)
             with CurrentBatch(batch):
                 references[id(batch)] = self.reference(model, batch)
                 gap = self.logps.of_others(module, batch) - references[id(batch)][:, 1]
             total += torch.stack([gap.sum(dtype=torch.float64), torch.full_like(total[0], len(gap))])
-        if accelerator.num_processes > 1:
+        if links.team.size > 1:
             with phases.phase(SYNC):
-                dist.all_reduce(total)
+                dist.all_reduce(total, group=links.team.group)
         z = (total[0] / total[1]).clamp(min=0)
         return lambda model, batch: self(model, batch, z, references[id(batch)])
 

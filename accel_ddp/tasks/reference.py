@@ -43,7 +43,8 @@ PART = 20_000  # rows after which values are kept, in case the process is killed
 
 def choose_reference(cfg: Any, num_rows: int) -> None:
     """Set `--reference auto`, and check `adapters`. Call it before `fit_memory`, because a copy needs memory."""
-    share = cfg.total_steps(num_rows) * cfg.global_batch_size / max(1, num_rows)
+    by_rows = cfg.total_steps(num_rows) * cfg.global_batch_size / max(1, num_rows)
+    share = cfg.epochs if cfg.global_batch_tokens else by_rows
     old = cfg.lora_r and find_adapters(cfg.model, cfg.cache_dir)
     is_new = bool(cfg.lora_r and not old)
     if cfg.reference == "auto":

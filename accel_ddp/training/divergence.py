@@ -54,7 +54,7 @@ class ParameterCheck:
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
-        ignored = compat.ignored_by_ddp(module)  # DDP does not keep these equal
+        ignored = compat.ignored_by_ddp(module) - getattr(module, "_summed_by_rows", set())  # DDP does not keep these equal
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
         self._trained = {name: p for name, p in trained.items() if name not in ignored}
         self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(module) else this_rank.num_ranks)
@@ -73,9 +73,13 @@ class ParameterCheck:
             factors = torch.randint(-(2**63), 2**63 - 1, (sum(self._sizes),), generator=random, dtype=torch.int64) | 1
             self._factors = factors.to(bits[0].device if bits else self.device)  # shards may be offloaded to host memory
 
-    def begin(self, step: int, is_needed: bool = False) -> None:
-        """Start the check of `step` if it is due or needed. The host does not wait for a GPU. Every rank must call it."""
-        if not self.is_on or step == self._last or not (is_needed or step % self.cfg.check_every == 0):
+    def begin(self, step: int, is_needed: bool = False, before: int | None = None) -> None:
+        """Start the check of `step` if it is needed, or due since step `before`. Every rank must call it.
+
+        The host does not wait for a GPU.
+        """
+        every, before = max(1, self.cfg.check_every), step - 1 if before is None else before
+        if not self.is_on or step == self._last or not (is_needed or step // every > before // every):
             return
         self._last = step
         vectors, matrices = [bits_of(p) for p in self._vectors.values()], [bits_of(p).sum(-1) for p in self._matrices.values()]
@@ -287,7 +291,8 @@ class NonfiniteSteps(Hook):
         if in_a_row >= limit:
             self.refuse(numbers.step)
         if self.last:
-            text = f"warning: step {numbers.step}: {self.last}. This update is skipped on every rank, and the run continues."
+            who = "by the workers of these ranks" if self.cfg.sync_every else "on every rank"
+            text = f"warning: step {numbers.step}: {self.last}. This update is skipped {who}, and the run continues."
             warn_on_main(
                 f"{text} {in_a_row} skipped in a row; --max_nonfinite {limit} ends the run.", "SKIPPED_STEP", numbers.step
             )

@@ -74,6 +74,11 @@ def rates_of(numbers: Numbers, pace: Pace) -> dict[str, float]:
     return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})
 
 
+STEPS_TO_JUDGE = 8  # between two samples, because single steps vary
+NETWORK_LIMITS = 0.3  # of a step
+LATENCY_BYTES = 1 << 20  # gradients of fewer bytes take as long in 16 bits
+
+
 class Breakdown(Hook):
     """Reports where the time of a whole run went, from the first and the last sample of each rank, and its peak of memory.
 
@@ -83,15 +88,34 @@ class Breakdown(Hook):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.hosts: list[str] = []  # of each rank, on the main rank
+        self.hook = ""  # the --comm_hook that could be suggested, on the main rank
         self.first: Sequence[RankSample] = ()
         self.last: Sequence[RankSample] = ()
 
     def on_describe(self, facts: dict[str, Any]) -> None:
         self.hosts = [rank["host"] for rank in facts.get("ranks", [])]
+        on_gpu = self.device.type == "cuda"
+        can_be_sent = facts and "comm_hook" not in facts["options"] and facts["model"]["gradient_bytes"] > LATENCY_BYTES
+        if can_be_sent and (on_gpu or "sharding" not in facts):
+            self.hook = "bf16" if on_gpu else "fp16"
 
     def on_update(self, numbers: Numbers, pace: Pace) -> None:
         if numbers.ranks:
             self.first, self.last = self.first or numbers.ranks, numbers.ranks
+            if self.hook and self.last[0].step >= self.first[0].step + STEPS_TO_JUDGE:
+                self._judge_network()
+
+    def _judge_network(self) -> None:
+        """Print once how gradients could be sent in fewer bytes, if every rank waits for the network."""
+        splits, hook = splits_between(self.first, self.last), self.hook
+        share = min((split.communication / max(sum(split), 1e-9) for split in splits), default=0.0)
+        if share >= NETWORK_LIMITS:
+            self.hook = ""
+            print_on_main(
+                f"The network limits this run: communication takes {share * 100:.0f} % of a step, also on the rank that waits least. "
+                f"--comm_hook {hook} sends gradients in half of their bytes. It rounds them, so it changes the result. The default "
+                "sums them in float32."
+            )
 
     def summarize(self) -> dict[str, Any]:
         found = {"breakdown": self.compute(), "memory": measure_memory(self.device, self.last)}

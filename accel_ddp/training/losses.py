@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
+from accel_ddp.ranks.process import links
 from accel_ddp.seeds import dropout_seed, seed_forward
 
 
@@ -146,7 +147,7 @@ class WholeBatch:
         with torch.no_grad():
             for i, batch in enumerate(batches):
                 # `update` seeds the same way, so dropout draws the same values again.
-                own_seed = dropout_seed(seed, i, accelerator.process_index, accelerator.num_processes)
+                own_seed = dropout_seed(seed, i, links.team.rank, links.team.size)
                 seed_forward(own_seed, accelerator.device)
                 with CurrentBatch(batch):
                     rows.append(self.embed(model, batch))
@@ -166,7 +167,7 @@ class WholeBatch:
     def _own_and_all(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return (a sum with the value of this rank's items and the gradient of all items, the losses of this rank's items)."""
         everyone = _gather(rows.detach())
-        first = (dist.get_rank() if dist.is_initialized() else 0) * len(rows)
+        first = links.team.rank * len(rows)
         losses = self.losses(torch.cat([everyone[:first], rows, everyone[first + len(rows) :]]), keys)
         own = losses[first : first + len(rows)]
         total = losses.sum()
@@ -174,10 +175,10 @@ class WholeBatch:
 
 
 def _gather(tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks, each of which has the same number."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Return the rows of all ranks of a step, each of which has the same number."""
+    if links.team.size == 1:
         return tensor
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    parts = [torch.empty_like(tensor) for _ in range(links.team.size)]
     with phases.phase(SYNC):
-        dist.all_gather(parts, tensor.contiguous())
+        dist.all_gather(parts, tensor.contiguous(), group=links.team.group)
     return torch.cat(parts)

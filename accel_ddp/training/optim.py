@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accel_ddp.config import optimizer_options
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import print_on_main
+from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full, local, region, sharded_like
 from accel_ddp.training.sharding import reshard
@@ -49,6 +50,8 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
         gradient, momentum = local(p.grad), local(state["momentum_buffer"])
+        if (divisor := getattr(self, "grad_scale", None)) is not None:
+            gradient = gradient / divisor
         new_momentum = momentum.lerp(gradient, 1 - group["momentum"])
         direction = orthogonalize(full(sharded_like(gradient.lerp(new_momentum, group["momentum"]), p)))
         (first, _), (rows, _) = region(p)
@@ -71,6 +74,45 @@ class Muon(torch.optim.Optimizer):
             if hasattr(self, name):
                 setattr(adamw, name, getattr(self, name))
         return adamw
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW with the same state, whose step on a GPU needs less memory bandwidth."""
+
+    kernel: Any = None  # the module `adamw_kernel`, or False if a rank cannot compile it
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        found_inf = getattr(self, "found_inf", None)
+        stepped = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        # torch does the first step of a parameter, which makes its state, and steps shards and other types and layouts.
+        is_usual = lambda p: p in self.state and p.is_cuda and not isinstance(p, DTensor)
+        is_float = lambda x: x.dtype == torch.float32 and x.is_contiguous()
+        if found_inf is None or not all(is_usual(p) and is_float(p) and is_float(p.grad) for params in stepped for p in params):
+            return super().step()
+        if self.kernel is None:
+            self.kernel = _adamw_kernel(found_inf.device)
+        if not self.kernel:
+            return super().step()
+        for group, params in zip(self.param_groups, stepped):
+            if params:
+                means, squares, counts = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step"))
+                rest = [group[name] for name in ("betas", "eps", "weight_decay")]
+                tensors = params, [p.grad for p in params], means, squares
+                self.kernel.step(tensors, counts, float(group["lr"]), *rest, found_inf, self.grad_scale)
+
+
+def _adamw_kernel(device: torch.device) -> Any:
+    """Return the module `adamw_kernel`, or False if a rank cannot compile it, because all ranks have to compute the same bits."""
+    own = None
+    try:
+        from accel_ddp.training import adamw_kernel as own
+
+        some = [[torch.zeros(4, device=device)] for _ in range(4)]
+        own.step(some, [torch.zeros((), device=device)], 0.0, (0.0, 0.0), 1.0, 0.0, torch.zeros((), device=device), None)
+    except Exception:  # of many kinds: no Triton, or no compiler for it
+        own = None
+    return False if any(gather_everywhere(own is None)) else own
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -164,7 +206,7 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
         return build_adamw8bit(groups, **adam)
     if cfg.optimizer == "muon":
         return Muon(groups, **adam, fused=fused)
-    return torch.optim.AdamW(groups, **adam, fused=fused)
+    return AdamW(groups, **adam, fused=fused)
 
 
 def _groups(model: nn.Module, cfg: TrainConfig) -> list[dict[str, Any]]:

@@ -54,8 +54,8 @@ def require_independence(
     Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items for each of 3 to 8 texts,
     and as many in float64 if the results differ slightly.
     """
-    is_single = cfg.split(accelerator.num_processes)[0] == 1 and cfg.micro_batch_size != "auto"
-    if is_single and getattr(cfg, "eval_batch_size", 1) == 1:
+    is_single = cfg.split(accelerator.num_processes)[0] == 1 and cfg.micro_batch_size != "auto" and not cfg.micro_batch_tokens
+    if all(gather_everywhere(is_single)) and getattr(cfg, "eval_batch_size", 1) == 1:
         return  # no text is padded
     # For a sharded model it is a collective, and so outside of the block.
     with contextlib.nullcontext() if is_sharded(model) else together("compare a text with and without padding"):
@@ -64,7 +64,8 @@ def require_independence(
     if not reasons:
         return
     if not cfg.allow_inexact:
-        sizes = f"--micro_batch_size {cfg.micro_batch_size}"
+        kind = "tokens" if cfg.micro_batch_tokens else "size"
+        sizes = f"--micro_batch_{kind} {getattr(cfg, f'micro_batch_{kind}')}"
         sizes += f" --eval_batch_size {cfg.eval_batch_size}" if hasattr(cfg, "eval_batch_size") else ""
         single = "--micro_batch_size 1" + " --eval_batch_size 1" * hasattr(cfg, "eval_batch_size")
         raise UserError(

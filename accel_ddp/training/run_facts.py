@@ -24,8 +24,10 @@ from accel_ddp.training.step_numbers import RankSample
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "ACCELERATE_", "ACCEL_DDP_", "SLURM_JOB_", "FI_")
 
 
-def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, model: nn.Module) -> dict[str, Any]:
-    """Return the facts on the main rank, and {} on the others. This is a collective."""
+def describe_run(
+    accelerator: Accelerator, cfg: TrainConfig, num_items: int, mean_items: float, model: nn.Module
+) -> dict[str, Any]:
+    """Return the facts on the main rank, and {} on the others. `mean_items` are those of a step. This is a collective."""
     on_gpu = accelerator.device.type == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else "CPU"
     memory = torch.cuda.get_device_properties(accelerator.device).total_memory if on_gpu else 0
@@ -42,7 +44,7 @@ def describe_run(accelerator: Accelerator, cfg: TrainConfig, num_items: int, mod
         "environment": redact_values({
             name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)
         }),
-        "batch": {"global": cfg.global_batch_size, "micro": micro, "accumulation": count},
+        "batch": {"global": mean_items, "micro": micro, "accumulation": count},
         "items": num_items,
         "precision": accelerator.mixed_precision,
         **({"sharding": links.sharding.facts(accelerator.num_processes)} if links.sharding else {}),

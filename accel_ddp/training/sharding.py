@@ -22,14 +22,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from accel_ddp import compat
+from accel_ddp import compat, phases
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.training.embedding_rows import attach_rows, take_tables
 
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
@@ -58,6 +60,7 @@ class Lockstep:
         self._params: list[Any] = []
         self._trained: list[Any] = []  # in this step
         self._used: set[Any] = set()  # those with a gradient in this step
+        self._keeps_gradients = model._keeps == "gradients"  # until the last micro-batch
         self._all_used: Tensor | None = None  # the numbers that are sent if every parameter has a gradient
         for name, part in model.named_modules():
             if isinstance(part, FSDPModule):
@@ -73,11 +76,13 @@ class Lockstep:
             part.register_forward_hook(lambda *_: self._enter(self._names.index(END), is_forward=True))
         for group in compat.fsdp_groups(part):
             self._params += group.fsdp_params
+            compat.surround_waits(group, _communicating)
             compat.observe_backward(group, functools.partial(self._enter, first + 1), functools.partial(self._sum, first + 2))
 
-    def _sum(self, place: int, params: list[Any]) -> None:
+    def _sum(self, place: int, params: list[Any], is_sent: bool) -> None:
+        """Note which parameters have a gradient, before FSDP sums it over ranks, or adds it to those of the next micro-batch."""
         self._enter(place)
-        self._used.update(param for param in params if compat.has_gradient(param))
+        self._used.update(compat.collect_gradients(params, is_sent, self._keeps_gradients))
 
     def _enter(self, place: int, is_forward: bool = False) -> None:
         """Require that every rank is at the same place."""
@@ -159,13 +164,25 @@ class Lockstep:
         return [param.sharded_param for param, count in zip(self._trained, counts.tolist()) if not count]
 
 
+def _communicating() -> contextlib.AbstractContextManager:
+    """Return a context in which the time of a pass counts as communication. Evaluations and saves have no such part."""
+    is_in_step = phases.HERE.phase in (phases.FORWARD, phases.BACKWARD)
+    return phases.phase(phases.SYNC) if is_in_step else contextlib.nullcontext()
+
+
 def shard(
-    model: nn.Module, plan: ShardingPlan, device: torch.device, precision: str = "no", reduce_dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    plan: ShardingPlan,
+    device: torch.device,
+    precision: str = "no",
+    reduce_dtype: torch.dtype = torch.float32,
+    keep: str = "none",
 ) -> None:
     """Replace the parameters of a model by shards, each a `DTensor`, on `device`. This is a collective.
 
     Parameters on the meta device stay there. With `precision` bf16 the layers are gathered in bfloat16, the format in which autocast
-    multiplies. The shards and the root stay in float32, as with DDP. Gradients are summed in `reduce_dtype`.
+    multiplies. The shards and the root stay in float32, as with DDP. Gradients are summed in `reduce_dtype`. `keep` is a value of
+    `--keep_gathered`.
     """
     layers = find_layers(model, plan)
     mesh = make_mesh(plan, device)
@@ -177,11 +194,9 @@ def shard(
     # Autocast converts the inputs of operations, not of layers.
     policy = lambda dtype: MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
     for layer in layers:
-        fully_shard(
-            layer, mesh=mesh, reshard_after_forward=plan.reshard_after_forward, mp_policy=policy(narrow), offload_policy=offload
-        )
+        fully_shard(layer, mesh=mesh, reshard_after_forward=keep == "none", mp_policy=policy(narrow), offload_policy=offload)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
-    model._gathered_dtype = narrow
+    model._gathered_dtype, model._keeps = narrow, keep
     # With adapters, `generate` of the base model runs.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         compat.let_all_ranks_generate(one)
@@ -279,6 +294,21 @@ def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def begin_micro_batch(model: FSDPModule, is_last: bool) -> None:
+    """Set what the backward pass of a micro-batch sums and frees. `is_last`: of the step.
+
+    By default gradients are summed over ranks after every micro-batch, because the gradients of a whole model may not fit on one GPU.
+    Only the sum over replicas, which are on different nodes, waits for the last one.
+    """
+    keeps = model._keeps
+    if keeps == "gradients":
+        model.set_requires_gradient_sync(is_last)
+    if keeps != "none":
+        model.set_reshard_after_backward(is_last)
+    model.set_requires_all_reduce(is_last)
+    model.set_is_last_backward(is_last)
+
+
 def reshard(model: nn.Module) -> None:
     """Free the weights that a forward pass without a backward pass has left gathered. It needs no communication."""
     for part in sharded_parts(model):
@@ -357,8 +387,13 @@ def prepare(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     _check_optimizer(optimizer, cfg.lr)
+    if cfg.sync_every:
+        return _prepare_worker(accelerator, model), optimizer
     if links.sharding is None:
-        return accelerator.prepare(model, optimizer)
+        tables = take_tables(cfg, model)
+        prepared = accelerator.prepare(model, optimizer)
+        attach_rows(prepared[0], tables, cfg.comm_hook)
+        return prepared
     plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         names = {id(p): name for name, p in model.named_parameters()}
@@ -381,6 +416,15 @@ def prepare(
         )
     # This adds autocast and nothing else.
     return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), optimizer
+
+
+def _prepare_worker(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model of a local worker, wrapped with DDP over the ranks of its team. Accelerate would take all ranks."""
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    if links.team.size == 1:
+        return model
+    devices = [accelerator.device.index] if accelerator.device.type == "cuda" else None
+    return DistributedDataParallel(model, devices, process_group=links.team.group, **accelerator.ddp_handler.to_kwargs())
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -406,7 +450,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
         )
 
 
-def sharding_options(accelerator: Accelerator, cfg: "TrainConfig") -> tuple[torch.device, str, torch.dtype]:
-    """Return device, precision and the dtype in which gradients are summed, the arguments of `shard`."""
+def sharding_options(accelerator: Accelerator, cfg: "TrainConfig") -> tuple[torch.device, str, torch.dtype, str]:
+    """Return device, precision, the dtype in which gradients are summed, and what stays gathered: the arguments of `shard`."""
     reduce_dtype = torch.bfloat16 if cfg.comm_hook == "bf16" else torch.float32
-    return accelerator.device, accelerator.mixed_precision, reduce_dtype
+    return accelerator.device, accelerator.mixed_precision, reduce_dtype, links.sharding.keeps(cfg.keep_gathered)

@@ -137,12 +137,12 @@ class Pace(NamedTuple):
 class Throughput:
     """Measures the pace. The latest steps have the largest weight, and time outside of steps does not count."""
 
-    def __init__(self, samples_per_step: int, peak_flops: float | None) -> None:
+    def __init__(self, samples_per_step: float, peak_flops: float | None) -> None:
         self.samples_per_step, self.peak_flops = samples_per_step, peak_flops
         self.last, self.steps, self.tokens, self.flops, self.seconds = phases.HERE.training_seconds(), 0.0, 0.0, 0.0, 0.0
 
-    def after(self, numbers: Numbers) -> Pace:
-        now = phases.HERE.training_seconds()
+    def after(self, numbers: Numbers, now: float) -> Pace:
+        """Return the pace after a step that ended at this time of training."""
         self.steps, self.tokens = 0.9 * self.steps + 1, 0.9 * self.tokens + numbers.tokens
         self.flops, self.seconds = 0.9 * self.flops + numbers.flops, 0.9 * self.seconds + now - self.last
         self.last = now

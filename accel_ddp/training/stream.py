@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import mixed, seed_host
+from accel_ddp.text import counted
+from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan, find_starts
 from accel_ddp.training.workers import loader_options, starting_workers
 
 
@@ -196,6 +198,7 @@ class Sizes(NamedTuple):
     width: int  # tokens of the longest text, with padding
     targets: int  # labels other than -100, if each token has a label; otherwise 0
     shared: int = 0  # tokens at the beginning of a text that the text before it has too, see `padding_free.shared_tokens`
+    until: int = 0  # labels up to the last one of each row that is not -100, if each token has a label; otherwise 0
 
 
 class Batch(dict):
@@ -230,6 +233,8 @@ class TrainBatches:
 
     knows_lengths = True  # of all items, before they are read
     state = ""  # what a checkpoint must contain to continue, if the step is not enough
+    cost = BY_TOKENS  # of an item; `attach` sets it if it is known for the model
+    shares_at: Callable[[int], Shares | None] = staticmethod(lambda step: None)  # of the ranks at a step; None: equal ones
 
     def __init__(
         self,
@@ -250,6 +255,7 @@ class TrainBatches:
         mixture = getattr(dataset, "mixture", None)
         self.mixture: Mixture | None = mixture if mixture and mixture.weights else None
         self._order: MixedShuffle | None = None
+        self._starts: Callable[[int], int] | None = None  # of the steps of a mixture
         if self.mixture:  # without names: renamed files have the same content
             self.identity["mixture"] = [[weight, size] for weight, size in zip(self.mixture.weights, self.mixture.sizes)]
 
@@ -276,15 +282,43 @@ class TrainBatches:
             self._order = MixedShuffle(self.mixture, seed)
         return self._order
 
+    def total_steps(self, cfg: TrainConfig) -> int:
+        """Return the number of steps of a run. Raise UserError for options that need other data."""
+        for name in ("micro_batch_tokens", "global_batch_tokens"):
+            value, instead = getattr(cfg, name), name.replace("tokens", "size")
+            if value and not (self.knows_lengths and self.lengths is not None):
+                raise UserError(f"--{name} {value}: the tokens of an item are not known before it is read. Use --{instead}.")
+        tokens, ranks = cfg.global_batch_tokens, this_rank.num_ranks
+        if tokens and tokens < (needed := ranks * int(self.lengths.max())):
+            reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
+            raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
+        return cfg.total_steps(self.epoch_size(cfg))
+
+    def epoch_size(self, cfg: TrainConfig) -> int:
+        """Return the items of an epoch, or their tokens with `--global_batch_tokens`. A step has `cfg.step_size` of them."""
+        if not cfg.global_batch_tokens:
+            return len(self)
+        if not (order := self._mixed_order(cfg.seed)):
+            return int(self.lengths.sum())
+        tokens = np.bincount(self.mixture.numbers, self.lengths, minlength=len(order.sizes))
+        return round(len(self) * float((tokens / order.sizes) @ order.shares))
+
+    def mean_items(self, cfg: TrainConfig) -> float:
+        """Return the items of a step, on average."""
+        return cfg.global_batch_tokens * len(self) / self.epoch_size(cfg) if cfg.global_batch_tokens else cfg.global_batch_size
+
     def counts(self, step: int, cfg: TrainConfig) -> dict[str, int]:
         """Return the rows of each dataset of a mixture in the first `step` steps, as `rows/NAME`. Without a mixture it is empty."""
         order = self._mixed_order(cfg.seed)
-        return {f"rows/{name}": number for name, number in order.counts(step * cfg.global_batch_size).items()} if order else {}
+        if order and self._starts is None:
+            self._starts = find_starts(order, self.part_lengths if cfg.global_batch_tokens else None, cfg)
+        return {f"rows/{name}": number for name, number in order.counts(self._starts(step)).items()} if order else {}
 
     def describe(self, total_steps: int, cfg: TrainConfig) -> tuple[str, list[str]]:
         """Return lines about how often the items are seen, and warnings."""
-        rows = total_steps * cfg.global_batch_size
+        rows = round(total_steps * self.mean_items(cfg))
         text = f"{total_steps} steps = {rows / len(self):.2f} epochs of {len(self):,} items"
+        text += f", about {self.mean_items(cfg):.1f} in each step" if cfg.global_batch_tokens else ""
         mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
         return "\n".join(filter(None, (text, mixed_text))), warnings
 
@@ -297,26 +331,29 @@ class TrainBatches:
         return self.dataset
 
     def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
-        """Yield the micro-batches of this rank for update `step` (from 0), then for the next one, without end."""
+        """Yield the micro-batches of this rank for update `step` (from 0), or of each of its local workers, then for the next step."""
         if cfg.evaluate_only:
             raise UserError("--evaluate_only: this script has a training loop of its own. It has to call accel_ddp.train or fit.")
-        micro, count = cfg.split(accelerator.num_processes)
-        lengths = self.lengths if self.knows_lengths else None
-        stream = _GlobalMicroBatches(self.order(cfg.seed), step, micro, count, accelerator.num_processes, lengths)
+        parts, sharded = self.part_lengths if self.knows_lengths else None, links.sharding is not None
+        team = links.team
+        plan = StepPlan(self.order(cfg.seed), cfg, team.size, parts, self.cost, sharded)
+        sampler = OwnMicroBatches(plan, step, team, self.shares_at)
+        # Accelerate would deal equal micro-batches to ranks. Of what else it does, only the copies to the device are needed.
         loader = DataLoader(
             self.items(cfg.seed),
-            batch_sampler=stream,
+            batch_sampler=sampler,
             collate_fn=CountingCollate(self.collate),
             **loader_options(cfg, accelerator),
         )
-        micro_batches = iter(accelerator.prepare(loader))  # each rank gets its slice of the micro-batches of all ranks
-        compat.forget_last_loader(accelerator)
+        on_device = lambda batch: send_to_device(batch, accelerator.device, non_blocking=accelerator.device.type == "cuda")
         with starting_workers(loader):
-            first = [
-                next(micro_batches)
-            ]  # a list, from which it is removed: otherwise its memory would be held for the whole run
+            micro_batches = map(with_sizes, map(on_device, loader))
+            first = [next(micro_batches)]  # it is removed below: otherwise its memory would be held for the whole run
         while True:
-            yield [with_sizes(first.pop() if first else next(micro_batches)) for _ in range(count)]
+            batches = [first.pop() if first else next(micro_batches)]
+            batches += (next(micro_batches) for _ in range(sampler.numbers.popleft() - 1))
+            yield batches
+            del batches
 
     def sample(self, number: int, accelerator: Accelerator, cfg: TrainConfig, longest: bool = False) -> Any:
         """Return a micro-batch of the first items, or of the longest if lengths are known; the same on every rank.
@@ -373,47 +410,6 @@ def _join_lengths(parts: Sequence[list[np.ndarray]]) -> np.ndarray:
     return sums[ends] - sums[ends - each]  # rows have different numbers of texts
 
 
-class _GlobalMicroBatches(Sampler[list[tuple[int, int]]]):
-    """Yields lists of (position in the stream, index in the dataset): one micro-batch of each rank, one after the other, without end.
-
-    If lengths are known, the items of a step are spread so that all of its micro-batches have about the same number of tokens,
-    because a step takes as long as its longest micro-batch. This does not change which items a step has, nor how many items
-    each micro-batch has.
-    """
-
-    drop_last = False  # Accelerate reads it
-
-    def __init__(self, order: Order, step: int, micro: int, count: int, num_ranks: int, lengths: np.ndarray | None = None):
-        self.order, self.step, self.lengths = order, step, lengths
-        self.batch_size = micro * num_ranks  # Accelerate reads it
-        self.groups = count * num_ranks  # micro-batches of a step, over all ranks
-        self.per_step = self.batch_size * count
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        step = self.step
-        while True:
-            first = step * self.per_step
-            items = list(enumerate(self.order.items(first, self.per_step), start=first))
-            if self.lengths is not None and self.groups > 1:
-                items = _spread(items, self.lengths, self.groups)
-            for start in range(0, self.per_step, self.batch_size):
-                yield items[start : start + self.batch_size]
-            step += 1
-
-
-def _spread(items: list[tuple[int, int]], lengths: np.ndarray, groups: int) -> list[tuple[int, int]]:
-    """Return the items group by group. Each group has the same number of items and about the same number of tokens.
-
-    Items are assigned from the longest to the shortest, alternating the direction over the groups.
-    """
-    by_length = sorted(items, key=lambda item: (-lengths[item[1]], item[0]))
-    spread: list[list[tuple[int, int]]] = [[] for _ in range(groups)]
-    for turn, start in enumerate(range(0, len(by_length), groups)):
-        for group, item in enumerate(by_length[start : start + groups]):
-            spread[group if turn % 2 == 0 else groups - 1 - group].append(item)
-    return [item for group in spread for item in sorted(group)]
-
-
 class _SeededItems(Dataset):
     """Seeds each item by its position in the stream, so that random crops and masks do not depend on the rank or worker.
 
@@ -452,13 +448,16 @@ class CountingCollate:
         if mask is None or mask.ndim < 2:
             return batch
         labels = batch.get("labels")
-        targets = int((labels != -100).sum()) if labels is not None and labels.ndim == 2 else 0
+        targets = until = 0
+        if labels is not None and labels.ndim == 2:
+            targets = int((labels != -100).sum())
+            until = int(((labels != -100).flip(1).cumsum(1) > 0).sum())
         lengths = mask.sum(-1)
         texts, squares = lengths.numel(), int((lengths**2).sum())
         if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
             texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
         shared = int(batch["shared"].sum()) if "shared" in batch else 0
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared)}
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared, until)}
 
 
 def with_sizes(batch: Any) -> Any:

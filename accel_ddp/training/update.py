@@ -26,12 +26,12 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
-from accel_ddp.training.optim import words_to_freeze
-from accel_ddp.training.sharding import Lockstep
+from accel_ddp.training.optim import AdamW, Muon, words_to_freeze
+from accel_ddp.training.sharding import Lockstep, begin_micro_batch
 from accel_ddp.training.step_times import sync_after_backward
 
 Count = Callable[[MicroBatch], Tensor | int]
@@ -85,7 +85,7 @@ def update(
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
     enter(FORWARD)
-    num_ranks, device = accelerator.num_processes, accelerator.device
+    num_ranks, device = links.team.size, accelerator.device
     rates, used = _learning_rates(optimizer), _of_ddp(model)
     if hasattr(loss_sum, "for_step"):
         loss_sum = loss_sum.for_step(accelerator, model, batches, seed)
@@ -95,12 +95,13 @@ def update(
     sums = _Sums(sum(counts), carry, num_ranks, device)
     numbers = _Numbers(sums.dtype, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
-    if lockstep:
-        lockstep.begin_step()
+    tables = getattr(model, "_embedding_rows", None)  # that DDP leaves out
+    for one in filter(None, (lockstep, tables)):
+        one.begin_step()
     times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
-        seed_forward(dropout_seed(seed, i, accelerator.process_index, num_ranks), device)
+        seed_forward(dropout_seed(seed, i, links.team.rank, num_ranks), device)
         is_last = i == len(batches) - 1
         with _synchronizing(accelerator, model, is_last), lockstep.micro_batch() if lockstep else nullcontext():
             enter(FORWARD)
@@ -116,6 +117,8 @@ def update(
             weighted = loss * weight
             if is_last and num_ranks > 1:
                 sync_after_backward(weighted)
+            if is_last and tables:
+                tables.send_places()
             if lockstep:
                 lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
@@ -127,6 +130,8 @@ def update(
     enter(OPTIMIZER)
     if used:
         used.complete(model)
+    for parameter, gradient in tables.sums() if tables else ():
+        parameter.grad = gradient
     if _learning_rates(optimizer) != rates:
         raise UserError(
             "The learning rate was changed during an update, for example by a scheduler that the loss steps. It would change once per "
@@ -135,11 +140,10 @@ def update(
     if accelerator.scaler:
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # The norm is logged, so it is computed even if nothing is clipped.
-    grad_norm = shards.full(nn.utils.clip_grad_norm_(parameters, cfg.max_grad_norm or float("inf"))).to(device)
+    grad_norm, divisor = _clip(getattr(optimizer, "optimizer", optimizer), parameters, cfg.max_grad_norm, device)
     total_loss, totals = _sum_of_ranks(total, numbers.sums, lockstep or used, num_ranks)
     mean_loss = total_loss * (weight / num_ranks)
-    _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers)
+    _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers, divisor)
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
     above, below = totals.view(2, len(totals) // 2)
@@ -172,7 +176,7 @@ class _Sums:
         summed = (_append_sample(summed, carry.sample, num_ranks) if carry.sample else summed).to(device, non_blocking=True)
         if isinstance(items, Tensor):
             summed[0] += items
-        self._work = dist.all_reduce(summed, async_op=True)
+        self._work = dist.all_reduce(summed, async_op=True, group=links.team.group)
         # These are views, which contain the sums after the wait.
         self.items, self.votes, self.tokens, self.flops = summed[:4].unbind()
         self.samples = summed[4:] if carry.sample else ()
@@ -202,9 +206,7 @@ class _Numbers:
             )
         if numbers:
             values = [value for value, _ in numbers.values()] + [items if n is None else n for _, n in numbers.values()]
-            new = lambda value: torch.full(
-                (), value, dtype=self.sums.dtype, device=self.sums.device
-            )  # copies nothing from the host
+            new = lambda value: self.sums.new_full((), value)  # copies nothing from the host
             row = torch.stack([v.detach().to(self.sums).reshape(()) if isinstance(v, Tensor) else new(v) for v in values])
             self.sums = self.sums + row if len(self.sums) else row
 
@@ -217,22 +219,37 @@ def _sum_of_ranks(
         return loss, numbers
     summed = torch.cat([loss.reshape(1), numbers, *([used.counts(loss.device, loss.dtype)] if used else [])])
     with phases.phase(SYNC):
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=links.team.group)
     last = 1 + len(numbers)
     for parameter in used.find_unused(summed[last:]) if used else ():
         parameter.grad = None  # as on one rank: the optimizer leaves it as it is
     return summed[0], summed[1:last]
 
 
+def _clip(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], max_norm: float, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norm of all gradients, and what `optimizer` divides them by (None: they are clipped here, or never)."""
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])  # also if nothing is clipped, for the log
+    # The kernels of these optimizers read the divisor. Otherwise clipping is one more pass over all gradients.
+    if type(optimizer) in (AdamW, Muon, torch.optim.AdamW, torch.optim.SGD) and _can_skip_on_device(optimizer, device):
+        norm = shards.full(norm).to(device)
+        return norm, ((norm + 1e-6) / max_norm).clamp(min=1).float() if max_norm else None
+    if max_norm:
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return shards.full(norm).to(device), None
+
+
 def _step_if_finite(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor]
-) -> None:
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor],
+    divisor: Tensor | None,
+) -> None:  # fmt: skip
     """Step the optimizer if `number` is finite, otherwise restore `buffers`. Every rank has the same number."""
     # Accelerate's wrapper searches the disk for an optional package every step. What it does for the scaler is done here.
     stepper = getattr(optimizer, "optimizer", optimizer)
     if _can_skip_on_device(stepper, number.device):
         is_bad = (number - number) != 0  # the difference is NaN for a number that is not finite, and NaN differs from 0
-        stepper.grad_scale, stepper.found_inf = None, is_bad.float()
+        stepper.grad_scale, stepper.found_inf = divisor, is_bad.float()
         try:
             stepper.step()
         finally:
@@ -258,24 +275,15 @@ def _can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) 
     For other optimizers the host reads the number. On a GPU it then waits in every step until the backward pass is done, and the
     GPU waits until the host has launched the next kernels. On a CPU reading a number costs nothing.
     """
-    if (
-        device.type == "cpu"
-        or _is_offloaded(optimizer)
-        or not compat.reads_found_inf(optimizer)
-        or _takes_scaler(type(optimizer))
-    ):
+    first = optimizer.param_groups[0]["params"][0]
+    is_offloaded = isinstance(first, DTensor) and first.device.type == "cpu"  # it steps shards in host memory
+    if device.type == "cpu" or is_offloaded or not compat.reads_found_inf(optimizer) or _takes_scaler(type(optimizer)):
         return False
     if not all(group.get("fused", True) for group in optimizer.param_groups):
         return False
     # In its first step, fused SGD allocates momentum without initial values. A kernel that skips would leave them undefined.
     with_momentum = [p for group in optimizer.param_groups if group.get("momentum") for p in group["params"]]
     return all(p in optimizer.state for p in with_momentum if p.grad is not None)
-
-
-def _is_offloaded(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer steps shards in host memory."""
-    first = optimizer.param_groups[0]["params"][0]
-    return isinstance(first, DTensor) and first.device.type == "cpu"
 
 
 @functools.cache
@@ -295,14 +303,9 @@ def _append_sample(numbers: Tensor, sample: Sequence[float], num_ranks: int) -> 
 
 
 def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
-    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients.
-
-    Sharded gradients are summed after every micro-batch, because the gradients of a whole model may not fit on one GPU. Only the sum
-    over replicas, which are on different nodes, waits for the last one.
-    """
+    """Return a context for the backward pass of one micro-batch. Only the last micro-batch all-reduces gradients."""
     if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-        model.set_is_last_backward(is_last)
+        begin_micro_batch(model, is_last)
         return nullcontext()
     return nullcontext() if is_last else accelerator.no_sync(model)
 
@@ -406,10 +409,10 @@ class _DdpParameters:
 
         If a rank has used all, there are none. Otherwise every rank gets here, and they compare which.
         """
-        if not self._unused or counts.item() < this_rank.num_ranks:
+        if not self._unused or counts.item() < links.team.size:
             return []
         unused = torch.tensor([p in self._unused for p in self._trained], dtype=torch.int32).to(counts.device)
-        dist.all_reduce(unused, dist.ReduceOp.MIN)
+        dist.all_reduce(unused, dist.ReduceOp.MIN, group=links.team.group)
         return [p for p, is_unused in zip(self._trained, unused.tolist()) if is_unused]
 
     def _report(self, names: list[str]) -> None:
@@ -444,7 +447,7 @@ def _settle_buckets(
     position in a bucket. Without this, the first step after a restart would sum in a different order than the uninterrupted
     run. With two ranks the order of a sum does not matter.
     """
-    if accelerator.num_processes < 3 or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+    if links.team.size < 3 or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     if getattr(model, "_buckets_are_settled", False):
         return

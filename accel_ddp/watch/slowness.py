@@ -63,15 +63,17 @@ DATA_SHARE, DATA_SECONDS = 0.3, 0.002  # of a step; shorter waits for data are n
 REPEAT_SECONDS = 60.0  # a lasting case is reported again after REPEAT_STEPS, but not before so many seconds
 OBSERVATIONS = 40  # of the state of a process
 
+_CHECK_GPU = "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."
+_BALANCE = "If it stays slower, --balance speed gives it fewer items."
 # The parts of the own time of a rank, in the order in which it publishes them. Communication follows.
 PARTS = {
     "data": (
         "waits for its data loader",
         "Loading data takes {share} of each step on {host}; increase --num_workers, or check the disk and the processor of {host}.",
     ),
-    "forward": ("is slow in its forward pass", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
-    "backward": ("is slow in its backward pass", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
-    "optimizer": ("is slow in its optimizer", "Check {host} for other processes, low clock rates and heat (nvidia-smi -q)."),
+    "forward": ("is slow in its forward pass", f"{_CHECK_GPU} {_BALANCE}"),
+    "backward": ("is slow in its backward pass", f"{_CHECK_GPU} {_BALANCE}"),
+    "optimizer": ("is slow in its optimizer", _CHECK_GPU),
     "other": ("is slow between its steps, in hooks or in logging", "Check the hooks and trackers, and the disk of {host}."),
 }
 

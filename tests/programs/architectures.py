@@ -253,7 +253,7 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
     ranks, rank = accelerator.num_processes, accelerator.process_index
     for step in range(STEPS):
         if is_resumed and step == STEPS - 1:
-            saved, moments, values = state_tensors.capture(task.model, plain)
+            saved, (moments, values) = state_tensors.to_save(task.model), state_tensors.capture(task.model, plain)
             task, plain = copy_of(initial)
             task.model.load_state_dict(saved, strict=False)  # tied weights are saved once
             state = {name: dict(found) for name, found in values.items()}

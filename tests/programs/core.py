@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import base
 import numpy as np
@@ -15,6 +16,7 @@ from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.tasks import metrics
 from accel_ddp.training import evaluation, optim
 from accel_ddp.training.hook import Hook
+from accel_ddp.training.step_plan import Cost
 from accel_ddp.training.stream import Mixture, TrainBatches
 
 
@@ -102,13 +104,19 @@ class Noisy(torch.utils.data.Dataset):
         return torch.tensor([index, random.random(), numpy.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
-def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, **changes):
+def count_tokens(dataset) -> np.ndarray:
+    return np.array([len(ids) for ids, _ in dataset])
+
+
+def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, lengths=None, cost=None, **changes):
     """Return the weights after the last step, and the losses and gradient norms of all steps."""
     cfg = dataclasses.replace(cfg, **changes)
     model, history = new_model(dtype, dropout, scale), History()
+    data = TrainBatches(kind(rows()), collate, lengths=lengths)
+    data.cost = cost or data.cost
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=TrainBatches(kind(rows()), collate),
-        loss_sum=loss_sum, count=count, hooks=[history],
+        accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=data, loss_sum=loss_sum, count=count,
+        hooks=[history], **({"speedups": None} if cost else {}),
     )  # fmt: skip
     numbers = {"losses": history.losses, "norms": history.norms, "means": history.means, "rows": history.rows}
     return {"weights": {k: v.clone() for k, v in model.state_dict().items()}, **numbers}
@@ -164,6 +172,7 @@ def main(cfg: Config) -> None:
     results["resumed"] = train_with_resume(accelerator, cfg)
     results["mixed"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, kind=Mixed)
     results["mixed, resumed"] = train_with_resume(accelerator, cfg, kind=Mixed)
+    results |= train_uneven(accelerator, cfg)
     results["order"] = stream(accelerator, cfg, torch.arange(101), num_steps=9, micro_batch_size=2)
     results["order from 3"] = stream(accelerator, cfg, torch.arange(101), num_steps=6, first=3)
     for workers in (0, 2):
@@ -198,12 +207,38 @@ def metrics_that_differ_between_ranks(accelerator, cfg):
     return gather_objects(found)
 
 
-def train_with_resume(accelerator, cfg, kind=list):
+def train_with_resume(accelerator, cfg, kind=list, name="", dropout=0.3, balance=("off", "off")):
     """Train 5 steps with dropout, resume from the checkpoint, and return the results after 9 steps."""
-    common = {"dropout": 0.3, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{kind.__name__}", "kind": kind}
-    train(accelerator, cfg, steps=5, **common)
+    common = {"dropout": dropout, "micro_batch_size": 2, "output_dir": f"{cfg.output_dir}_{name}{kind.__name__}", "kind": kind}
+    train(accelerator, cfg, steps=5, balance=balance[0], **common)
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
-    return train(accelerator, cfg, steps=9, resume="auto", **common)
+    return train(accelerator, cfg, steps=9, resume="auto", balance=balance[1], **common)
+
+
+def train_uneven(accelerator, cfg) -> dict[str, dict]:
+    """Return runs whose micro-batches have other numbers of items, on ranks that have other numbers of micro-batches."""
+    ranks, packed = range(1, accelerator.num_processes + 1), {"lengths": count_tokens, "cost": Cost(2.0, 0.1, pads=False)}
+    rising, falling = (",".join(map(str, each)) if len(ranks) > 1 else "off" for each in (ranks, ranks[::-1]))
+    found = {"padded": train(accelerator, cfg, lengths=count_tokens, micro_batch_tokens=60)}
+    found["packed"] = train(accelerator, cfg, micro_batch_tokens=60, **packed)
+    found["sizes"] = train(accelerator, cfg, micro_batch_size=2 - accelerator.process_index % 2)
+    found["shares, packed"] = train(accelerator, cfg, micro_batch_tokens=60, balance=rising, **packed)
+    found["shares"] = train(accelerator, cfg, dropout=0.3, micro_batch_size=2, balance=rising)
+    found["shares, resumed"] = train_with_resume(accelerator, cfg, name="shares", balance=(rising, rising))
+    found["other shares, resumed"] = train_with_resume(accelerator, cfg, name="other", dropout=0.0, balance=(rising, falling))
+    by_tokens = {"global_batch_tokens": 700, "micro_batch_size": 4, "kind": Mixed, **packed}
+    found["steps of tokens"] = train(accelerator, cfg, **by_tokens)
+    folder, first = Path(f"{cfg.output_dir}_tokens"), Path(cfg.output_dir).with_name("1_tokens")
+    train(accelerator, cfg, steps=5, output_dir=str(folder), **by_tokens)
+    broadcast_object(None)
+    for name, place, micro in ((", resumed", folder, 0), (", resumed from one rank", first, 90)):
+        options = by_tokens | {
+            "output_dir": f"{folder}{name}",
+            "resume": str(place / "step_00000005"),
+            "micro_batch_tokens": micro,
+        }
+        found[f"steps of tokens{name}"] = train(accelerator, cfg, **options)
+    return found
 
 
 def weights_are_equal(results) -> bool:

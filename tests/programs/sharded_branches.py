@@ -74,9 +74,11 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
 
 
-def train_together(accelerator, model: nn.Module, plan: ShardingPlan, kinds: Callable[[int, int, int], int]) -> dict[str, Tensor]:
+def train_together(
+    accelerator, model: nn.Module, plan: ShardingPlan, kinds: Callable[[int, int, int], int], keep: str = "none"
+) -> dict[str, Tensor]:
     model = copy.deepcopy(model)
-    sharding.shard(model, plan, accelerator.device)
+    sharding.shard(model, plan, accelerator.device, keep=keep)
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         own = batches_of(step, this_rank.rank, kinds)
@@ -113,8 +115,9 @@ def compare(accelerator) -> dict[str, float | list[str]]:
     found: dict[str, float | list[str]] = {}
     for name, kinds in KINDS.items():
         alone = train_alone(plain, kinds)
-        together = train_together(accelerator, plain, ShardingPlan(), kinds)
-        found[name] = max(float((together[key] - value).abs().max()) for key, value in alone.items())
+        for keep in ("gradients", "none"):
+            together = train_together(accelerator, plain, ShardingPlan(), kinds, keep)
+            found[f"{name}, kept: {keep}"] = max(float((together[key] - value).abs().max()) for key, value in alone.items())
     start = {name: p.detach() for name, p in plain.named_parameters()}
     found["an expert that no batch uses"] = max(
         float((together[key] - start[key]).abs().max()) for key in start if "experts.3" in key or "heads.3" in key

@@ -33,6 +33,8 @@ class Config(TrainConfig):
     save_every: int = 2
     keep_last: int = 3
     global_batch_size: int = 8
+    micro_batch_size: int = 2
+    keep_gathered: str = "gradients"
     lr: float = 0.01
     check_every: int = 0  # the weights of ranks are not compared
 

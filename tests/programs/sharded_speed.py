@@ -1,13 +1,14 @@
 """Train small Llamas sharded, with DDP and in a plain loop of one rank. Rank 0 writes the differences as JSON to OUT."""
 
+import contextlib
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import sharded_branches  # in this folder
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -54,12 +55,17 @@ class Case:
     broken_compiler: bool = False  # of the last rank, in its second layer
     plan: ShardingPlan | None = PLAIN  # None: DDP
     precision: str = "no"
+    keep: str = "auto"  # --keep_gathered
+    rows: str = "off"  # --send_rows
     of_rows: bool = False  # the loss is computed from the log-probabilities of rows
 
 
 CASES = {
     "sharded": Case(),
+    "weights kept": Case(keep="weights"),
+    "gradients kept": Case(keep="gradients"),
     "ddp": Case(plan=None),
+    "rows of tables": Case(plan=None, rows="on"),
     "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False), of_rows=True),
     "checkpointed": Case(tied=True, checkpointing=True),
     "lora": Case(lora=("q_proj", "down_proj"), of_rows=True),
@@ -67,7 +73,7 @@ CASES = {
     "in fit": Case(in_fit=True, plan=ShardingPlan(activation_checkpointing=True)),
     "offloaded": Case(plan=ShardingPlan(cpu_offload=True), of_rows=True),
     "broken compiler": Case(broken_compiler=True),
-    "bf16": Case(precision="bf16"),
+    "bf16": Case(precision="bf16", keep="gradients"),
     "bf16 ddp": Case(plan=None, precision="bf16"),
     "compiled": Case(compiled=True),
 }
@@ -138,7 +144,7 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
 def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[str, torch.Tensor], dict]:
     """Train as `fit` does. Return the trained weights, and what was found on the way."""
     links.sharding, facts = case.plan, {}
-    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing)
+    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing, keep_gathered=case.keep, send_rows=case.rows)
     model = build(case)
     if case.plan and not case.in_fit:
         sharding.shard(model, case.plan, *sharding_options(accelerator, cfg))
@@ -170,21 +176,50 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for step in range(STEPS):
         own = [train.batch_of(indices(step, this_rank.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
-        stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
+        with collectives_counted() as facts["sent"]:
+            stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
     sharding.reshard(model)
     module = accelerator.unwrap_model(model)
     return {name: full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}, facts
 
 
+@contextlib.contextmanager
+def collectives_counted():
+    """Count how often a sharded model gathers weights and sums gradients inside of the block."""
+    is_new = hasattr(dist, "all_gather_single")  # torch 2.13 uses new names
+    names = ("all_gather_single", "reduce_scatter_single") if is_new else ("all_gather_into_tensor", "reduce_scatter_tensor")
+    found = dict.fromkeys(names, 0)
+    before = {name: getattr(dist, name) for name in found}
+
+    def counting(name):
+        def call(*args, **kwargs):
+            found[name] += 1
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in found:
+        setattr(dist, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
 def warm_up_with_broken_compiler(speed) -> list[bool]:
     """Do the warm-up while the compiler of one rank raises an error. Return for each rank whether its layers are compiled."""
-    layers = speed.padding_free
-    speed.plain_calls, layers.calls = layers.calls, list(layers.calls)
-    if this_rank.rank == this_rank.num_ranks - 1:
-        layers.calls[1] = lambda *args, **kwargs: 1 / 0
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", speed.cfg.output_dir)
-    speed.warm_up()
+
+    def install() -> None:  # inductor would take minutes
+        layers = speed.padding_free
+        speed.plain_calls, layers.calls = layers.calls, list(layers.calls)
+        if this_rank.rank == this_rank.num_ranks - 1:
+            layers.calls[1] = lambda *args, **kwargs: 1 / 0
+
+    speed._install_compiled_layers, speed.cfg = install, dataclasses.replace(speed.cfg, compile="on")
+    speed.choose_compilation(0)
+    speed.compile_layers()
     return gather_everywhere(speed.describe()["compiled"])
 
 
@@ -201,6 +236,39 @@ def fails(model, batch, loss_sum) -> bool:
     finally:
         hook.remove()
     return False
+
+
+class ReadsTable(nn.Module):
+    """Reads the weight of its table itself, so that rows which were not looked up have a gradient too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scale = nn.Embedding(50, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, ids):
+        return (self.table(ids) @ self.table.weight.T * self.scale).square()
+
+
+def train_table(cfg: Config, accelerator) -> float:
+    """Train a model that reads its table itself with --send_rows. Return the difference from one rank."""
+    links.sharding = None
+    together, alone = ReadsTable().double(), ReadsTable().double()
+    alone.load_state_dict(together.state_dict())  # of this rank; the ranks begin with different random weights
+    for p in alone.parameters():
+        dist.broadcast(p.detach(), 0)
+    cfg, batches = dataclasses.replace(cfg, send_rows="on"), [torch.tensor([1, 7]), torch.tensor([7, 30])]
+    for model, own in ((together, batches[this_rank.rank : this_rank.rank + 1]), (alone, batches)):
+        optimizer = optim.build(model, cfg)
+        wrapped = prepare(accelerator, cfg, model, optimizer)[0] if model is together else model
+        for step in range(STEPS):
+            if model is together:
+                update(accelerator, cfg, wrapped, optimizer, own, lambda model, ids: model(ids).sum(), len, seed=step)
+                continue
+            (sum(model(ids).sum() for ids in own) / 4).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return difference(dict(together.named_parameters()), dict(alone.named_parameters()))
 
 
 def difference(some: dict, others: dict) -> float:
@@ -223,9 +291,12 @@ def main(cfg: Config) -> None:
             found["bf16"]["to ddp"] = difference(weights["bf16"], weights[name])
         else:
             found[name]["to one rank"] = difference(weights[name], train_alone(case, cfg, train, accelerator))
+    found["reads its table"] = train_table(cfg, accelerator)
     start = {name: p.detach() for name, p in build(Case()).named_parameters()}
     found["learned"] = difference(start, weights["sharded"])
     found["to ddp"] = difference(weights["sharded"], weights["ddp"])
+    found["to rows of tables"] = difference(weights["ddp"], weights["rows of tables"])
+    found["to weights kept"] = difference(weights["sharded"], weights["weights kept"])
     found["branches"] = sharded_branches.compare(accelerator)
     if this_rank.is_main:
         Path(cfg.out).write_text(json.dumps(found))

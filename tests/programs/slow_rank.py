@@ -13,7 +13,7 @@ from accel_ddp.entry import run
 @dataclass(kw_only=True)
 class Config(TrainConfig):
     out: str = ""
-    slow: str = ""  # loss, backward, data or hook
+    slow: str = ""  # loss, backward, data, hook, or items: each takes `seconds`, on the last rank three times as long
     seconds: float = 0.2
     from_step: int = 0
     until_step: int = 1_000_000
@@ -81,6 +81,8 @@ def main(cfg: Config) -> None:
     def loss_sum(model, batch):
         delay("loss")
         time.sleep(cfg.pause)
+        if cfg.slow == "items":
+            time.sleep(cfg.seconds * len(batch) * (3 if accelerator.is_last_process else 1))
         return model(Delayed.apply(batch.clone().requires_grad_())).square().sum()
 
     accel_ddp.fit(

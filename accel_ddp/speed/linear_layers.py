@@ -1,0 +1,100 @@
+"""Linear layers under autocast whose weight gradients have the type of the weights from the start.
+
+Autocast multiplies in half precision. torch rounds the gradient of a weight to half precision, converts it back, and a captured group
+copies it to the memory of its gradients: 16 bytes per weight, read and written. Here the product, which sums in float32 anyway, writes
+float32 to that memory: 4 bytes. Gradients are not rounded, so they are more exact, and plain, captured and compiled layers compute the
+same.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Address of a weight -> where its gradient is written. Only a capture fills it.
+_targets: dict[int, Tensor] = {}
+
+
+@contextlib.contextmanager
+def gradients_written_to(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[None]:
+    """Let the gradients of linear layers be written to `targets` inside of the block. Others get new memory, as outside of it.
+
+    The second gradient of a weight that is used twice gets new memory too, and autograd adds both.
+    """
+    _targets.update((weight.data_ptr(), target) for weight, target in zip(weights, targets, strict=True))
+    try:
+        yield
+    finally:
+        _targets.clear()
+
+
+def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return a @ b in the wide type. A GPU sums in it anyway and can write the result directly."""
+    is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
+    if not (a.is_cuda and is_narrow and hasattr(torch.ops.aten.mm, "dtype")):
+        found = (a @ b).to(wide)
+        return found if out is None else out.copy_(found)
+    return torch.mm(a, b, out_dtype=wide) if out is None else torch.ops.aten.mm.dtype_out(a, b, wide, out=out)
+
+
+# Each is one operator, which a compiler does not trace: it would convert weights again in the backward pass. (It could not store code
+# with an autograd.Function.)
+@torch.library.custom_op("accel_ddp::linear", mutates_args=())
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return F.linear(rows, weight, bias) in the type of `rows`, and the weight in this type."""
+    matrix = weight.to(rows.dtype, copy=True)
+    return F.linear(rows, matrix, None if bias is None else bias.to(rows.dtype)), matrix
+
+
+@_linear.register_fake
+def _(rows, weight, bias):
+    return rows.new_empty((*rows.shape[:-1], len(weight))), torch.empty_like(weight, dtype=rows.dtype)
+
+
+@torch.library.custom_op("accel_ddp::weight_gradient", mutates_args=())
+def _weight_gradient(gradient: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return product(gradient.T, rows, weight.dtype, _targets.pop(weight.data_ptr(), None) if _targets else None)
+
+
+@_weight_gradient.register_fake
+def _(gradient, rows, weight):
+    return torch.empty_like(weight)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # no zeros for the matrix
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
+
+
+def _gradients(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    rows, matrix, weight = ctx.saved_tensors
+    wants_rows, _, wants_bias = ctx.needs_input_grad
+    flat = gradient.reshape(-1, gradient.shape[-1])
+    d_rows = (flat @ matrix).view(rows.shape) if wants_rows else None
+    d_weight = _weight_gradient(flat, rows.reshape(-1, rows.shape[-1]), weight)
+    return d_rows, d_weight, flat.sum(0, dtype=weight.dtype) if wants_bias else None
+
+
+_linear.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+class WideGradients(nn.Linear):
+    """A linear layer whose weight gradient is not rounded to the type of autocast."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weight, kind = self.weight, rows.device.type
+        is_trained = torch.is_grad_enabled() and weight.requires_grad
+        if not (is_trained and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)):
+            return F.linear(rows, weight, self.bias)
+        return _linear(rows.to(torch.get_autocast_dtype(kind)), weight, self.bias)[0]
+
+
+def install(layers: Sequence[nn.Module]) -> None:
+    """Replace the linear layers inside of `layers`. Their parameters, hooks and names stay as they are."""
+    for layer in layers:
+        for module in layer.modules():
+            if type(module) is nn.Linear and "forward" not in module.__dict__:
+                module.__class__ = WideGradients
