@@ -15,11 +15,12 @@ load the same model folder. They train on the same rows in the same order, excep
 the same learning rates, bf16 autocast over float32 weights (bf16 weights below adapters), a log line every 10 steps, and tokenized
 data in a warm cache. Each variant runs in its own process.
 
-`ours, cold` begins with an empty cache of compiled kernels, as every Trainer does, and `ours, warm` with the cache that `ours, cold` of
-the same round has left; `--variants ours` means both. `trainer+flat` uses DataCollatorWithFlattening, and `trainer+flex` FlexAttention
-besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without evaluating and
-saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same command. The table
-shows why a run failed.
+`ours, cold` begins with an empty cache of compiled kernels, as every Trainer does, and `ours, warm` with the cache that the last cold
+run of the job has left; `--variants ours` means both. A run too short to be compiled leaves none: to measure a warm cache then, first
+run `--ours "compiled=--compile on" --variants "compiled, cold"`. `trainer+flat` uses DataCollatorWithFlattening, and `trainer+flex`
+FlexAttention besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without
+evaluating and saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same
+command. The table shows why a run failed.
 """
 
 import argparse
@@ -235,9 +236,8 @@ def figures(times: dict[int, float], began: float, batch: int, warm: int, tokens
 
 def kernels_for(spec: Spec, work: Path) -> Path:
     """Return a copy of the cache without compiled kernels or, for a warm run, the cache that the last cold run has left."""
-    name, is_warm = spec["variant"].removesuffix(", cold").removesuffix(", warm"), spec["variant"].endswith(", warm")
-    cache = work / "kernels" / f"{spec['kind']}-{spec['job']}-{name}"
-    if not is_warm:
+    cache = work / "kernels" / f"{spec['kind']}-{spec['job']}"
+    if not spec["variant"].endswith(", warm"):
         shutil.rmtree(cache, ignore_errors=True)
         shutil.copytree(environment(work)["ACCEL_DDP_CACHE"], cache, copy_function=os.link)
     return cache
@@ -257,6 +257,7 @@ def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, 
     if spec["kind"] != "curve":
         own_env["LEAVE_AFTER"] = f"{spec['steps']}:{folder / 'run' / 'log.jsonl'}"
     if not Path(own_env["ACCEL_DDP_CACHE"]).exists():
+        folder.mkdir(parents=True)
         return {"failed": "a warm run needs the cache of a cold one; add it to --variants"}
     result = run_process([*spec["command"], "--output_dir", str(folder / "run")], folder, work, timeout, own_env)
     if result["failed"]:
@@ -338,7 +339,8 @@ class Bench:
         unknown = [name for name in asked if name not in (*names, *ours)]
         if unknown:
             sys.exit(f"--variants {' '.join(unknown)}: must be some of {', '.join([*names, *ours])}")
-        self.variants = [name for name in names if name in asked or name.rsplit(", ", 1)[0] in asked]
+        # In the order asked for. "ours" means both of its states.
+        self.variants = [name for one in asked for name in names if one in (name, name.rsplit(", ", 1)[0])]
         self.cached: set[str] = set()
 
     def variants_of(self, name: str) -> list[str]:

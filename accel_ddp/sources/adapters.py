@@ -107,8 +107,9 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             f"{', '.join(layers)}."
         ) from error
     for layer in model.modules():
-        if isinstance(layer, peft.tuners.lora.LoraLayer) and type(layer).__name__ in ("Linear", "Linear4bit"):
-            _multiply_at_once(layer)
+        if isinstance(layer, peft.tuners.lora.LoraLayer) and _is_plain(layer):
+            # Not a method, which pickle would look for in peft's class.
+            layer.forward = functools.partial(_forward_at_once, layer)
     if given:
         _load_adapters(model, given, cfg)
     trained, total = model.get_nb_trainable_parameters()
@@ -149,20 +150,20 @@ class _AdaptedProduct(torch.autograd.Function):
 
 
 def _unpacked(weight: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
-    if state is not None:
-        from bitsandbytes.functional import dequantize_4bit
+    if state is None:
+        return weight.to(dtype)
+    from bitsandbytes.functional import dequantize_4bit
 
-        weight = dequantize_4bit(weight, state)
-    return weight.to(dtype)
+    return dequantize_4bit(weight, state).to(dtype)
 
 
-def _multiply_at_once(layer: Any) -> None:
-    """Let a LoRA layer of peft compute `_AdaptedProduct`, unless it does more than that."""
-    base = layer.get_base_layer()
-    is_plain = type(base) is nn.Linear or type(base).__name__ == "Linear4bit"
-    is_plain = is_plain and all(type(one) is nn.Identity for one in layer.lora_dropout.values()) and not layer.lora_variant
-    if is_plain and all(one.bias is None for one in layer.lora_B.values()):
-        layer.forward = functools.partial(_forward_at_once, layer)  # not a method, which pickle would look for in peft's class
+def _is_plain(layer: Any) -> bool:
+    """Return whether a LoRA layer of peft computes `_AdaptedProduct` and nothing else."""
+    base, kinds = layer.get_base_layer(), ("Linear", "Linear4bit")
+    if type(layer).__name__ not in kinds or type(base).__name__ not in kinds:
+        return False
+    has_bias = any(one.bias is not None for one in layer.lora_B.values())
+    return not (layer.lora_variant or has_bias or any(type(one) is not nn.Identity for one in layer.lora_dropout.values()))
 
 
 def _forward_at_once(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
