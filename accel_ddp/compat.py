@@ -279,14 +279,6 @@ def ignored_by_ddp(module: "nn.Module") -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def leave_out_of_ddp(module: "nn.Module", names: list[str]) -> None:
-    """Let DDP neither sum nor broadcast these parameters, besides those that it ignores already. Tested with torch 2.13."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    if names:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [*ignored_by_ddp(module), *names])
-
-
 # ---- FSDP and DTensor
 
 

@@ -68,9 +68,6 @@ class MultiNodeConfig:
     bucket_cap_mb: int | Literal["auto"] = option(
         "auto", "DDP: megabytes of gradients per all-reduce; auto: 25, or what `accel-ddp tune` found", at_least=1, legacy=25
     )
-    send_rows: bool = option(
-        False, "DDP: of the largest embedding table, send only the rows that a step has used", affects_result=False
-    )
     gradient_as_bucket_view: bool = option(True, "DDP: keep no second copy of the gradients")
     find_unused_parameters: bool = option(False, "DDP: search each graph for unused parameters; slower")
     static_graph: bool = option(False, "DDP: every step uses the same parameters")

@@ -47,7 +47,7 @@ class TrainConfig(
     def validate_sharded(self) -> None:
         """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
-        for name in (*of_ddp, "gradient_as_bucket_view", "send_rows"):
+        for name in (*of_ddp, "gradient_as_bucket_view"):
             if getattr(self, name) != getattr(TrainConfig, name):
                 raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
@@ -100,8 +100,6 @@ class TrainConfig(
             raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()
         self.validate_local_steps()
-        if self.send_rows and self.comm_hook == "powersgd":
-            raise UserError("--send_rows --comm_hook powersgd: rows cannot be sent in this form. Leave one out.")
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
             raise UserError(

@@ -54,7 +54,7 @@ class ParameterCheck:
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Tensor, Any]] = deque()
         module = accelerator.unwrap_model(model)
-        ignored = compat.ignored_by_ddp(module) - getattr(module, "_summed_by_rows", set())  # DDP does not keep these equal
+        ignored = compat.ignored_by_ddp(module)  # DDP does not keep these equal
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
         self._trained = {name: p for name, p in trained.items() if name not in ignored}
         self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(module) else this_rank.num_ranks)

@@ -31,7 +31,6 @@ from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
-from accel_ddp.training.embedding_rows import EmbeddingRows, take_table
 
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
@@ -391,11 +390,7 @@ def prepare(
     if cfg.sync_every:
         return _prepare_worker(accelerator, model), optimizer
     if links.sharding is None:
-        table = take_table(model) if cfg.send_rows else None
-        prepared = accelerator.prepare(model, optimizer)
-        if table is not None:
-            prepared[0]._embedding_rows = EmbeddingRows(table, cfg.comm_hook)
-        return prepared
+        return accelerator.prepare(model, optimizer)
     plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         names = {id(p): name for name, p in model.named_parameters()}

@@ -95,9 +95,8 @@ def update(
     sums = _Sums(sum(counts), carry, num_ranks, device)
     numbers = _Numbers(sums.dtype, device)
     lockstep = getattr(model, "_lockstep", None)  # of a sharded model
-    table = getattr(model, "_embedding_rows", None)  # that DDP leaves out
-    for one in filter(None, (lockstep, table)):
-        one.begin_step()
+    if lockstep:
+        lockstep.begin_step()
     times_before = compat.gradient_times(model)
     total = weight = None
     for i, batch in enumerate(batches):
@@ -117,8 +116,6 @@ def update(
             weighted = loss * weight
             if is_last and num_ranks > 1:
                 sync_after_backward(weighted)
-            if is_last and table:
-                table.send_places()
             if lockstep:
                 lockstep.begin_backward()
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
@@ -130,8 +127,6 @@ def update(
     enter(OPTIMIZER)
     if used:
         used.complete(model)
-    if table:
-        table.weight.grad = table.sum_gradient()
     if _learning_rates(optimizer) != rates:
         raise UserError(
             "The learning rate was changed during an update, for example by a scheduler that the loss steps. It would change once per "

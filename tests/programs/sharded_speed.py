@@ -56,7 +56,6 @@ class Case:
     plan: ShardingPlan | None = PLAIN  # None: DDP
     precision: str = "no"
     keep: str = "auto"  # --keep_gathered
-    rows: bool = False  # --send_rows
     of_rows: bool = False  # the loss is computed from the log-probabilities of rows
 
 
@@ -65,7 +64,6 @@ CASES = {
     "weights kept": Case(keep="weights"),
     "gradients kept": Case(keep="gradients"),
     "ddp": Case(plan=None),
-    "rows of tables": Case(plan=None, rows=True),
     "tied": Case(tied=True, plan=ShardingPlan(reshard_after_forward=False), of_rows=True),
     "checkpointed": Case(tied=True, checkpointing=True),
     "lora": Case(lora=("q_proj", "down_proj"), of_rows=True),
@@ -144,7 +142,7 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
 def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[str, torch.Tensor], dict]:
     """Train as `fit` does. Return the trained weights, and what was found on the way."""
     links.sharding, facts = case.plan, {}
-    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing, keep_gathered=case.keep, send_rows=case.rows)
+    cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing, keep_gathered=case.keep)
     model = build(case)
     if case.plan and not case.in_fit:
         sharding.shard(model, case.plan, *sharding_options(accelerator, cfg))
@@ -238,39 +236,6 @@ def fails(model, batch, loss_sum) -> bool:
     return False
 
 
-class ReadsTable(nn.Module):
-    """Reads the weight of its table itself, so that rows which were not looked up have a gradient too."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.scale = nn.Embedding(50, 4), nn.Parameter(torch.ones(()))
-
-    def forward(self, ids):
-        return (self.table(ids) @ self.table.weight.T * self.scale).square()
-
-
-def train_table(cfg: Config, accelerator) -> float:
-    """Train a model that reads its table itself with --send_rows. Return the difference from one rank."""
-    links.sharding = None
-    together, alone = ReadsTable().double(), ReadsTable().double()
-    alone.load_state_dict(together.state_dict())  # of this rank; the ranks begin with different random weights
-    for p in alone.parameters():
-        dist.broadcast(p.detach(), 0)
-    cfg, batches = dataclasses.replace(cfg, send_rows=True), [torch.tensor([1, 7]), torch.tensor([7, 30])]
-    for model, own in ((together, batches[this_rank.rank : this_rank.rank + 1]), (alone, batches)):
-        optimizer = optim.build(model, cfg)
-        wrapped = prepare(accelerator, cfg, model, optimizer)[0] if model is together else model
-        for step in range(STEPS):
-            if model is together:
-                update(accelerator, cfg, wrapped, optimizer, own, lambda model, ids: model(ids).sum(), len, seed=step)
-                continue
-            (sum(model(ids).sum() for ids in own) / 4).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-    return difference(dict(together.named_parameters()), dict(alone.named_parameters()))
-
-
 def difference(some: dict, others: dict) -> float:
     assert some.keys() == others.keys()
     return max(float((value - others[name]).abs().max()) for name, value in some.items())
@@ -291,11 +256,9 @@ def main(cfg: Config) -> None:
             found["bf16"]["to ddp"] = difference(weights["bf16"], weights[name])
         else:
             found[name]["to one rank"] = difference(weights[name], train_alone(case, cfg, train, accelerator))
-    found["reads its table"] = train_table(cfg, accelerator)
     start = {name: p.detach() for name, p in build(Case()).named_parameters()}
     found["learned"] = difference(start, weights["sharded"])
     found["to ddp"] = difference(weights["sharded"], weights["ddp"])
-    found["to rows of tables"] = difference(weights["ddp"], weights["rows of tables"])
     found["to weights kept"] = difference(weights["sharded"], weights["weights kept"])
     found["branches"] = sharded_branches.compare(accelerator)
     if this_rank.is_main:
