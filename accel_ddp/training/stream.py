@@ -284,19 +284,19 @@ class TrainBatches:
 
     def total_steps(self, cfg: TrainConfig) -> int:
         """Return the number of steps of a run. Raise UserError for options that need other data."""
-        for name in ("micro_batch_tokens", "global_batch_tokens"):
+        for name in () if cfg.evaluate_only else ("micro_batch_tokens", "global_batch_tokens"):
             value, instead = getattr(cfg, name), name.replace("tokens", "size")
             if value and not (self.knows_lengths and self.lengths is not None):
                 raise UserError(f"--{name} {value}: the tokens of an item are not known before it is read. Use --{instead}.")
         tokens, ranks = cfg.global_batch_tokens, this_rank.num_ranks
-        if tokens and tokens < (needed := ranks * int(self.lengths.max())):
+        if tokens and not cfg.evaluate_only and tokens < (needed := ranks * int(self.lengths.max())):
             reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
             raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
         return cfg.total_steps(self.epoch_size(cfg))
 
     def epoch_size(self, cfg: TrainConfig) -> int:
         """Return the items of an epoch, or their tokens with `--global_batch_tokens`. A step has `cfg.step_size` of them."""
-        if not cfg.global_batch_tokens:
+        if not cfg.global_batch_tokens or cfg.evaluate_only:
             return len(self)
         if not (order := self._mixed_order(cfg.seed)):
             return int(self.lengths.sum())
