@@ -268,10 +268,12 @@ def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
     """Print the batch arithmetic of the run, and a warning if its precision is slow here."""
     micro, count = cfg.split(this_rank.num_ranks)
     split = f"{micro} per micro-batch x {counted(count, 'micro-batch')}"
-    if cfg.micro_batch_size == "auto":
-        split = f"{micro}, in as few micro-batches as fit"
     if cfg.micro_batch_tokens:
         split = f"micro-batches of at most {cfg.micro_batch_tokens:,} tokens"
+    elif cfg.micro_batch_size == "auto":
+        split = f"{'items' if cfg.global_batch_tokens else micro}, in as few micro-batches as fit"
+    elif cfg.global_batch_tokens:
+        split = f"micro-batches of at most {cfg.micro_batch_size} items"
     on_gpu = accelerator.device.type == "cuda"
     threads = torch.get_num_threads()
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {counted(threads, 'thread')}"

@@ -216,6 +216,8 @@ class _Verification:
             if errors and all(process.returncode == USER_ERROR for process in started) and output[-1].strip() in ("", errors[-1]):
                 raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
             raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
+        if run["config"].get("global_batch_tokens"):
+            raise UserError("--global_batch_tokens: verify compares steps of equal numbers of items. Use --global_batch_size.")
         samples = _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
         return VerifiedRun(found[-1], run, samples)
 

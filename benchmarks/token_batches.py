@@ -1,6 +1,7 @@
 """Measure what --micro_batch_tokens saves: the time of each rank's share of a step, computed alone on this device.
 
     python benchmarks/token_batches.py --ranks 2 4 --steps 6
+    python benchmarks/token_batches.py --ranks 2 8 --planned 200    costs of the plans for a 1.4B decoder; nothing is computed
 
 A step takes as long as its slowest rank, so its time is the largest of all ranks. Variants take turns, step by step, and the same
 items are computed by each. On a GPU, times are those of CUDA events, and on a CPU, seconds of the processor on one thread, because
@@ -21,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_ddp import TrainBatches, TrainConfig, attach, losses
 from accel_ddp.training.losses import CurrentBatch
-from accel_ddp.training.step_plan import StepPlan
+from accel_ddp.training.step_plan import Cost, StepPlan
+from accel_ddp.training.stream import Shuffle
 
 KINDS = {
     "short": (5.0, 0.6, 512),
@@ -41,6 +43,21 @@ def collate(rows):
 def loss_sum(model, batch):
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return losses.of_tokens(logits, losses.next_tokens(batch["labels"]))
+
+
+def print_planned(kind: str, lengths: np.ndarray, ranks: int, steps: int) -> None:
+    """Print how much more the slowest rank has to compute than the mean of all ranks, with 8 items for each rank."""
+    cost = Cost(6 * 1.3e9, 12 * 28 * 1536 / 2, pads=False)
+    cfg = TrainConfig(global_batch_size=8 * ranks)
+    by_tokens = dataclasses.replace(cfg, micro_batch_tokens=10**9)
+    plans = {"items": (cfg, False), "equal numbers of items, by cost": (by_tokens, True), "tokens": (by_tokens, False)}
+    texts = []
+    for name, (options, is_sharded) in plans.items():
+        plan = StepPlan(Shuffle(len(lengths), 0), options, ranks, lengths[:, None], cost, is_sharded)
+        load = lambda batches: sum(cost.of(lengths[[index for _, index in batch], None]).sum() for batch in batches)
+        loads = np.array([[load(plan.of_rank(step, rank)) for rank in range(ranks)] for step in range(steps)])
+        texts.append(f"{name} {(loads.max(1) / loads.mean(1)).mean():.3f}")
+    print(f"{kind:>9}  mean {lengths.mean():.0f} of {lengths.max()} tokens, {ranks} ranks, slowest / mean: {', '.join(texts)}")
 
 
 def seconds(model, batch, device) -> float:
@@ -67,6 +84,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of all lengths, for CPUs")
+    parser.add_argument("--planned", type=int, default=0, metavar="STEPS", help="print the costs of the plans of so many steps")
     given = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(mixed_precision="bf16" if torch.cuda.is_available() else "no")
@@ -80,6 +98,10 @@ def main() -> None:
         mean, spread, longest = KINDS[kind]
         drawn = np.random.default_rng(0)
         lengths = (given.scale * np.clip(drawn.lognormal(mean, spread, 4000), 16, longest)).astype(int)
+        if given.planned:
+            for ranks in given.ranks:
+                print_planned(kind, lengths, ranks, given.planned)
+            continue
         rows = Dataset.from_list([{"input_ids": drawn.integers(0, 500, n).tolist(), "attention_mask": [1] * n} for n in lengths])
         model, train = LlamaForCausalLM(config), TrainBatches(rows, collate)
         cfg = TrainConfig(global_batch_size=given.batch, micro_batch_size=given.micro, compile="auto")

@@ -299,7 +299,8 @@ class Estimator:
         """Return what a run keeps gathered, and why, and its estimate. Keeping more sends less: each weight once in a step."""
         changes = {name: value for name, (value, _) in choices.items()}
         # An automatic micro-batch size uses the memory better than gradients that wait.
-        has_several = self.cfg.micro_batch_size != "auto" and self.cfg.split(ranks)[1] > 1
+        is_known = self.cfg.micro_batch_size != "auto" or self.cfg.micro_batch_tokens
+        has_several = is_known and self.cfg.split(ranks)[1] > 1
         for keep in ("gradients", "weights") if has_several else ("weights",):
             found = self.estimate(ranks, plan, keep_gathered=keep, **changes)
             why = f"{found.total / GIB:.1f} of {available / GIB:.1f} GiB estimated with"

@@ -54,9 +54,12 @@ class StepPlan:
         micro = np.inf if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
         self.limits = [cfg.micro_batch_tokens or micro] * num_ranks  # items or tokens of a micro-batch of each rank
         self.is_equal = not (
-            cfg.micro_batch_tokens or cfg.global_batch_tokens
-        )  # for equal shares: micro-batches have as many items
-        self.first = find_starts(order, parts, cfg)  # the position in the stream at which a step begins
+            self.counts_tokens or cfg.global_batch_tokens
+        )  # micro-batches have as many items if shares are equal
+        # The position in the stream at which a step begins.
+        self.first: Callable[[int], int] = lambda step: step * cfg.global_batch_size
+        if cfg.global_batch_tokens:
+            self.first = TokenSteps(order, parts.sum(1), cfg.global_batch_tokens).first
 
     def items(self, step: int) -> list[Item]:
         """Return the items of a step."""
@@ -73,13 +76,10 @@ class StepPlan:
             return self._equal_groups(items)[rank :: self.num_ranks]
         parts = np.ones((len(items), 1)) if self.parts is None else self.parts[[index for _, index in items]]
         costs = self.cost.of(parts)
-        sizes = parts.sum(1) if self.counts_tokens else np.ones(len(parts))
-        parted = np.array(shares or [1.0] * self.num_ranks)
-        owned = _deal(np.argsort(-costs, kind="stable").tolist(), costs, parted, sizes, is_even=self.is_sharded)
-        pack = lambda rank, number=0: self._pack(owned[rank], parts, costs, sizes, self.limits[rank], number)
-        number = 0
-        if self.is_sharded:
-            number = min(max(len(pack(rank)) for rank in range(self.num_ranks)), *map(len, owned))
+        by_cost, weights = np.argsort(-costs, kind="stable").tolist(), np.array(shares or [1.0] * self.num_ranks)
+        owned = _deal(by_cost, costs, weights, costs, is_even=self.is_sharded)
+        pack = lambda rank, number=0: self._pack(owned[rank], parts, costs, self.limits[rank], number)
+        number = min(max(len(pack(rank)) for rank in range(self.num_ranks)), *map(len, owned)) if self.is_sharded else 0
         # The most expensive ones first: those that ranks of a sharded model compute at the same time are then alike.
         found = sorted(pack(rank, number), key=lambda group: -costs[group].sum())
         return [[items[place] for place in sorted(group)] for group in found]
@@ -91,12 +91,11 @@ class StepPlan:
             return [items[first : first + micro] for first in range(0, len(items), micro)]
         return spread(items, self.parts[[index for _, index in items]].sum(1), number)
 
-    def _pack(
-        self, own: list[int], parts: np.ndarray, costs: np.ndarray, sizes: np.ndarray, limit: float, number: int
-    ) -> list[list[int]]:
+    def _pack(self, own: list[int], parts: np.ndarray, costs: np.ndarray, limit: float, number: int) -> list[list[int]]:
         """Return the micro-batches of items, which begin with the most expensive one: `number`, or as few as possible."""
         if self.counts_tokens and self.cost.pads:
             return _cut(sorted(own, key=lambda item: -parts[item].sum()), parts, limit, number)
+        sizes = parts.sum(1) if self.counts_tokens else np.ones(len(parts))
         least = max(1, int(np.ceil(np.minimum(sizes[own], limit).sum() / limit)))
         if self.parts is None:  # a stream of rows can only be read forward
             return [part.tolist() for part in np.array_split(own, number or least)]
@@ -160,13 +159,6 @@ def _cut(own: list[int], parts: np.ndarray, limit: float, number: int) -> list[l
     while 0 < number < len(groups):
         groups[-2:] = [groups[-2] + groups[-1]]
     return groups
-
-
-def find_starts(order: Any, parts: np.ndarray | None, cfg: TrainConfig) -> Callable[[int], int]:
-    """Return a function that returns the position in the stream at which a step begins."""
-    if cfg.global_batch_tokens and parts is not None:
-        return TokenSteps(order, parts.sum(1), cfg.global_batch_tokens).first
-    return lambda step: step * cfg.global_batch_size
 
 
 class TokenSteps:

@@ -16,7 +16,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import mixed, seed_host
 from accel_ddp.text import counted
-from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan, find_starts
+from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan
 from accel_ddp.training.workers import loader_options, starting_workers
 
 
@@ -235,6 +235,7 @@ class TrainBatches:
     state = ""  # what a checkpoint must contain to continue, if the step is not enough
     cost = BY_TOKENS  # of an item; `attach` sets it if it is known for the model
     shares_at: Callable[[int], Shares | None] = staticmethod(lambda step: None)  # of the ranks at a step; None: equal ones
+    first: Callable[[int], int] | None = None  # returns the position at which a step begins; None: it is not yet asked for
 
     def __init__(
         self,
@@ -255,7 +256,6 @@ class TrainBatches:
         mixture = getattr(dataset, "mixture", None)
         self.mixture: Mixture | None = mixture if mixture and mixture.weights else None
         self._order: MixedShuffle | None = None
-        self._starts: Callable[[int], int] | None = None  # of the steps of a mixture
         if self.mixture:  # without names: renamed files have the same content
             self.identity["mixture"] = [[weight, size] for weight, size in zip(self.mixture.weights, self.mixture.sizes)]
 
@@ -284,19 +284,19 @@ class TrainBatches:
 
     def total_steps(self, cfg: TrainConfig) -> int:
         """Return the number of steps of a run. Raise UserError for options that need other data."""
-        for name in ("micro_batch_tokens", "global_batch_tokens"):
+        for name in () if cfg.evaluate_only else ("micro_batch_tokens", "global_batch_tokens"):
             value, instead = getattr(cfg, name), name.replace("tokens", "size")
             if value and not (self.knows_lengths and self.lengths is not None):
                 raise UserError(f"--{name} {value}: the tokens of an item are not known before it is read. Use --{instead}.")
         tokens, ranks = cfg.global_batch_tokens, this_rank.num_ranks
-        if tokens and tokens < (needed := ranks * int(self.lengths.max())):
+        if tokens and not cfg.evaluate_only and tokens < (needed := ranks * int(self.lengths.max())):
             reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
             raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
         return cfg.total_steps(self.epoch_size(cfg))
 
     def epoch_size(self, cfg: TrainConfig) -> int:
         """Return the items of an epoch, or their tokens with `--global_batch_tokens`. A step has `cfg.step_size` of them."""
-        if not cfg.global_batch_tokens:
+        if not cfg.global_batch_tokens or cfg.evaluate_only:
             return len(self)
         if not (order := self._mixed_order(cfg.seed)):
             return int(self.lengths.sum())
@@ -310,9 +310,10 @@ class TrainBatches:
     def counts(self, step: int, cfg: TrainConfig) -> dict[str, int]:
         """Return the rows of each dataset of a mixture in the first `step` steps, as `rows/NAME`. Without a mixture it is empty."""
         order = self._mixed_order(cfg.seed)
-        if order and self._starts is None:
-            self._starts = find_starts(order, self.part_lengths if cfg.global_batch_tokens else None, cfg)
-        return {f"rows/{name}": number for name, number in order.counts(self._starts(step)).items()} if order else {}
+        if not order:
+            return {}
+        position = self.first(step) if self.first else step * cfg.global_batch_size
+        return {f"rows/{name}": number for name, number in order.counts(position).items()}
 
     def describe(self, total_steps: int, cfg: TrainConfig) -> tuple[str, list[str]]:
         """Return lines about how often the items are seen, and warnings."""
@@ -337,7 +338,7 @@ class TrainBatches:
         parts, sharded = self.part_lengths if self.knows_lengths else None, links.sharding is not None
         team = links.team
         plan = StepPlan(self.order(cfg.seed), cfg, team.size, parts, self.cost, sharded)
-        sampler = OwnMicroBatches(plan, step, team, self.shares_at)
+        sampler, self.first = OwnMicroBatches(plan, step, team, self.shares_at), plan.first
         # Accelerate would deal equal micro-batches to ranks. Of what else it does, only the copies to the device are needed.
         loader = DataLoader(
             self.items(cfg.seed),
