@@ -322,6 +322,7 @@ def attention(
         window = int(others["sliding_window"]) - 1
         if not torch.compiler.is_compiling():
             windows_seen.add(window + 1)
+        window = -1 if window >= segments.longest else window  # no text is longer
     if segments.is_flash and bias is None:
         # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
