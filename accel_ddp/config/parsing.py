@@ -54,7 +54,7 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     with contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO()):
         groups = tyro.cli(
             _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
-            console_outputs=show, config=(tyro.conf.OmitArgPrefixes,),
+            console_outputs=show, config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
         )  # fmt: skip
     values = {field.name: getattr(group, field.name) for group in vars(groups).values() for field in dataclasses.fields(group)}
     cfg = cls(**values)
