@@ -538,6 +538,21 @@ def test_gradient_checkpointing_without_padding_gives_the_same_result():
         compute(model, batch, lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
 
 
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_gradient_checkpointing_of_an_encoder_and_a_decoder(kind):
+    torch.manual_seed(0)
+    model = FAMILIES[kind]().train()  # without dropout
+    batch, loss = inputs_of(model)
+    padded = compute(model, batch, loss)
+    layers, rows = PaddingFree(model), []
+    layers.install()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = layers.calls
+    layers.run = lambda number, hidden, args, kwargs: rows.append(number) or calls[number](hidden, *args, **kwargs)
+    assert difference(padded, compute(model, batch, loss)) < 1e-5
+    assert rows == [*range(len(calls)), *reversed(range(len(calls)))], "the backward pass runs each layer once more"
+
+
 def test_a_small_table_has_the_same_gradient_as_an_embedding():
     table, places = torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randint(0, 3, (4, 5))
     weight = torch.randn(4, 5, 8, dtype=torch.double)

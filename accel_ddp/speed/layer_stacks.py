@@ -40,6 +40,14 @@ class SmallTable(torch.autograd.Function):
         return None, here.to(flat.dtype) @ flat
 
 
+class _Inside:
+    """What an attention that needs padding reads: the segments of the row, and its hidden states with and without padding."""
+
+    def __init__(self) -> None:
+        self.at: Segments | None = None
+        self.pair: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
 class Stack:
     """Layers that are called one after the other, with the row that goes through them."""
 
@@ -56,6 +64,7 @@ class Stack:
         self.alternates = False  # whether layers get one of several rotary embeddings; set before the first `call_of`
         self.kinds: list[list[str]] = [[""] for _ in layers]  # the name of the rotary embeddings of each layer
         self.outputs = 0  # of a layer, if that is a tuple
+        self.inside = _Inside()
         self.clear()
 
     def clear(self) -> None:
@@ -86,13 +95,13 @@ class Stack:
                 given["position_bias"] = self.bias_of(carried[-1], places)
                 given |= {name: hidden.new_zeros(1, 1, 1, 1) for name in BIASES[1:] if name in self.names}
             if self.own_attention:
-                _inside.at = segments
+                self.inside.at = segments
             else:
                 given["segments"] = segments
             try:
                 out = original(hidden, **given)
             finally:
-                _inside.at = None
+                self.inside.at = None
             if isinstance(out, tuple):
                 if not self.outputs:
                     self.outputs = len(out)
@@ -131,17 +140,6 @@ class Stack:
         )
 
 
-class _Inside:
-    """What an attention that needs padding reads: the segments of the row, and its hidden states with and without padding."""
-
-    def __init__(self) -> None:
-        self.at: Segments | None = None
-        self.pair: tuple[Tensor | None, Tensor | None] = (None, None)
-
-
-_inside = _Inside()
-
-
 def own_attentions(layers: list[nn.Module]) -> list[nn.Module]:
     """Return the attention of each layer, if it has one that does not use transformers' interface, or else []."""
     found = []
@@ -159,29 +157,29 @@ def linear_children(attention: nn.Module) -> list[nn.Module]:
     return [m for m in attention.children() if isinstance(m, nn.Linear) or hasattr(m, "base_layer")]
 
 
-def pad_around(attention: nn.Module) -> None:
+def pad_around(attention: nn.Module, inside: _Inside) -> None:
     """Let an attention get padded hidden states, while its projections of them compute without padding."""
     original = attention.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        at = _inside.at
+        at = inside.at
         if at is None:
             return original(hidden_states, *args, **kwargs)
         padded = unpack(hidden_states, at)
-        _inside.pair = padded, hidden_states
+        inside.pair = padded, hidden_states
         pad = lambda x: unpack(x, at) if isinstance(x, Tensor) and x.shape[:2] == hidden_states.shape[:2] else x
         out = original(padded, *map(pad, args), **{name: pad(value) for name, value in kwargs.items()})
-        _inside.pair = None, None
+        inside.pair = None, None
         return (pack(out[0], at), *out[1:]) if isinstance(out, tuple) else pack(out, at)
 
     attention.forward = forward
     for linear in linear_children(attention):
-        linear.forward = functools.partial(_project, linear.forward)
+        linear.forward = functools.partial(_project, linear.forward, inside)
 
 
-def _project(original: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    padded, row = _inside.pair
-    return original(x, *args, **kwargs) if x is not padded else unpack(original(row, *args, **kwargs), _inside.at)
+def _project(original: Callable[..., Tensor], inside: _Inside, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    padded, row = inside.pair
+    return original(x, *args, **kwargs) if x is not padded else unpack(original(row, *args, **kwargs), inside.at)
 
 
 def find_rotaries(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:

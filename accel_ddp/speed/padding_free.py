@@ -77,7 +77,8 @@ class Row(NamedTuple):
 
 # Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
 is_active: ContextVar[bool] = ContextVar("accel_ddp_padding_free", default=False)
-windows_seen: set[int] = set()  # the windows that layers have passed to the attention outside of compiled code
+# While a model is compared with and without padding: the windows that its layers have passed to the attention.
+windows_seen: ContextVar[set[int] | None] = ContextVar("accel_ddp_windows_seen", default=None)
 
 
 def row_of(current: CurrentBatch | None) -> Row | None:
@@ -320,8 +321,9 @@ def attention(
     window = -1  # a token sees so many tokens before it, and as many after it if the attention is not causal
     if others.get("sliding_window") is not None:
         window = int(others["sliding_window"]) - 1
-        if not torch.compiler.is_compiling():
-            windows_seen.add(window + 1)
+        if not torch.compiler.is_compiling() and (seen := windows_seen.get()) is not None:
+            seen.add(window + 1)
+        window = -1 if window >= segments.longest else window  # no text is longer
     if segments.is_flash and bias is None:
         # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
         q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))

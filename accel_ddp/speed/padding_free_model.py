@@ -103,11 +103,10 @@ class PaddingFree:
             config._experts_implementation = NAME
         for table in small_tables(self.owner) if next(self.owner.parameters()).is_cuda else ():
             table.forward = functools.partial(_look_up, table)
-        keep = lambda module, args, output: self.rotary.setdefault(str(len(self.rotary)), output)
-        for rotary in self.rotaries:
-            self.hooks.append(rotary.register_forward_hook(lambda *given: keep(*given) and None))
+        keep = lambda module, args, output: self.rotary.update({str(len(self.rotary)): output})
+        self.hooks = [rotary.register_forward_hook(keep) for rotary in self.rotaries]
         for attention in self.attentions:
-            pad_around(attention)
+            pad_around(attention, self.stacks[0].inside)
         # Not a hook, because adapters call `forward` itself.
         self.owner.forward = self._model(self.owner.forward)
         for stack in self.stacks:
@@ -122,8 +121,8 @@ class PaddingFree:
         inner = [module for attention in self.attentions for module in (attention, *linear_children(attention))]
         for module in [self.owner, *self.layers, *small_tables(self.owner), *inner]:
             module.__dict__.pop("forward", None)
-        while self.hooks:
-            self.hooks.pop().remove()
+        for hook in self.hooks:
+            hook.remove()
         self._clear()
 
     def capture(self, graphs_of: Callable[[list[nn.Module], list[Callable[..., Any]]], Any]) -> list[Any]:
@@ -304,8 +303,9 @@ class PaddingFree:
                 raise NeedsPadding("its layers get different arguments")
             return hidden, stack.packed
         at = stack.at
-        packed = dict(rest) if stack.own_attention else {name: self._packed(value, at) for name, value in rest.items()}
+        packed = rest
         if not stack.own_attention:
+            packed = {name: self._packed(value, at) for name, value in rest.items()}
             packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
         hidden, lengths = stack.enter(hidden, named)
         inside, places = at if stack.own_attention else _for_attention(at), None
@@ -348,8 +348,9 @@ class PaddingFree:
         was_training = self.model.training
         self.model.eval()
         results, longest = [], self.longest
-        self.longest = 1 << 30
-        padding_free.windows_seen.clear()
+        self.longest, self.mask = 1 << 30, None
+        seen: set[int] = set()
+        token = padding_free.windows_seen.set(seen)
         try:
             with torch.no_grad(), without_tf32():
                 for self.is_enabled in (False, True):
@@ -370,6 +371,7 @@ class PaddingFree:
         except Exception as error:  # of many kinds: layers with other outputs, indices out of range
             return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
         finally:
+            padding_free.windows_seen.reset(token)
             self.is_enabled, self.outputs, self.longest = True, None, longest
             self._clear()
             self.model.train(was_training)
@@ -382,7 +384,7 @@ class PaddingFree:
         if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
             return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
         # Texts may be longer than the windows that the layers have passed on: its size, one more, or one more than a half of it.
-        unseen = {w for w in self.windows if not {w, w + 1, w // 2 + 1} & padding_free.windows_seen}
+        unseen = {w for w in self.windows if not {w, w + 1, w // 2 + 1} & seen}
         self.longest = min((window // 2 for window in unseen), default=1 << 30)
         return ""
 
