@@ -280,8 +280,6 @@ def test_ddp_ignores_what_it_was_told_to_ignore():
     assert compat.ignored_by_ddp(model) == set()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
     assert compat.ignored_by_ddp(model) == {"bias"}
-    compat.leave_out_of_ddp(model, ["weight"])
-    assert compat.ignored_by_ddp(model) == {"bias", "weight"}
 
 
 # ---- FSDP and DTensor
