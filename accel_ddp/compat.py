@@ -198,7 +198,8 @@ def compile_options() -> dict[str, Any]:
     """Set what torch.compile has no option for, and return its options. Tested with torch 2.11 and 2.13.
 
     Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one,
-    layers with a custom gradient are not cached. Without `deterministic`, kernels with sums are chosen by measured times.
+    layers with a custom gradient are not cached. Without the third one, torch starts a Python process for each core, and the exit of
+    this process waits until they have imported torch. Without `deterministic`, kernels with sums are chosen by measured times.
     """
     import torch._dynamo.config
     import torch._functorch.config
@@ -206,6 +207,7 @@ def compile_options() -> dict[str, Any]:
 
     torch._dynamo.config.specialize_float = True
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    torch._inductor.config.compile_threads = 1
     return {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
 
 
