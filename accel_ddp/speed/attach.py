@@ -363,8 +363,8 @@ class Speed:
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
             is_fixed = getattr(batch, "sizes", None) is None
-            if is_fixed and (accelerator.device.type != "cuda" or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
-                return NO_TEXTS
+            if is_fixed and (not self._on_gpu or self.cfg.compile in ("auto", "off") or not isinstance(batch, Mapping)):
+                return NO_TEXTS  # by default, because captured layers of images were not compared on a GPU yet
             kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
@@ -408,6 +408,9 @@ class Speed:
         """Capture the layers as CUDA graphs if there is a GPU."""
         if not self.padding_free:
             self._refuse_to_compile("texts are padded, so every batch has a different shape")
+        elif self._on_gpu and self.cfg.compile == "auto" and not all(stack.is_plain for stack in self.padding_free.stacks):
+            why = "captured layers of this kind were not compared on a GPU yet; graphs: use CUDA graphs, on: compile them too"
+            choices.choose(self.cfg, "compile", "off", why)
         elif self._on_gpu and self.cfg.compile != "off":
             self._capture(self.padding_free.calls)
             if is_sharded(self.model):
