@@ -133,6 +133,7 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Rec
         )
         yield Recommendation(f"--comm_hook {hook}", network / 2, text)
     buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces sum counts and loss
+    cap = 25 if cap == "auto" else cap
     smaller = max(1, int(min(cap, megabytes) / 4))
     if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
         saves = min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1))

@@ -135,10 +135,13 @@ def update(
     if accelerator.scaler:
         accelerator.unscale_gradients(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    grad_norm, divisor = _clip(getattr(optimizer, "optimizer", optimizer), parameters, cfg.max_grad_norm, device)
+    # Accelerate's wrapper searches the disk for an optional package every step. What it does for the scaler is done here.
+    stepper = getattr(optimizer, "optimizer", optimizer)
+    skips = _can_skip_on_device(stepper, device)
+    grad_norm, divisor = _clip(stepper, parameters, cfg.max_grad_norm, device, skips)
     total_loss, totals = _sum_of_ranks(total, numbers.sums, lockstep or used, num_ranks)
     mean_loss = total_loss * (weight / num_ranks)
-    _step_if_finite(accelerator, model, optimizer, mean_loss + grad_norm, buffers, divisor)
+    _step_if_finite(accelerator, model, stepper, mean_loss + grad_norm, buffers, skips, divisor)
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
     above, below = totals.view(2, len(totals) // 2)
@@ -222,12 +225,12 @@ def _sum_of_ranks(
 
 
 def _clip(
-    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], max_norm: float, device: torch.device
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], max_norm: float, device: torch.device, skips: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norm of all gradients, and what `optimizer` divides them by (None: they are clipped here, or never)."""
     norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])  # also if nothing is clipped, for the log
     # The kernels of these optimizers read the divisor. Otherwise clipping is one more pass over all gradients.
-    if type(optimizer) in (AdamW, Muon, torch.optim.AdamW, torch.optim.SGD) and _can_skip_on_device(optimizer, device):
+    if type(optimizer) in (AdamW, Muon, torch.optim.AdamW, torch.optim.SGD) and skips:
         norm = shards.full(norm).to(device)
         return norm, ((norm + 1e-6) / max_norm).clamp(min=1).float() if max_norm else None
     if max_norm:
@@ -236,13 +239,14 @@ def _clip(
 
 
 def _step_if_finite(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor],
-    divisor: Tensor | None,
+    accelerator: Accelerator, model: nn.Module, stepper: torch.optim.Optimizer, number: Tensor, buffers: dict[str, Tensor],
+    skips: bool, divisor: Tensor | None,
 ) -> None:  # fmt: skip
-    """Step the optimizer if `number` is finite, otherwise restore `buffers`. Every rank has the same number."""
-    # Accelerate's wrapper searches the disk for an optional package every step. What it does for the scaler is done here.
-    stepper = getattr(optimizer, "optimizer", optimizer)
-    if _can_skip_on_device(stepper, number.device):
+    """Step the optimizer if `number` is finite, otherwise restore `buffers`. Every rank has the same number.
+
+    `skips`: its kernels read whether they shall skip, so the host does not wait for the number.
+    """
+    if skips:
         is_bad = (number - number) != 0  # the difference is NaN for a number that is not finite, and NaN differs from 0
         stepper.grad_scale, stepper.found_inf = divisor, is_bad.float()
         try:
@@ -257,7 +261,7 @@ def _step_if_finite(
         for buffer, before in _pair_buffers(model, buffers):
             buffer.copy_(before)
     stepper.zero_grad()
-    for group in optimizer.param_groups:  # an optimizer of the user may keep gradients of zeros
+    for group in stepper.param_groups:  # an optimizer of the user may keep gradients of zeros
         for parameter in group["params"]:
             parameter.grad = None
     if accelerator.scaler:
