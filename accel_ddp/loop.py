@@ -243,7 +243,8 @@ class TrainingRun:
             with phase(LOAD), phase(COMPILE):  # the time belongs to no step
                 seconds = self.speed.compile_layers()
             self.notify("on_warm_up", self.step, seconds)
-            self.stack.enter_context(compilations_published())
+            if self.accelerator.is_main_process:
+                update_options(self.cfg)  # if compiling has failed, a resume must not try again
 
     # ---- a step
 

@@ -136,6 +136,7 @@ class SpeedConfig:
         "auto",
         "compile the layers: on: before the first step; a number: from this step on; auto: where it saves time, chosen once per run; "
         "graphs: only capture them as CUDA graphs; off: neither",
+        legacy="auto",
         at_least=0,
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(

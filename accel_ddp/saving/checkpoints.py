@@ -343,10 +343,6 @@ class Checkpoints:
             if found != "auto" and self.cfg.split(run["num_ranks"])[0] % found == 0:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")
-        found = run["config"].get("compile", "auto")  # the step from which on layers are compiled
-        if self.cfg.compile == "auto" and found not in ("auto", "off"):
-            keep(self.cfg, "compile", found, run)
-            print_on_main(f"compile {found}: {KEPT}")
         optimizer = None if self.cfg.evaluate_only else self.optimizer
         resume.load(self.accelerator, self.model, optimizer, self.kept, self.states, path, run, source)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path

@@ -210,7 +210,9 @@ class Speed:
         print_on_main(f"compiling the layers (cached in {self.compilation.folder}; --compile graphs skips this)")
         # Not together, if each pass gathers weights.
         with contextlib.nullcontext() if is_sharded(self.model) else together("compile the layers"):
-            reason = self.compilation.wait() or self._try_compiled_layers()
+            if problem := self.compilation.wait():
+                log.warning("the compiling process has failed, so this one compiles: %s", problem)
+            reason = self._try_compiled_layers()
         reasons = gather_everywhere(reason and f"{reason} (rank {this_rank.rank})")
         if any(reasons):
             warn_on_main(f"the layers cannot be compiled and run without compilation: {max(reasons)}", "FALLBACK")
@@ -247,11 +249,12 @@ class Speed:
                 rehearse(self.model, batch, self.loss_sum)
                 rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
             self.compilation.store()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers fail in many ways
+        except Exception as error:  # compilers fail in many ways, and two passes need more memory than a step
             if not sharded:
+                torch.cuda.empty_cache()
                 return _reason(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise UserError(f"The layers cannot be compiled on {this_rank.host}: {_reason(error)}. Add --compile off.") from error
         layers.calls = calls
         self._set_softmax(softmax)
@@ -372,6 +375,8 @@ class Speed:
                 padding_free = PaddingFree(model, is_fixed, sharded)
             except NeedsPadding as reason:
                 return f"{kept}{reason}"
+            if padding_free.has_bias and self.cfg.padding_free == "auto":
+                return "each layer would store its position bias; --padding_free on does so"
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
@@ -408,7 +413,7 @@ class Speed:
         """Capture the layers as CUDA graphs if there is a GPU."""
         if not self.padding_free:
             self._refuse_to_compile("texts are padded, so every batch has a different shape")
-        elif self._on_gpu and self.cfg.compile == "auto" and not all(stack.is_plain for stack in self.padding_free.stacks):
+        elif self._on_gpu and self.cfg.compile == "auto" and not (is_sharded(self.model) or self.padding_free.is_plain):
             why = "captured layers of this kind were not compared on a GPU yet; graphs: use CUDA graphs, on: compile them too"
             choices.choose(self.cfg, "compile", "off", why)
         elif self._on_gpu and self.cfg.compile != "off":

@@ -157,10 +157,11 @@ def _launch(kernel: Any, q: Tensor, k: Tensor, starts: Tensor, tensors: tuple, c
     rows, columns, warps, stages = BLOCKS[max(64, size)]
     grid = (tokens // rows + texts, heads)  # at least as many blocks as all texts have
     scale = size**-0.5 if scale is None else scale
-    kernel[grid](
-        *tensors, starts, texts, tokens, scale, heads, k.shape[1], CAUSAL=causal, SIZE=size, N=max(64, triton.next_power_of_2(texts)),
-        ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    with torch.cuda.device(q.device):
+        kernel[grid](
+            *tensors, starts, texts, tokens, scale, heads, k.shape[1], CAUSAL=causal, SIZE=size,
+            N=max(64, triton.next_power_of_2(texts)), ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

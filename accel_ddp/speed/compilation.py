@@ -29,16 +29,20 @@ from torch import Tensor, nn
 
 from accel_ddp import compat
 from accel_ddp.nodes.spawn import clean_environment, die_with_parent
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.state_tensors import versions
 from accel_ddp.speed import padding_free
 
 log = logging.getLogger(__name__)
 
-# From benchmarks/README.md, on one H200. A step is chosen once and stored, so estimates cost time and not exactness.
-COMPILE_SECONDS = 40.0  # until the process beside a training has filled the cache
-SWITCH_SECONDS = 6.0  # for which all ranks wait to load compiled code
+# Estimates for one H200 (docs/speed.md). A step is chosen once and stored, so an estimate costs time and not exactness.
+COMPILE_SECONDS = (
+    40.0  # until the process beside a training has filled the cache: 13 to 20 s of imports and 14 to 18 s of compiling
+)
+SWITCH_SECONDS = 6.0  # for which all ranks wait to load compiled code: 6.5 s were measured
 SAVED = 0.2  # of the time of a step, at least
+PATIENCE = 300.0  # seconds for which ranks wait at the switch, and this process for another one that compiles the same
 
 
 def choose_step(total_steps: int, seconds: float, is_cached: bool) -> int | None:
@@ -55,9 +59,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 # ---- the cache file
 
 
-def find_risk(path: Path) -> str:
+def find_risk(path: Path, found: os.stat_result | None = None) -> str:
     """Return why compiled code in this file or folder must not be executed, and what to type; "" if it may be."""
-    found = path.stat()
+    found = found or path.stat()
     if found.st_uid != os.geteuid():
         return f"{path} belongs to another user, and its content would be executed. Choose another --cache_dir."
     if found.st_mode & 0o022:
@@ -68,9 +72,12 @@ def find_risk(path: Path) -> str:
 def read_code(path: Path) -> tuple[bytes | None, str]:
     """Return the content of a cache file. If it cannot be used, return None and the reason, which is "" if there is no file."""
     try:
-        if risk := find_risk(path.parent) or find_risk(path):
+        if risk := find_risk(path.parent):
             return None, risk
-        data = path.read_bytes()
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # what is checked is what is read
+            if risk := find_risk(path, os.fstat(file.fileno())):
+                return None, risk
+            data = file.read()
     except FileNotFoundError:
         return None, ""
     except OSError as error:
@@ -150,13 +157,19 @@ class Compilation:
         words = [sys.executable, "-m", __name__, str(work / "job"), str(self.path)]
         with (work / "log").open("w") as out:
             options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "preexec_fn": die_with_parent}
+            options["start_new_session"] = True  # Ctrl-C stops the run, which ends this process when it has saved
             self.process = subprocess.Popen(words, env=env, **options)
 
     def wait(self) -> str:
         """Wait for the other process. Return why it failed, or ""."""
         if self.process is None:
             return ""
-        code, self.process = self.process.wait(), None
+        try:
+            code = self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return f"it has not ended within {PATIENCE:.0f} s"
+        self.process = None
         if code == 0:
             return ""
         lines = (self._private_folder() / "log").read_text(errors="replace").strip().splitlines()
@@ -189,11 +202,17 @@ class Compilation:
     def _private_folder(self) -> Path:
         """Return a folder that only this process uses, and that is removed at its end. torch itself does not check its cache."""
         if self._work is None:
-            for left in Path(tempfile.gettempdir()).glob("accel_ddp_compiled_*"):  # of processes that were killed
+            space = this_rank.host
+            with contextlib.suppress(
+                OSError
+            ):  # other hosts and containers, whose processes are not seen here, may share the folder
+                space = f"{space} {os.stat('/proc/self/ns/pid').st_ino}"
+            prefix = f"accel_ddp_compiled_{hashlib.sha256(space.encode()).hexdigest()[:8]}"
+            for left in Path(tempfile.gettempdir()).glob(f"{prefix}_*"):  # of processes that were killed
                 with contextlib.suppress(OSError, ValueError):
-                    if left.stat().st_uid == os.geteuid() and not Path(f"/proc/{int(left.name.split('_')[3])}").exists():
+                    if left.stat().st_uid == os.geteuid() and not Path(f"/proc/{int(left.name.split('_')[4])}").exists():
                         shutil.rmtree(left)
-            self._work = tempfile.TemporaryDirectory(prefix=f"accel_ddp_compiled_{os.getpid()}_", ignore_cleanup_errors=True)
+            self._work = tempfile.TemporaryDirectory(prefix=f"{prefix}_{os.getpid()}_", ignore_cleanup_errors=True)
         return Path(self._work.name)
 
 
@@ -291,7 +310,6 @@ def compile_call(data: bytes, device: torch.device) -> None:
 
 def main(job: str, path: str) -> None:
     """Fill a cache file. Another process that compiles for the same file is faster."""
-    die_with_parent()
     os.nice(10)
     given = pickle.loads(Path(job).read_bytes())
     device, settings = torch.device(given["device"]), given["settings"]
@@ -303,9 +321,16 @@ def main(job: str, path: str) -> None:
         torch.cuda.set_device(device)
     padding_free.register()
     Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with Path(path).with_suffix(".lock").open("w") as lock:
-        with contextlib.suppress(OSError):  # without locks, each process compiles
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    with os.fdopen(os.open(Path(path).with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)) as lock:
+        end = time.monotonic() + PATIENCE / 2
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.2)
+            except OSError:  # without locks, each process compiles
+                break
         if read_code(Path(path))[0] is not None:
             return
         began = time.monotonic()

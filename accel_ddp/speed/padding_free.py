@@ -200,9 +200,11 @@ def unpack(row: Tensor, at: Segments) -> Tensor:
     return Move.apply(row, at.slots, at.places, at.real, at.second)[0].unflatten(0, at.shape)
 
 
-def _own_kernels(q: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float, causal: bool) -> Any:
+def _own_kernels(
+    q: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float, causal: bool
+) -> Any:
     """Return the module `attention_kernels` if it can compute this attention, or else None. It is faster than torch's."""
-    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr():
+    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr() or v.shape[2] != q.shape[2]:
         return None
     own = _kernels_for(q.device, q.dtype, q.shape[2], causal)
     return own if own and len(starts) <= own.MAX_TEXTS else None
@@ -216,8 +218,11 @@ def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, causal: bo
     from accel_ddp.speed import attention_kernels as own
 
     some, starts = torch.zeros(1, 1, size, dtype=dtype, device=device), torch.arange(2, dtype=torch.int32, device=device)
+    if size not in own.SIZES:
+        return None
     try:
-        return own if size in own.SIZES and own.forward(some, some, some, starts, causal, None) else None
+        own.gradients(some, some, some, some, *own.forward(some, some, some, starts, causal, None), starts, causal, None)
+        return own
     except Exception as error:  # of many kinds, for example no C compiler
         log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
         return None
@@ -229,7 +234,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
     dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
+    if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
         return *own.forward(q, k, v, starts, causal, scale), torch.empty(2, dtype=torch.uint64, device=q.device)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
@@ -247,7 +252,7 @@ def _flash_backward(
     keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
     scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if window < 0 and (own := _own_kernels(q, starts, key_starts, keys, dropout, causal)):
+    if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
         return own.gradients(gradient, q, k, v, out, lse, starts, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
