@@ -171,7 +171,8 @@ class TrainingRun:
                 warn_on_main(f"--train_file: {warning}", "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
-        self.balance = Balance(accelerator, cfg, self.saved.resumed, isinstance(loss_sum, WholeBatch) or cfg.sync_every > 0)
+        needs_equal = isinstance(loss_sum, WholeBatch) or cfg.sync_every > 0 or cfg.sync_batchnorm
+        self.balance = Balance(accelerator, cfg, self.saved.resumed, needs_equal)
         train.shares_at = self.balance.at
         self.step_batches = train.starting_at(self.step, accelerator, cfg)
         self.reader = LateReader(accelerator.device, accelerator.num_processes)

@@ -125,6 +125,10 @@ def test_wrong_shares_are_refused():
         TrainConfig(balance="speed").validate_sharded()
     with pytest.raises(UserError, match="--static_graph"):
         TrainConfig(balance="speed", static_graph=True).validate()
+    for name, value in (("balance", "2,1"), ("micro_batch_tokens", 512), ("global_batch_tokens", 4096)):
+        with pytest.raises(UserError, match=f"--sync_batchnorm --{name} {value}: batch norm needs all ranks"):
+            TrainConfig(sync_batchnorm=True, **{name: value}).validate()
+    TrainConfig(sync_batchnorm=True).validate()
 
 
 @pytest.mark.slow

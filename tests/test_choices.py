@@ -1,5 +1,6 @@
 """Options that are `auto`: what is chosen, that it is stored, and that resumed runs keep it, also runs of older versions."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -31,6 +32,8 @@ def test_a_run_of_an_older_version_keeps_the_defaults_that_it_had(capsys):
     assert _find_changes(cfg, OLD, None, set()), "the defaults have changed since then"
     take_saved(cfg, OLD)
     assert not _find_changes(cfg, OLD, None, set())
+    local = dataclasses.replace(cfg, sync_every=5)
+    assert _find_changes(local, OLD, None, set()) == ["--sync_every was 0 and is now 5"]
     assert (cfg.lr, cfg.lora_targets, cfg.dtype, cfg.mixed_precision) == (2e-3, (), "float32", "no")
     assert capsys.readouterr().out.startswith(f"--resume: {KEPT}: lr 0.002, ")
     # A checkpoint of this version that continued the old run stores the same values again.

@@ -320,6 +320,20 @@ def test_as_many_gpus_are_used_as_a_batch_can_be_split_over(batch, micro, limit,
     assert changed.most_ranks(limit) == (limit, ""), "what the message names can be used"
 
 
+@pytest.mark.parametrize(
+    ("batch", "limit", "number", "reason"),
+    [
+        (32, 6, 4, "6 ranks cannot be divided among --local_workers 4"),
+        (32, 3, 2, "3 ranks cannot be divided among --local_workers 4"),
+        (30, 2, 1, "--global_batch_size 30 cannot be split over 4; --global_batch_size 32 uses all"),
+        (32, 8, 8, ""),
+    ],
+)
+def test_local_workers_are_divided_among_as_many_gpus_as_possible(batch, limit, number, reason):
+    cfg = Config(global_batch_size=batch, micro_batch_size=1, sync_every=5, local_workers=4)
+    assert cfg.most_ranks(limit) == (number, reason)
+
+
 def test_batches_are_split_or_the_nearest_sizes_are_named():
     assert Config(global_batch_size=128, micro_batch_size=8).split(8) == (8, 2)
     assert Config(global_batch_size=16, micro_batch_size=16).split(4) == (4, 1), "a rank has less than --micro_batch_size"

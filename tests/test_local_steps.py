@@ -72,6 +72,14 @@ def test_a_run_continues_on_another_number_of_ranks(results):
             assert distance(results[ranks]["continued"]["tensors"], results[1]["straight"]["tensors"]) < 1e-5
 
 
+def test_a_run_that_continues_with_more_workers_gives_each_its_own_optimizer_state(results):
+    for found in results.values():
+        tensors = found["more workers"]["tensors"]
+        assert [int(tensors[f"2.weight/step@{worker}"]) for worker in range(8)] == [9] * 8
+        assert len({tuple(tensors[f"2.weight/exp_avg@{worker}"].flatten().tolist()) for worker in range(8)}) == 8
+        assert distance(tensors, results[1]["more workers"]["tensors"]) < 1e-5
+
+
 def test_only_the_worker_whose_loss_is_not_finite_skips_its_step(results):
     for found in results.values():
         skipped = found["skipped"]

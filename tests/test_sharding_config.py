@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from accel_ddp import cli
+from accel_ddp.config.choices import choose
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.doctor import launcher_restarts
 from accel_ddp.doctor.compare_nodes import compare_facts
@@ -270,5 +271,9 @@ def test_a_launcher_refuses_a_config_before_it_starts_a_rank(chosen, tmp_path):
 )
 def test_options_that_only_ddp_has_are_refused(values, words):
     RecipeConfig(comm_hook="bf16").validate_sharded()
+    RecipeConfig(bucket_cap_mb=25).validate_sharded()  # what `auto` has become at the start
+    cfg = RecipeConfig()
+    choose(cfg, "bucket_cap_mb", 50, "found by `accel-ddp tune`")
+    cfg.validate_sharded()
     with pytest.raises(UserError, match=words):
         RecipeConfig(**values).validate_sharded()

@@ -47,8 +47,9 @@ class TrainConfig(
     def validate_sharded(self) -> None:
         """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
         of_ddp = ("find_unused_parameters", "static_graph", "sync_batchnorm", "broadcast_buffers", "bucket_cap_mb")
+        is_chosen = self.bucket_cap_mb == 25 or "bucket_cap_mb" in self.__dict__.get("_reasons", {})  # `auto` becomes a number
         for name in (*of_ddp, "gradient_as_bucket_view"):
-            if getattr(self, name) != getattr(TrainConfig, name):
+            if getattr(self, name) != getattr(TrainConfig, name) and not (name == "bucket_cap_mb" and is_chosen):
                 raise UserError(f"--{name} {getattr(self, name)}: is an option of DDP, but this run uses FSDP. Leave it out.")
         if self.comm_hook not in ("none", "bf16"):
             raise UserError(f"--comm_hook {self.comm_hook}: FSDP sums gradients in float32 or bf16. Use --comm_hook bf16.")
@@ -64,12 +65,9 @@ class TrainConfig(
 
     def validate_local_steps(self) -> None:
         """Raise UserError for values that a run cannot have with `--sync_every`, or that it has no use for without."""
-        changed = lambda names: [
-            f"--{name} {getattr(self, name)}" for name in names if getattr(self, name) != getattr(TrainConfig, name)
-        ]
-        if not self.sync_every and (given := changed(("local_workers", "outer_lr", "outer_momentum", "sync_dtype"))):
+        if not self.sync_every and (given := _changed(self, "local_workers", "outer_lr", "outer_momentum", "sync_dtype")):
             raise UserError(f"{given[0]}: needs --sync_every, for example --sync_every 30.")
-        others = changed(("comm_hook", "sync_batchnorm", "global_batch_tokens", "balance"))
+        others = _changed(self, "comm_hook", "sync_batchnorm", "global_batch_tokens", "balance")
         others += ["--mixed_precision fp16"] * (self.mixed_precision == "fp16")
         if self.sync_every and others:
             raise UserError(f"--sync_every {self.sync_every} {others[0]}: cannot be combined. Leave one of them out.")
@@ -96,6 +94,10 @@ class TrainConfig(
         parse_shares(self.balance)
         if self.balance != "off" and self.static_graph:
             raise UserError(f"--balance {self.balance} --static_graph: needs ranks with several micro-batches. Use one of them.")
+        uneven = _changed(self, "balance", "micro_batch_tokens", "global_batch_tokens")
+        if self.sync_batchnorm and uneven:
+            why = "batch norm needs all ranks in every micro-batch, but they would have different numbers of micro-batches"
+            raise UserError(f"--sync_batchnorm {uneven[0]}: {why}. Leave one of them out.")
         if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
             raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
         self.check_optimizer()
@@ -192,21 +194,30 @@ class TrainConfig(
         number = next((ranks for ranks in range(limit, 1, -1) if self._can_split(ranks)), 1)
         if number == limit:
             return number, ""
+        workers = self.local_workers if self.sync_every else 0
+        if workers and limit % workers and workers % limit:
+            return number, f"{limit} ranks cannot be divided among --local_workers {workers}"
         total, micro = self.global_batch_size, self.micro_batch_size
-        per_rank, remainder = divmod(total, limit)
+        parts = max(limit, workers)
+        per_rank, remainder = divmod(total, parts)
         if not remainder and isinstance(micro, int):
             fits = next(size for size in range(micro, 0, -1) if per_rank % size == 0)
             reason = f"--micro_batch_size {micro} does not divide the {per_rank} items of each; --micro_batch_size {fits}"
         else:
-            sizes = itertools.count(total + limit - remainder, limit)
+            sizes = itertools.count(total + parts - remainder, parts)
             fits = next(size for size in sizes if dataclasses.replace(self, global_batch_size=size)._can_split(limit))
-            reason = f"--global_batch_size {total} cannot be split over {limit}; --global_batch_size {fits}"
+            reason = f"--global_batch_size {total} cannot be split over {parts}; --global_batch_size {fits}"
         return number, f"{reason} uses all"
 
     def _can_split(self, num_ranks: int) -> bool:
         with suppress(UserError):
             return bool(self.split(num_ranks))
         return False
+
+
+def _changed(cfg: TrainConfig, *names: str) -> list[str]:
+    """Return those of the options that do not have their default, as the user would type them."""
+    return [f"--{name} {getattr(cfg, name)}" for name in names if getattr(cfg, name) != getattr(TrainConfig, name)]
 
 
 @dataclass(kw_only=True)

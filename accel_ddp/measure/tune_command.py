@@ -113,7 +113,9 @@ async def connect_and_tune(outcome: Outcome, own_keys: NodeKeys, options: TuneOp
         environment |= host.socket_interface_variables(outcome.interface, main_ip)
         processes = WorkerProcesses(WORKER_MODULE, node, outcome.ranks_of_nodes, main_ip, environment, allowed)
         tuned = {name: os.environ[name] for name in TUNED_VARIABLES if os.environ.get(name)}
-        info = {"node": node, "host": host.HOST, "out": options.out, "environment": tuned, "network": network_variables()}
+        # A run on several nodes compares what its preflight has set, too.
+        network = network_variables(environment if len(outcome.roster) > 1 else os.environ)
+        info = {"node": node, "host": host.HOST, "out": options.out, "environment": tuned, "network": network}
         code = await Agent(processes, options.out, options.cache_dir).run(main_ip, port, keys[0], info, interrupted)
         if tuning:  # it may still be sending the end to the other nodes
             await asyncio.wait([tuning], timeout=10)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ def model_key(options: dict[str, Any]) -> str:
     return " ".join(" ".join(value) if isinstance(value, list) else str(value) for value in values)
 
 
-def network_variables() -> dict[str, str]:
-    return {name: os.environ[name] for name in NETWORK if os.environ.get(name)}
+def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in NETWORK if environment.get(name)}
 
 
 def announce(cfg: TrainConfig, saved: dict[str, Any], device: str, version: str, reads: bool) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def announce(cfg: TrainConfig, saved: dict[str, Any], device: str, version: str,
     variables = {name: value for name, value in os.environ.items() if NAME.fullmatch(name)}
     return {
         "files": _read_files(cfg.cache_dir) if reads and cfg.tuned == "auto" else {}, "saved": saved, "device": device,
-        "version": version, "network": network_variables(), "given": variables, "model": model_key(as_plain_dict(cfg)),
+        "version": version, "network": network_variables(os.environ), "given": variables, "model": model_key(as_plain_dict(cfg)),
     }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The decision which checkpoint a run resumes from and whether it may, and loading it. No other module makes this decision."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -240,8 +241,9 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None, free: set[str]) -> list[str]:
     """Return the options that differ from the saved run. Those that are `free` or keep the result may differ."""
     # Checkpoints contain no secrets. Two passwords in the same URL are no difference.
-    # A run that is older than the option had steps of items.
-    then, now = redact_values({"global_batch_tokens": 0} | run.get("config", {})), redact_values(as_plain_dict(cfg))
+    # A run that is older than these options had steps of items, and summed gradients in every step.
+    older = {"global_batch_tokens": 0, "sync_every": 0}
+    then, now = redact_values(older | run.get("config", {})), redact_values(as_plain_dict(cfg))
     before = run.get("data") or {}
     free = {*free, *options_that_keep_the_result(type(cfg)), "mixed_precision"}
     if data is None or (data["fingerprint"] and data["fingerprint"] == before.get("fingerprint")):
@@ -354,7 +356,8 @@ def _load_states(
         name, at, worker = full.partition("@")
         found.get(at + worker, {}).setdefault(name, {}).update(values)
     for suffix in states():
-        state_tensors.restore(optimizer, model, found[suffix] or found[""] or found["@0"])
+        # A copy, because an optimizer keeps the tensors that it loads, and each worker changes its own.
+        state_tensors.restore(optimizer, model, found[suffix] or copy.deepcopy(found[""] or found["@0"]))
 
 
 def _receive(

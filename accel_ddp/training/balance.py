@@ -40,7 +40,7 @@ class Balance(Hook):
         self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
         self.is_even = len({*self.sizes}) == 1
         if (links.sharding or needs_equal) and not self.is_even:
-            why = "FSDP, local steps and losses that compare all items"
+            why = "FSDP, local steps, --sync_batchnorm and losses that compare all items"
             raise UserError(f"--micro_batch_size {self.sizes}: must be the same on all ranks for {why}.")
         self.window = FIRST
         self.before: Sequence[RankSample] = ()  # of all ranks, when the current window began

@@ -27,7 +27,7 @@ class Config(core.Config):
 def train(accelerator, cfg, name, **changes):
     """Return what `core.train` returns, and the tensors of the last checkpoint."""
     cfg = dataclasses.replace(cfg, output_dir=f"{cfg.output_dir}_{name}")
-    result = core.train(accelerator, cfg, **LOCAL, **changes)
+    result = core.train(accelerator, cfg, **{**LOCAL, **changes})
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
     paths = sorted(Path(cfg.output_dir).glob("step_*"))
     groups = [Pieces(paths[-1], group) for group in (MODEL, OPTIMIZER)]
@@ -77,6 +77,8 @@ def main(cfg: Config) -> None:
     results["straight"] = train(accelerator, cfg, "straight", **common)
     results["stopped"] = train(accelerator, cfg, "resumed", **common, steps=6)
     results["resumed"] = train(accelerator, cfg, "resumed", **common, resume="auto")
+    more = {"resume": f"{cfg.output_dir}_resumed/step_00000006", "local_workers": 8, "allow_config_change": True}
+    results["more workers"] = train(accelerator, cfg, "more", **common, **more)
     if cfg.saved:
         results["continued"] = train(accelerator, cfg, "continued", **common, resume=f"{cfg.saved}_resumed/step_00000006")
     core.loss_sum = loss_with_a_bad_item
