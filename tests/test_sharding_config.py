@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import yaml
 
-from accel_ddp import cli
+from accel_ddp import accelerator, cli
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.doctor import launcher_restarts
 from accel_ddp.doctor.compare_nodes import compare_facts
@@ -15,6 +15,7 @@ from accel_ddp.doctor.facts import accelerate_facts
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.launcher import find_config_file
 from accel_ddp.nodes.sharding_plan import ShardingPlan, read_plan, variables_of
+from accel_ddp.ranks.process import this_rank
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -272,3 +273,9 @@ def test_options_that_only_ddp_has_are_refused(values, words):
     RecipeConfig(comm_hook="bf16").validate_sharded()
     with pytest.raises(UserError, match=words):
         RecipeConfig(**values).validate_sharded()
+
+
+def test_an_option_of_fsdp_is_refused_with_ddp(monkeypatch):
+    monkeypatch.setattr(this_rank, "num_ranks", 2)
+    with pytest.raises(UserError, match="--keep_gathered weights: is an option of FSDP, but this run uses DDP"):
+        accelerator._check_options(RecipeConfig(keep_gathered="weights"))

@@ -12,6 +12,7 @@ from accel_ddp.config.option_values import (
     BestMetric,
     Direction,
     check_end,
+    check_settings,
     choose,
     parse_ranks,
     parse_shares,
@@ -96,8 +97,7 @@ class TrainConfig(
         parse_shares(self.balance)
         if self.balance != "off" and self.static_graph:
             raise UserError(f"--balance {self.balance} --static_graph: needs ranks with several micro-batches. Use one of them.")
-        if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
-            raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
+        check_settings(self.tuned)
         self.check_optimizer()
         self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
