@@ -1,5 +1,6 @@
 """Tests of the accelerate configs that ask for FSDP: what they mean, and which are refused, by whom and with which message."""
 
+import dataclasses
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -276,6 +277,6 @@ def test_options_that_only_ddp_has_are_refused(values, words):
 
 
 def test_an_option_of_fsdp_is_refused_with_ddp(monkeypatch):
-    monkeypatch.setattr(this_rank, "num_ranks", 2)
+    monkeypatch.setattr(accelerator, "this_rank", dataclasses.replace(this_rank, num_ranks=2))
     with pytest.raises(UserError, match="--keep_gathered weights: is an option of FSDP, but this run uses DDP"):
         accelerator._check_options(RecipeConfig(keep_gathered="weights"))
