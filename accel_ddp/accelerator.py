@@ -1,6 +1,7 @@
 """Builds the Accelerator of a run: over exactly the ranks that were launched, or not at all."""
 
 import logging
+import math
 import os
 import platform
 import signal
@@ -81,6 +82,13 @@ def _check_options(cfg: TrainConfig) -> list[str]:
         cfg.validate_sharded()  # for a program without `run`
         if links.sharding.activation_checkpointing:
             cfg.gradient_checkpointing = True
+    elif (
+        cfg.keep_gathered != "auto" and "keep_gathered" not in reasons(cfg) and this_rank.num_ranks > 1 and not cfg.evaluate_only
+    ):
+        raise UserError(
+            f"--keep_gathered {cfg.keep_gathered}: is an option of FSDP, but this run uses DDP. Leave it out, or use an accelerate "
+            "config with FSDP: accelerate_configs/fsdp.yaml."
+        )
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
     parse_shares(cfg.balance, this_rank.num_ranks)
@@ -181,6 +189,12 @@ def _choose_workers(cfg: TrainConfig) -> None:
             "Use --local_workers 2 or more, or leave --sync_every out."
         )
     if not cfg.local_workers:
+        counts = [number for _, number in links.nodes]
+        if len(set(counts)) > 1:  # workers have equal numbers of ranks, so one of them would be on two nodes
+            raise UserError(
+                f"--sync_every {cfg.sync_every}: each node is a worker, but the nodes have different numbers of ranks "
+                f"({', '.join(map(str, counts))}). Use --local_workers {sum(counts) // math.gcd(*counts)}, or the same number on each."
+            )
         choose(cfg, "local_workers", len(links.nodes), "one per node")
     cfg.validate_local_steps()  # with the precision of the accelerate config
     cfg.split(this_rank.num_ranks)

@@ -279,7 +279,7 @@ class TrainingRun:
         self.ended_at[self.step] = phases.HERE.training_seconds()
         phases.HERE.report_timing(self.times.end_step(self.step))
         if known:
-            self.ema.update(self.step, known[-1][-1], self.step - before)
+            self.ema.update(self.step, *(stats for _, _, stats in known))
         with phase(DEVICE):
             for numbers in known:
                 self.reader.push(*numbers)

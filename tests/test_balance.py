@@ -11,6 +11,7 @@ from accel_ddp.config.option_values import parse_shares
 from accel_ddp.config.train_config import TrainConfig, options_that_must_match
 from accel_ddp.errors import UserError
 from accel_ddp.phases import Timing
+from accel_ddp.saving import resume
 from accel_ddp.training.balance import Balance, divide
 from accel_ddp.training.step_numbers import Numbers, RankSample, split_samples
 from accel_ddp.training.step_plan import StepPlan
@@ -129,6 +130,20 @@ def test_wrong_shares_are_refused():
         with pytest.raises(UserError, match=f"--sync_batchnorm --{name} {value}: batch norm needs all ranks"):
             TrainConfig(sync_batchnorm=True, **{name: value}).validate()
     TrainConfig(sync_batchnorm=True).validate()
+
+
+def test_a_resumed_run_reports_another_division_of_a_step(caplog):
+    old = {
+        "num_ranks": 1,
+        "config": {"micro_batch_size": TrainConfig().micro_batch_size},
+        "versions": {},
+    }  # without these options
+    with caplog.at_level("INFO"):
+        resume.report_differences(TrainConfig(padding_free="off", compile="off"), old)
+        assert "has changed" not in caplog.text
+        resume.report_differences(TrainConfig(balance="speed", micro_batch_tokens=64), old)
+    assert "--balance has changed" in caplog.text
+    assert "--micro_batch_tokens has changed" in caplog.text
 
 
 @pytest.mark.slow

@@ -39,10 +39,12 @@ def test_the_command_line_overrides_the_file_and_the_file_overrides_the_defaults
     file = tmp_path / "run.yaml"
     file.write_text(
         "lr: 3e-4\nsteps: 7\ntf32: false\nfreeze: [embeddings, layer.0]\nmixed_precision: no\npadding_free: off\ncompile: on\nname:\n"
+        "balance: off\ntuned: off\n"
     )
     cfg = parse("--config", str(file), "--steps", "9")
     assert (cfg.lr, cfg.steps, cfg.tf32, cfg.freeze, cfg.mixed_precision) == (3e-4, 9, False, ("embeddings", "layer.0"), "no")
     assert (cfg.padding_free, cfg.compile) == ("off", "on"), "YAML reads off and on as false and true"
+    assert (cfg.balance, cfg.tuned) == ("off", "off")
     assert parse("--steps", "9", f"--config={file}").steps == 9, "the position of --config does not matter"
     assert parse().steps == TrainConfig().steps
 
@@ -164,6 +166,10 @@ def test_a_mistake_in_the_file_is_reported(tmp_path, line, message):
         (["--epochs", "0"], "above 0"),
         (["--epochs", "inf"], "above 0"),
         (["--warmup_ratio", "3"], "from 0 to 1"),
+        (["--tuned", ""], "--tuned : must be auto, off, or settings"),
+        (["--tuned", "on"], "--tuned on: must be auto, off, or settings"),
+        (["--tuned", "NCCL_ALGO=Ring XNCCL_PROTO=LL"], "XNCCL_PROTO=LL is no setting of NCCL that a run may have"),
+        (["--tuned", "NCCL_ALGO=Ring NCCL_NET_PLUGIN=x"], "NCCL_NET_PLUGIN=x is no setting"),
     ],
 )
 def test_an_impossible_value_is_refused(argv, message):

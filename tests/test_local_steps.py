@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from accel_ddp import accelerator
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import links
 from tests.conftest import BIN, PROGRAMS, clean_environment, run_all, run_ranks
 
 
@@ -114,6 +116,12 @@ def test_options_that_local_steps_cannot_have_are_refused(options, ranks, messag
     cfg = TrainConfig(**options)
     with pytest.raises(UserError, match=message):
         cfg.split(ranks) if ranks > 1 else cfg.validate()
+
+
+def test_one_worker_per_node_needs_nodes_of_the_same_size(monkeypatch):
+    monkeypatch.setattr(links, "nodes", [("a", 4), ("b", 2)])
+    with pytest.raises(UserError, match=r"different numbers of ranks \(4, 2\)\. Use --local_workers 3, "):
+        accelerator._choose_workers(TrainConfig(sync_every=5))
 
 
 @pytest.mark.slow

@@ -110,6 +110,8 @@ def test_options_that_save_memory_save_it_in_the_estimate(estimator):
     lora = estimator.estimate(1, lora_r=16)
     assert lora.optimizer < whole.optimizer / 50
     assert lora.weights == pytest.approx(whole.weights, rel=0.02)
+    workers = estimator.estimate(1, sync_every=5, local_workers=4, global_batch_size=4, micro_batch_size=1)
+    assert workers.optimizer == 4 * whole.optimizer + 10 * whole.optimizer // 2, "AdamW has 2 numbers per parameter"
     quantised = estimator.estimate(1, lora_r=16, quantize="4bit")
     tables = 2 * 32000 * 4096  # parameters of embeddings and head, which stay in bf16
     adapters = lora.weights - whole.weights

@@ -168,6 +168,11 @@ def test_the_averages_of_many_parameters_need_few_calls_of_torch(monkeypatch):
             ema.update(1000, stats)
         found.append(len([name for name in names if "detach" not in name]))  # which computes nothing
         torch.testing.assert_close([*ema.averages.values()], expected)
+    skipped = stats._replace(loss=torch.tensor(float("nan")))
+    expected = [average.lerp(average + 0.9, 1 - 0.9**2) for average in ema.averages.values()]
+    ema.update(1000, skipped, skipped)
+    ema.update(1000, stats, skipped)
+    torch.testing.assert_close([*ema.averages.values()], expected, msg="one of two local steps was finite")
     assert found[1] - found[0] == 3, "three more calls for the second half"
 
 

@@ -1,5 +1,6 @@
 """Tests of the accelerate configs that ask for FSDP: what they mean, and which are refused, by whom and with which message."""
 
+import dataclasses
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import yaml
 
-from accel_ddp import cli
+from accel_ddp import accelerator, cli
 from accel_ddp.config.choices import choose
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.doctor import launcher_restarts
@@ -16,6 +17,7 @@ from accel_ddp.doctor.facts import accelerate_facts
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.launcher import find_config_file
 from accel_ddp.nodes.sharding_plan import ShardingPlan, read_plan, variables_of
+from accel_ddp.ranks.process import this_rank
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, free_port, run_all
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -277,3 +279,9 @@ def test_options_that_only_ddp_has_are_refused(values, words):
     cfg.validate_sharded()
     with pytest.raises(UserError, match=words):
         RecipeConfig(**values).validate_sharded()
+
+
+def test_an_option_of_fsdp_is_refused_with_ddp(monkeypatch):
+    monkeypatch.setattr(accelerator, "this_rank", dataclasses.replace(this_rank, num_ranks=2))
+    with pytest.raises(UserError, match="--keep_gathered weights: is an option of FSDP, but this run uses DDP"):
+        accelerator._check_options(RecipeConfig(keep_gathered="weights"))

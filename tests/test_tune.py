@@ -324,8 +324,14 @@ def test_later_runs_on_the_same_nodes_use_what_was_found(tmp_path, monkeypatch):
         tuned, _, text = outcome(announced(tmp_path, **change))
         assert tuned == "off"
         assert words in text
+        assert ("The NCCL settings that" in text) == ("given" in change), "the size of buckets is used"
     saved = {"step": 3, "tuned": "NCCL_ALGO=Tree", "bucket_cap_mb": 5, "chosen": {}}
     assert outcome(announced(tmp_path, saved=saved))[:2] == ("NCCL_ALGO=Tree", 5), "a resumed run sums in the same order"
+    saved["tuned"] += " NCCL_PROTO=LL"
+    ranks = announced(tmp_path, saved=saved, given={"NCCL_PROTO": "Simple"})
+    assert outcome(ranks)[0] == "NCCL_ALGO=Tree"
+    assert "NCCL_PROTO" not in os.environ
+    assert "--resume: NCCL_PROTO keeps the value of the environment" in outcome(ranks)[2]
     assert outcome(announced(tmp_path, saved=saved), bucket_cap_mb=25, tuned="off")[:2] == ("off", 25)
     for damaged in ("", "{", '{"date": 3}', path.read_text().replace("ring,tree;allreduce:tree", "a b")):
         path.write_text(damaged)

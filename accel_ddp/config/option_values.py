@@ -180,6 +180,21 @@ def parse_shares(text: str, num_ranks: int = 0) -> tuple[float, ...] | None:
     return tuple(float(word) / sum(map(float, words)) for word in words)
 
 
+def is_setting(name: object, value: object) -> bool:
+    """Return whether a run may set this variable of NCCL. A plugin is code, which no file of settings may load."""
+    is_name = re.fullmatch(r"NCCL_(?!.*PLUGIN)[A-Z0-9_]{1,60}", str(name))
+    return bool(is_name and re.fullmatch(r"[A-Za-z0-9.,:;=^_-]{1,100}", str(value)))
+
+
+def check_settings(text: str) -> None:
+    """Raise UserError if `--tuned` is neither a known word nor settings that a run may have."""
+    words = text.split()
+    wrong = [word for word in words if not is_setting(*word.partition("=")[::2])]
+    if text not in ("auto", "off") and (wrong or not words):
+        reason = f"{wrong[0]} is no setting of NCCL that a run may have. Use" if len(words) > 1 else "must be"
+        raise UserError(f"--tuned {text}: {reason} auto, off, or settings such as NCCL_ALGO=Ring.")
+
+
 def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) -> list[int]:
     """Return the ranks that record a trace. Raise UserError if one of them does not exist.
 

@@ -24,6 +24,7 @@ from accel_ddp.words import find_options, group_values, name_of, without
 C = TypeVar("C", bound=TrainConfig)
 # Values of options that may be given without one. --resume means the newest checkpoint of the output folder.
 IMPLIED = {"resume": "auto", "profile": "auto", "merge_adapters": "on"}
+MAY_BE_OFF = ("balance", "tuned")  # options with any text, for which `off` is a word
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
@@ -235,8 +236,9 @@ def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}", *map(str, value)]
     if value is None and kind is not str:
         raise UserError(f"{name}: needs a value.")
-    if isinstance(value, bool) and _choices(kind):  # YAML reads an unquoted `no`, `on` or `off` as a boolean
-        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in _choices(kind)), value)
+    if isinstance(value, bool):  # YAML reads an unquoted `no`, `on` or `off` as a boolean
+        known = ["off"] if name in MAY_BE_OFF else _choices(kind)
+        value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in known), value)
     return [f"--{name}", "" if value is None else str(value)]
 
 

@@ -12,6 +12,7 @@ from accel_ddp.config.option_values import (
     BestMetric,
     Direction,
     check_end,
+    check_settings,
     choose,
     parse_ranks,
     parse_shares,
@@ -98,8 +99,7 @@ class TrainConfig(
         if self.sync_batchnorm and uneven:
             why = "batch norm needs all ranks in every micro-batch, but they would have different numbers of micro-batches"
             raise UserError(f"--sync_batchnorm {uneven[0]}: {why}. Leave one of them out.")
-        if self.tuned not in ("auto", "off") and not all("NCCL_" in word and "=" in word for word in self.tuned.split()):
-            raise UserError(f"--tuned {self.tuned}: must be auto, off, or settings such as NCCL_ALGO=Ring.")
+        check_settings(self.tuned)
         self.check_optimizer()
         self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":

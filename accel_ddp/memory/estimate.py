@@ -327,7 +327,13 @@ class Estimator:
         key = (micro, cfg.gradient_checkpointing, *options)
         if key not in self._runs:
             self._runs[key] = prepare(cfg, self.model_class, self.precision, micro, self.lengths)
-        found = estimate(self._runs[key], ranks, count, plan, cfg.keep_gathered)
+        run = self._runs[key]
+        if cfg.sync_every:  # workers have their own optimizer state and, if a rank has several, weights; global weights, momentum
+            workers, states = max(1, cfg.local_workers // ranks), run.states
+            copies = 2 + workers * (2 if workers > 1 else 1)  # a synchronization copies the weights of each worker
+            more = 4 * copies * (states.layers.trained + states.rest.trained)
+            run = dataclasses.replace(run, states=dataclasses.replace(states, optimizer=workers * states.optimizer + more))
+        found = estimate(run, ranks, count, plan, cfg.keep_gathered)
         return dataclasses.replace(found, eval_batch_size=getattr(cfg, "eval_batch_size", 1))
 
     def can_be_sharded(self) -> bool:

@@ -4,18 +4,16 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.config import choices
+from accel_ddp.config.option_values import is_setting
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.records.files import parse
 
-NAME = re.compile(r"NCCL_(?!.*PLUGIN)[A-Z0-9_]{1,60}")  # a plugin is code, which no file of settings may load
-VALUE = re.compile(r"[A-Za-z0-9.,:;=^_-]{1,100}")
 NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")  # settings are for one network
 DEFAULT_BUCKET = 25  # DDP's default
 FOLDER, MOST_FILES = "tuned", 200
@@ -48,7 +46,7 @@ def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def announce(cfg: TrainConfig, saved: dict[str, Any], device: str, version: str, reads: bool) -> dict[str, Any]:
     """Return what a rank tells the others about settings. `saved` has its node's newest checkpoint of the run that continues."""
-    variables = {name: value for name, value in os.environ.items() if NAME.fullmatch(name)}
+    variables = {name: value for name, value in os.environ.items() if is_setting(name, "any")}
     return {
         "files": _read_files(cfg.cache_dir) if reads and cfg.tuned == "auto" else {}, "saved": saved, "device": device,
         "version": version, "network": network_variables(os.environ), "given": variables, "model": model_key(as_plain_dict(cfg)),
@@ -68,7 +66,7 @@ def _read_files(cache_dir: str) -> dict[str, dict[str, Any]]:
 
 
 def _allowed(settings: dict[Any, Any]) -> dict[str, str]:
-    return {name: value for name, value in settings.items() if NAME.fullmatch(str(name)) and VALUE.fullmatch(str(value))}
+    return {name: value for name, value in settings.items() if is_setting(name, value)}
 
 
 def find(announced: list[dict[str, Any]], nodes: Nodes) -> tuple[dict[str, Any], str]:
@@ -82,10 +80,14 @@ def find(announced: list[dict[str, Any]], nodes: Nodes) -> tuple[dict[str, Any],
         if newest[what] != first[what]:
             then, now = (x if isinstance(x, str) else shown(x) or "no such variable" for x in (newest[what], first[what]))
             return {}, f"they were measured with {then} on {newest['date']}, and this run has {now}"
-    settings = newest["settings"]
-    if given := {name for rank in announced for name, value in rank["given"].items() if settings.get(name, value) != value}:
-        return {**newest, "settings": {}}, f"{' and '.join(sorted(given))} is set in the environment"
+    if given := _given(announced, newest["settings"]):
+        return {**newest, "settings": {}}, f"{' and '.join(given)} is set in the environment"
     return newest, ""
+
+
+def _given(announced: list[dict[str, Any]], settings: dict[str, str]) -> list[str]:
+    """Return the settings that the environment of a rank has with another value."""
+    return sorted({name for rank in announced for name, value in rank["given"].items() if settings.get(name, value) != value})
 
 
 def apply(cfg: TrainConfig, announced: list[dict[str, Any]], nodes: Nodes, use_gpu: bool) -> list[str]:
@@ -100,15 +102,21 @@ def apply(cfg: TrainConfig, announced: list[dict[str, Any]], nodes: Nodes, use_g
         if saved and getattr(cfg, name) == "auto":
             choices.keep(cfg, name, saved[name], saved)
             lines += [f"--resume: {choices.KEPT}: {name} {saved[name]}"] if saved[name] not in ("off", DEFAULT_BUCKET) else []
+            if name == "tuned" and (given := _given(announced, settings := _parse(cfg.tuned))):
+                cfg.tuned = shown({key: value for key, value in settings.items() if key not in given}) or "off"
+                lines.append(f"--resume: {' and '.join(given)} keeps the value of the environment: weights agree up to rounding")
     found, reason = find(announced, nodes) if announced and cfg.tuned == "auto" else ({}, "")
     if reason:
-        lines.append(f"What `accel-ddp tune` found for these nodes is not used: {reason}. Run it again, or use --tuned off.")
+        what, verb = ("The NCCL settings that", "are") if found else ("What", "is")
+        lines.append(
+            f"{what} `accel-ddp tune` found for these nodes {verb} not used: {reason}. Run it again, or use --tuned off."
+        )
     if cfg.tuned == "auto":
         settings, cfg.tuned = found.get("settings") if use_gpu else {}, "off"
         why = f"found by `accel-ddp tune` on {found.get('date')} for these nodes"
         if settings:
             choices.choose(cfg, "tuned", shown(settings), f"NCCL settings {why}, off: ignore them")
-        elif found:
+        elif found and not reason:
             choices.reasons(cfg)["tuned"] = f"nothing else was faster, {why}"
         if cfg.bucket_cap_mb == "auto" and found and found["model"] == announced[0]["model"]:
             if found["bucket_cap_mb"] != DEFAULT_BUCKET:
@@ -118,8 +126,12 @@ def apply(cfg: TrainConfig, announced: list[dict[str, Any]], nodes: Nodes, use_g
     if cfg.bucket_cap_mb == "auto":
         cfg.bucket_cap_mb = DEFAULT_BUCKET
     if use_gpu and cfg.tuned != "off":
-        os.environ.update(_allowed(dict(word.split("=", 1) for word in cfg.tuned.split())))
+        os.environ.update(_parse(cfg.tuned))
     return lines
+
+
+def _parse(text: str) -> dict[str, str]:
+    return _allowed(dict(word.split("=", 1) for word in text.split() if "=" in word))
 
 
 def shown(settings: dict[str, str]) -> str:

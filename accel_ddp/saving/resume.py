@@ -396,8 +396,8 @@ def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -
     elif run.get("shards", 0) != shards:
         kinds = [f"sharded over {number} ranks" if number else "whole on every rank" for number in (run.get("shards", 0), shards)]
         log.info("the model was %s, now it is %s: weights agree up to rounding", *kinds)
-    for name in ("micro_batch_size", "padding_free", "compile"):
-        if run["config"].get(name, "off") != getattr(cfg, name):
+    for name in ("micro_batch_size", "micro_batch_tokens", "balance", "padding_free", "compile"):
+        if run["config"].get(name, 0 if name == "micro_batch_tokens" else "off") != getattr(cfg, name):
             log.info("--%s has changed: results agree up to rounding, but dropout masks differ", name)
     if cfg.comm_hook == "powersgd":
         log.info("--comm_hook powersgd: its error feedback starts from zero, so the resumed run is not bit-identical")

@@ -10,6 +10,7 @@ from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
+from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import is_sharded, local
 from accel_ddp.text import counted
 from accel_ddp.training.losses import LossSum, WholeBatch
@@ -55,7 +56,8 @@ def choose(
             # The optimizer allocates its state in its first step. A rank holds as much of it as of the parameters.
             trained = [p for p in module.parameters() if p.requires_grad]
             share = sum(local(p).numel() for p in trained if p.is_cuda) / max(1, sum(p.numel() for p in trained))
-            later = 0 if optimizer.state else share * state_bytes(module, cfg)
+            workers = len(links.team.workers) if cfg.sync_every else 1  # their weights are counted in `held`
+            later = 0 if optimizer.state else share * state_bytes(module, cfg) * workers
             try:
                 rehearse(module, train.sample(size, accelerator, cfg, longest=True), loss_sum)
             finally:

@@ -35,13 +35,17 @@ class Ema:
         wide = lambda weight: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         self.averages = {name: wide(weight) for name, weight in self._weights.items()}
 
-    def update(self, step: int, stats: UpdateStats, steps: int = 1) -> None:
-        """Add the weights after `step` updates, and `steps` after the last call, to the averages. The host does not wait for a GPU."""
+    def update(self, step: int, *stats: UpdateStats) -> None:
+        """Add the weights after `step` updates to the averages. The host does not wait for a GPU.
+
+        `stats` has the updates since the last call: one, or with `--sync_every` those since the last synchronization.
+        """
         if not self.averages:
             return
-        amount = 1 - min(self.decay, (1 + step) / (10 + step)) ** steps
-        # Whether the update was skipped may be known on the device only. A weight of 0 leaves an average exactly as it is.
-        amounts = torch.isfinite(stats.loss + stats.grad_norm).to(stats.loss.dtype) * amount
+        amount = 1 - min(self.decay, (1 + step) / (10 + step)) ** len(stats)
+        # Whether all updates were skipped may be known on the device only. A weight of 0 leaves an average exactly as it is.
+        is_finite = [torch.isfinite(one.loss + one.grad_norm) for one in stats]
+        amounts = (torch.stack(is_finite).any() if len(stats) > 1 else is_finite[0]).to(stats[0].loss.dtype) * amount
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         with torch.no_grad():
             for name, average in self.averages.items():
