@@ -82,9 +82,10 @@ def _check_options(cfg: TrainConfig) -> list[str]:
         cfg.validate_sharded()  # for a program without `run`
         if links.sharding.activation_checkpointing:
             cfg.gradient_checkpointing = True
-    elif (
-        cfg.keep_gathered != "auto" and "keep_gathered" not in reasons(cfg) and this_rank.num_ranks > 1 and not cfg.evaluate_only
-    ):
+    elif not (
+        cfg.keep_gathered == type(cfg).keep_gathered or "keep_gathered" in reasons(cfg)
+        or this_rank.num_ranks == 1 or cfg.evaluate_only
+    ):  # fmt: skip
         raise UserError(
             f"--keep_gathered {cfg.keep_gathered}: is an option of FSDP, but this run uses DDP. Leave it out, or use an accelerate "
             "config with FSDP: accelerate_configs/fsdp.yaml."
