@@ -108,7 +108,7 @@ def test_a_checkpoint_has_the_shares_of_later_steps_for_the_same_number_of_ranks
 def test_ranks_get_as_many_items_as_their_shares_say():
     plan = StepPlan(Shuffle(1000, 0), TrainConfig(global_batch_size=64, micro_batch_size=8), 2)
     for counts in ([40, 24], [1, 63], [63, 1], [33, 31]):
-        found = [plan.of_rank(5, rank, tuple(count / 64 for count in counts)) for rank in range(2)]
+        found = [plan.deal(plan.items(5), rank, tuple(count / 64 for count in counts)) for rank in range(2)]
         assert [sum(map(len, batches)) for batches in found] == counts
         assert all(len(batch) <= 8 for batches in found for batch in batches)
 

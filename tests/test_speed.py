@@ -34,7 +34,7 @@ def test_a_step_has_the_same_items_for_every_way_to_spread_them(micro, count, ra
     lengths = np.random.default_rng(0).integers(1, 500, (100, 1))
     plan = StepPlan(Shuffle(100, 0), TrainConfig(global_batch_size=8, micro_batch_size=micro), ranks, lengths)
     for step in range(3, 12):
-        found = [plan.of_rank(step, rank) for rank in range(ranks)]
+        found = [of_rank(plan, step, rank) for rank in range(ranks)]
         assert [[len(batch) for batch in of_rank] for of_rank in found] == [[micro] * count] * ranks
         items = [item for of_rank in found for batch in of_rank for item in batch]
         assert sorted(items) == list(enumerate(Shuffle(100, 0).items(step * 8, 8), start=step * 8))
@@ -49,6 +49,10 @@ def test_micro_batches_of_a_step_have_about_the_same_number_of_tokens():
 
 
 PACKED = Cost(3.0, 0.01, pads=False)
+
+
+def of_rank(plan, step, rank, shares=None):
+    return plan.deal(plan.items(step), rank, shares)
 
 
 def a_plan(lengths, ranks=1, cost=PACKED, is_sharded=False, seed=0, **options):
@@ -70,9 +74,9 @@ def test_a_plan_deals_every_item_once_and_keeps_its_limits(seed):
     cost = Cost(1.0, 0.01, pads=pads)
     plan = a_plan(lengths, ranks, cost, is_sharded, seed, micro_batch_tokens=limit, **options)
     for step in (0, 31, 7):
-        found = [plan.of_rank(step, rank, shares) for rank in range(ranks)]
-        assert found == [a_plan(lengths, ranks, cost, is_sharded, seed, micro_batch_tokens=limit, **options).of_rank(step, rank, shares)
-                         for rank in range(ranks)], "it depends on the step only"  # fmt: skip
+        found = [of_rank(plan, step, rank, shares) for rank in range(ranks)]
+        again = a_plan(lengths, ranks, cost, is_sharded, seed, micro_batch_tokens=limit, **options)
+        assert found == [of_rank(again, step, rank, shares) for rank in range(ranks)], "it depends on the step only"
         assert sorted(item for rank in found for batch in rank for item in batch) == plan.items(step)
         assert all(found)
         assert all(batch == sorted(batch) for rank in found for batch in rank)
@@ -89,7 +93,7 @@ def test_the_slowest_rank_is_within_a_third_of_the_optimum(seed):
     draw = np.random.default_rng(seed)
     lengths = np.clip(draw.lognormal(4, 1, (9, 1)), 1, 900).astype(int)
     plan = a_plan(lengths, 2, seed=seed, global_batch_size=9, micro_batch_tokens=10**6)
-    slowest = max(costs_of(plan, plan.of_rank(0, rank)).sum() for rank in (0, 1))
+    slowest = max(costs_of(plan, of_rank(plan, 0, rank)).sum() for rank in (0, 1))
     costs = plan.cost.of(lengths)
     best = min(max(sum(some), costs.sum() - sum(some)) for n in range(10) for some in itertools.combinations(costs, n))
     assert best <= slowest * (1 + 1e-12) <= best * (4 / 3 - 1 / 6) * (1 + 1e-9)
@@ -100,12 +104,12 @@ def test_ranks_and_micro_batches_of_varied_texts_are_balanced_by_cost():
     over = {}
     for name, options in (("items", {"micro_batch_size": 8}), ("tokens", {"micro_batch_tokens": 12_000})):
         plan = a_plan(lengths, 4, Cost(1.0, 3e-5, pads=False), global_batch_size=32, **options)
-        loads = np.array([[costs_of(plan, plan.of_rank(step, rank)).sum() for rank in range(4)] for step in range(50)])
+        loads = np.array([[costs_of(plan, of_rank(plan, step, rank)).sum() for rank in range(4)] for step in range(50)])
         over[name] = (loads.max(1) / loads.mean(1)).mean()
     assert over["items"] > 1.1
     assert over["tokens"] < 1.03
     shares = (0.1, 0.2, 0.3, 0.4)
-    loads = np.array([[costs_of(plan, plan.of_rank(step, rank, shares)).sum() for rank in range(4)] for step in range(50)])
+    loads = np.array([[costs_of(plan, of_rank(plan, step, rank, shares)).sum() for rank in range(4)] for step in range(50)])
     assert loads.sum(0) / loads.sum() == pytest.approx(shares, abs=0.02)
 
 

@@ -68,7 +68,7 @@ def keep_forks_apart_from_starts() -> None:
     """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
 
     `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread,
-    for example of a tracker, is inside of `Popen` inherits a copy. The thread would wait until the worker exits. Tested with Python
+    for example of a tracker, is inside `Popen` inherits a copy. The thread would wait until the worker exits. Tested with Python
     3.11.
     """
     plain = subprocess.Popen.__init__

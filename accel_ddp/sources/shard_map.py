@@ -184,7 +184,7 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
                     raise error from RuntimeError(trace)
                 raise RuntimeError(
                     f"{progress.doing}: a worker process was ended ({failed.exitcode}), often because the memory is used up. "
-                    "A run that is started again continues with the remaining rows."
+                    "A restarted run continues with the remaining rows."
                 )
             if not running:
                 return

@@ -434,7 +434,7 @@ class Speed:
 
     @contextlib.contextmanager
     def _plain_layers(self) -> Iterator[None]:
-        """Run the layers without compilation and without CUDA graphs inside of the block."""
+        """Run the layers without compilation and without CUDA graphs inside the block."""
         if self.padding_free is None:
             yield
             return

@@ -98,7 +98,7 @@ class Replay(torch.autograd.Function):
 
 @contextlib.contextmanager
 def parameter_aliases(layer: nn.Module, parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Replace parameters of the layer by other ones over the same memory inside of the block, and yield these.
+    """Replace parameters of the layer by other ones over the same memory inside the block, and yield these.
 
     DDP holds the node of each parameter in autograd's graph, and that node belongs to another stream. A capture that uses the
     node would have to wait for that stream, which CUDA does not allow.

@@ -24,7 +24,7 @@ def _targets() -> dict[int, Tensor]:
 
 @contextlib.contextmanager
 def gradients_written_to(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[None]:
-    """Let the gradients of linear layers be written to `targets` inside of the block. Others get new memory, as outside of it.
+    """Let the gradients of linear layers be written to `targets` inside the block. Others get new memory, as outside of it.
 
     The second gradient of a weight that is used twice gets new memory too, and autograd adds both.
     """
@@ -97,7 +97,7 @@ class WideGradients(nn.Linear):
 
 
 def install(layers: Sequence[nn.Module]) -> None:
-    """Replace the linear layers inside of `layers`. Their parameters, hooks and names stay as they are."""
+    """Replace the linear layers inside `layers`. Their parameters, hooks and names stay as they are."""
     for layer in layers:
         for module in layer.modules():
             if type(module) is nn.Linear and "forward" not in module.__dict__:

@@ -42,7 +42,7 @@ class PaddingFree:
         """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others.
 
         `is_fixed`: items have no mask, because all of them have the same length, such as images. The weights of a model that
-        `is_sharded` exist only inside of their layer, and its layers are not captured as CUDA graphs.
+        `is_sharded` exist only inside their layer, and its layers are not captured as CUDA graphs.
         """
         from transformers import PreTrainedModel
 
@@ -225,7 +225,7 @@ class PaddingFree:
         return [source, Row(mask, tokens, longest)]
 
     def _segments(self, stack: Stack, hidden: Tensor) -> Segments:
-        if stack.at is None:  # in the first layer, because the autocast type is known only inside of the forward pass
+        if stack.at is None:  # in the first layer, because the autocast type is known only inside the forward pass
             kind = hidden.device.type
             narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             has_flash = narrow in (torch.bfloat16, torch.float16) and self._has_flash(hidden.device) and not self.attentions

@@ -53,9 +53,8 @@ class StepPlan:
         self.counts_tokens = bool(cfg.micro_batch_tokens)
         micro = np.inf if cfg.micro_batch_size == "auto" else cfg.micro_batch_size
         self.limits = [cfg.micro_batch_tokens or micro] * num_ranks  # items or tokens of a micro-batch of each rank
-        self.is_equal = not (
-            self.counts_tokens or cfg.global_batch_tokens
-        )  # micro-batches have as many items if shares are equal
+        # Whether all micro-batches have as many items if shares are equal.
+        self.is_equal = not (self.counts_tokens or cfg.global_batch_tokens)
         # The position in the stream at which a step begins.
         self.first: Callable[[int], int] = lambda step: step * cfg.global_batch_size
         if cfg.global_batch_tokens:
@@ -66,12 +65,8 @@ class StepPlan:
         first = self.first(step)
         return list(enumerate(self.order.items(first, self.first(step + 1) - first), start=first))
 
-    def of_rank(self, step: int, rank: int, shares: Shares | None = None) -> list[list[Item]]:
-        """Return the micro-batches of a rank. Every rank must pass the same shares; None: they are equal."""
-        return self.deal(self.items(step), rank, shares)
-
     def deal(self, items: list[Item], rank: int, shares: Shares | None = None) -> list[list[Item]]:
-        """Return the micro-batches of a rank, if these are the items of a step."""
+        """Return the micro-batches of a rank, if these are the items of a step. All ranks pass the same shares; None: equal ones."""
         if shares is None and self.is_equal:
             return self._equal_groups(items)[rank :: self.num_ranks]
         parts = np.ones((len(items), 1)) if self.parts is None else self.parts[[index for _, index in items]]

@@ -184,7 +184,7 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
 
 @contextlib.contextmanager
 def collectives_counted():
-    """Count how often a sharded model gathers weights and sums gradients inside of the block."""
+    """Count how often a sharded model gathers weights and sums gradients inside the block."""
     is_new = hasattr(dist, "all_gather_single")  # torch 2.13 uses new names
     names = ("all_gather_single", "reduce_scatter_single") if is_new else ("all_gather_into_tensor", "reduce_scatter_tensor")
     found = dict.fromkeys(names, 0)
