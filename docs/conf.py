@@ -5,9 +5,13 @@ GitHub. Linked files that are no pages are copied into the site. Pages are plain
 in docs/index.md are the navigation.
 """
 
+import functools
+import gc
 import re
 import sys
 from pathlib import Path
+
+from sphinx.search.en import SearchEnglish
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,6 +38,11 @@ html_copy_source = html_show_sphinx = False
 html_last_updated_fmt = None
 html_extra_path = ["site/index.html"]  # the site begins at docs/index.html
 
+# A third of the time of a build: words that are on many pages, garbage of a process that lives for seconds, and curly quotes.
+SearchEnglish.stem = functools.cache(SearchEnglish.stem)
+gc.disable()
+smartquotes = False
+
 
 def add_navigation(app, docname: str, source: list[str]) -> None:
     """Append toctrees: on the home page one for each section with a list of pages, elsewhere one for the folder of the page's name."""
@@ -43,7 +52,7 @@ def add_navigation(app, docname: str, source: list[str]) -> None:
             pages = re.findall(r"^- \[(.+?)\]\((.+?)\.md\)", section, flags=re.MULTILINE)
             entries = "".join(f"{title} <{page}>\n" for title, page in pages)
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{entries}```\n"
-    elif (ROOT / docname).is_dir():
+    elif any((ROOT / docname).glob("*.md")):
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{Path(docname).name}/*\n```\n"
 
 
