@@ -19,5 +19,6 @@ gpu:
 	pytest -m gpu
 
 # The documentation site: open build/site/index.html. A warning, such as a broken link, is an error.
+SITE ?= build/site
 docs:
-	python -m sphinx -qEa -W --keep-going -n -c docs -d build/doctrees . build/site
+	python -m sphinx -qEa -W --keep-going -n -c docs -d $(SITE)-doctrees . $(SITE)

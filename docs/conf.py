@@ -30,10 +30,11 @@ exclude_patterns = [".*", "**/.*", "build", "dist", "runs", "tests", "accel_ddp"
 myst_heading_anchors = 4  # the anchors of GitHub
 
 html_theme = "furo"
-html_static_path = ["site"]
+html_static_path = ["site/static"]
 html_css_files = ["site.css"]
 # Summaries of search results are fetched, which browsers refuse for pages that are opened as files.
 html_js_files = [(None, {"body": "if (location.protocol === 'file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false"})]
+html_search_scorer = str(ROOT / "docs" / "site" / "search.js")
 html_copy_source = html_show_sphinx = False
 html_last_updated_fmt = None
 html_extra_path = ["site/index.html"]  # the site begins at docs/index.html
