@@ -17,10 +17,12 @@ from tests.test_report_page import CONTRAST, Browser, browser, in_browser  # noq
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """Build the site. A page that is in no toctree is a warning for Sphinx, and so are links to pages and headings that do not exist."""
+    """Build the site. A warning is an error: a page outside of the navigation, or a link to a page or a heading that does not exist."""
     folder = tmp_path_factory.mktemp("docs") / "site"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(["make", "docs", f"SITE={folder}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        ["make", "docs", f"SITE={folder}"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -42,7 +44,7 @@ def test_every_link_leads_to_a_file_of_the_site_and_nothing_is_loaded_from_elsew
             assert target not in anchors or unquote(anchor) in anchors[target], f"{name}: {link}"
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert not re.search(r"@import|url\(\s*['\"]?(?:http|//)", styles)
-    assert 'highlight-bash notranslate' in pages["docs/index.html"], "the word after ```bash does not change the language"
+    assert "highlight-bash notranslate" in pages["docs/index.html"], "the word after ```bash does not change the language"
 
 
 @in_browser
