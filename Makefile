@@ -19,6 +19,8 @@ gpu:
 	pytest -m gpu
 
 # The documentation site: open build/site/index.html. A warning, such as a broken link, is an error.
+# BUILDER=dummy checks everything and writes nothing.
 SITE ?= build/site
+BUILDER ?= html
 docs:
-	python -m sphinx -qEa -W --keep-going -n -c docs -d $(SITE)-doctrees . $(SITE)
+	python -m sphinx -b $(BUILDER) -qEa -W --keep-going -n -c docs -d $(SITE)-doctrees . $(SITE)
