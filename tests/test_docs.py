@@ -245,6 +245,7 @@ def parse(words: list[str]) -> bool:
 def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "tuned.yaml").write_text("bucket_cap_mb: 100\n")
+    (tmp_path / "my_run.yaml").write_text("lr: 3e-4\n")
     texts = [
         (page, block.text) for page in [*USER_PAGES, *OTHER_PAGES] for block in blocks_of(page) if block.kind.startswith("bash")
     ]
@@ -262,7 +263,7 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
     known |= {"wandb", "tensorboard", "trackio", "vllm"}
     ours, seen = 0, set()
     for page, text in texts:
-        for words in commands_in(text.replace("accelerate_configs/tuned.yaml", f"{tmp_path}/tuned.yaml")):
+        for words in commands_in(re.sub(r"\b(?:accelerate_configs/)?(tuned|my_run)\.yaml", rf"{tmp_path}/\1.yaml", text)):
             if "--help" in words or tuple(words) in seen:
                 continue
             seen.add(tuple(words))
