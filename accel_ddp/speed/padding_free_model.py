@@ -379,7 +379,7 @@ class PaddingFree:
         except NeedsPadding as error:
             return str(error)
         except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            return f"its layers cannot compute without it ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
+            return f"its layers cannot compute without padding ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
                 :200
             ]
         finally:
