@@ -28,9 +28,9 @@ MAY_BE_OFF = ("balance", "tuned")  # options with any text, for which `off` is a
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
-    """Return the options of this run. Raise UserError, or let tyro print its own message and exit with code 2.
+    """Return the options of this run, from `argv` or the command line. Raise UserError or exit with code 2 for a mistake.
 
-    `script` is the recipe that messages name, where another program reads its options.
+    `script` is the recipe that messages name, if another program reads its options.
     """
     import tyro
 
