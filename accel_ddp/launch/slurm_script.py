@@ -80,7 +80,7 @@ train() {
 }
 
 on_each_node() {
-    # With --kill-on-bad-exit=1, the first launcher that ends would end the others while they save, and srun returns 143.
+    # With --kill-on-bad-exit=1, the first launcher that exits would kill the others while they save, and srun returns 143.
     # With --cpu-bind=none, the ranks use all CPUs of the job on their node. The ranks do not use MPI.
     srun --nodes=@nodes --ntasks=@nodes --ntasks-per-node=1 --nodelist="$nodes" \\
         --export=ALL --kill-on-bad-exit=0@label \\
