@@ -1,6 +1,6 @@
 """The description of a cluster and of how jobs run there: the keys of cluster.yaml, and their reader.
 
-docs/launch.md contains the texts of the keys.
+docs/cluster.md shows the texts of the keys.
 """
 
 import re
