@@ -62,7 +62,7 @@ class PaddingFree:
         if any(getattr(config, name, 0) for config in self.configs.values() for name in dropped):
             raise NeedsPadding("it skips layers at random (layerdrop)")
         if self.attentions and len(stacks) > 1:
-            raise NeedsPadding("its attention is not that of transformers")
+            raise NeedsPadding("its attention is not an attention of transformers")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
         has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
@@ -373,7 +373,7 @@ class PaddingFree:
                     out = last[0] if isinstance(last, tuple) else last
                     results.append((value, out.float()))
             if self.mask is None:
-                return "its attention mask is not that of the batch"
+                return "its attention mask is not the mask of the batch"
         except torch.OutOfMemoryError:
             raise
         except NeedsPadding as error:
