@@ -14,7 +14,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_ddp.config.options import GROUPS, INSTEAD, Properties, properties_of
+from accel_ddp.config.options import GROUPS, Properties, properties_of
+from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import is_local_main
@@ -187,8 +188,10 @@ def _suggest(name: str, properties: dict[str, Properties], value: Any = None) ->
     """Return " Did you mean --lr (...)?" for a name that is misspelt or that another toolkit uses, perhaps with a value in YAML."""
     spelled = name.lower().replace("-", "_")
     for instead in (text for text, names in INSTEAD.items() if spelled in names.split()):
-        if {*re.findall(r"--(\w+)", instead)} <= {*properties, "config_file"}:
+        if {*re.findall(r"--(\w+)", instead)} <= {*properties, "config_file", "cpu"}:
             return f" {instead[0].upper()}{instead[1:]}."
+    for reason in (text for text, names in NO_EQUIVALENT.items() if spelled in names.split() and spelled not in properties):
+        return f" It has no equivalent: {reason}."
     if isinstance(value, list) and value and isinstance(value[0], dict) and "path" in value[0]:  # datasets of axolotl
         paths, kind = [str(one.get("path")) for one in value], "eval_file" if "test" in spelled else "train_file"
         is_file = Path(paths[0]).suffix or kind == "eval_file"
