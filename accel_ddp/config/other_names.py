@@ -157,7 +157,7 @@ NO_EQUIVALENT = {
     "RoPE is used as the config of the model states it": "rope_scaling rope_theta use_pose pose_max_context_len pose_num_chunks "
     "pose_split_on_token_ids shift_attn s2_attention",
     "images, video and sound are not read by sft": "image_max_pixels image_min_pixels video_max_pixels video_fps video_maxlen "
-    "audio_sampling_rate media_dir freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_size",
+    "audio_sampling_rate media_dir freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
     "only bf16, fp16 and float32 are computed": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather qat quantization",
     "activations stay on the GPU; gradient checkpointing saves memory": "activation_offloading use_unsloth_gc",
     "the auxiliary loss of a router is off, because it depends on the split into micro-batches": "router_aux_loss_coef "
