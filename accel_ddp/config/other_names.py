@@ -45,7 +45,8 @@ OTHER_NAMES = {
     "eval_split": "validation_split dataset_test_split test_split", "max_train_items": "max_train_samples max_samples",
     "max_eval_items": "max_eval_samples max_val_samples", "log_predictions": "log_samples log_sample_predictions eval_table_size",
     "export_dtype": "save_dtype merge_dtype", "show_example": "show_examples debug_num_examples print_examples",
-    "eval_batch_size": "per_device_eval_batch_size", "max_length": "max_seq_length sequence_len cutoff_len model_max_length",
+    "eval_batch_size": "per_device_eval_batch_size precompute_ref_batch_size",
+    "max_length": "max_seq_length sequence_len cutoff_len model_max_length",
     "attn_implementation": "flash_attention flash_attn attention sdp_attention eager_attention",
     "cache_dir": "dataset_prepared_path tokenized_path", "seed": "data_seed random_seed", "text_column": "dataset_text_field",
     "train_on_prompts": "train_on_inputs train_on_prompt", "chat_template": "template chat_template_jinja chat_template_path",
@@ -166,7 +167,6 @@ NO_EQUIVALENT = {
     "discopop_tau use_weighting dpo_use_weighting pref_bco_weight use_dft_loss",
     "the reference is the model before training": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_model_adapters "
     "ref_model_quantization_bit",
-    "the reference is computed with the sizes of evaluations": "precompute_ref_batch_size",
     "reinforcement learning is missing; dpo, kto, orpo, simpo and reward models are there": "trl vllm process_reward_model "
     "reward_model_type reward_model_adapters reward_model_quantization_bit ppo_epochs ppo_buffer_size ppo_score_norm ppo_target "
     "ppo_whiten_rewards",
@@ -181,7 +181,7 @@ NO_EQUIVALENT = {
     "the id of a run in wandb is chosen, so that --resume continues it": "wandb_run_id",
     "the tokens of tools are those of the model's chat template": "tool_format split_special_tokens",
     "models are taken from the Hugging Face Hub": "ms_hub_token om_hub_token",
-    "DDP ignores buffers that differ": "ignore_bias_buffers",
+    "buffers are copied as --broadcast_buffers states": "ignore_bias_buffers",
     "there is no other tokenizer than the model's": "tokenizer_config base_model_config cls_model_config",
     "unknown options are always refused": "strict",
 }  # fmt: skip

@@ -121,7 +121,7 @@ class Conversion:
             self.put("lora_dropout", dropout)
             names = targets.replace(",", " ").split() if isinstance(targets, str) else targets or []
             all_linear = all_linear or names in (["all"], ["all-linear"]) or (not names and self.toolkit == "llama_factory")
-            self.put("lora_targets", ["all-linear"] if all_linear else names or None, "" if names or all_linear else "")
+            self.put("lora_targets", ["all-linear"] if all_linear else names or None)
             self.put("quantize", "4bit" if in_4 or method == "qlora" else "8bit" if in_8 else None)
         elif self.toolkit == "axolotl" and not self.left.get("bfloat16"):
             self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, and dtype: bfloat16 does so too"
@@ -235,7 +235,7 @@ class Conversion:
         elif fraction:
             self.put("eval_fraction", fraction)
         else:
-            self.not_needed["evaluation rows"] = "none there; here a tenth of the rows is set aside (eval_file: FILE, eval_fraction: 0.01)"
+            self.lose("val_size", 0, "here a tenth of the rows, at most 2,000, is not trained but evaluated; eval_fraction: 0.01 sets fewer aside")
 
     def _put_rows(self, kind: str, given: Any) -> bool:
         """Write where the rows of training or evaluation are, and their columns. Return whether they are on the Hub."""
@@ -263,6 +263,8 @@ class Conversion:
 
     def _entries(self, given: Any) -> Iterable[tuple[str, str, dict[str, Any]]]:
         """Yield the name, the path and the description of each dataset."""
+        if not given:
+            raise UserError(f"{self.file}: has no datasets, and a run needs one.")
         if self.toolkit == "axolotl":
             for entry in given if isinstance(given, list) else [given]:
                 if not isinstance(entry, dict) or not entry.get("path"):
@@ -314,18 +316,20 @@ class Conversion:
         instead = {name: text for text, names in INSTEAD.items() for name in names.split()}
         for name, value in list(self.left.items()):
             option = ours.get(name)
-            if name == "ddp_timeout" or option == "attn_implementation":
+            if name == "ddp_timeout" or option in ("attn_implementation", "cache_dir"):
                 self.not_needed[f"{name}: {value}"] = NOTES.get(name, "").removeprefix("leave it out; ") or "padding-free is the default"
             elif option in alone:
                 self.lose(name, value, alone[option] or "")
             elif value is False and (name in reasons or name in instead or option is None):
                 self.empty.append(name)
-            elif name in instead:
-                self.not_needed[f"{name}: {value if isinstance(value, str | int | float) else '...'}"] = instead[name].removeprefix("leave it out; ")
+            elif value is True and (use := re.match(r"use --(\w+) ([\w-]+)", instead.get(name, ""))) and use[1] in known:
+                self.put(use[1], use[2])
+            elif instead.get(name, "").startswith("leave"):
+                self.not_needed[f"{name}: {value if isinstance(value, str | int | float) else '...'}"] = instead[name].partition("; ")[2]
             elif option and option not in self.options:
                 self.put(option, value == "true" or value, NOTES.get(name, "") if option != name else "")
             else:
-                self.lose(name, value, reasons.get(name) or "`convert` does not know it")
+                self.lose(name, value, reasons.get(name) or instead.get(name) or "`convert` does not know it")
 
     def _check(self) -> None:
         """Parse the file as a run does. An option that the recipe refuses is removed and listed."""
@@ -364,9 +368,12 @@ class Conversion:
 
     def summary(self) -> list[str]:
         """Return what has no equivalent, and what needs none."""
-        lines = [f"No equivalent ({len(self.lost)}):", *(f"  {name}: {why}" for name, why in self.lost.items())] if self.lost else []
+        lines = self.list_lost()
         lines += ["Not needed:", *(f"  {name}: {why}" for name, why in self.not_needed.items())] if self.not_needed else []
         return [*lines, f"Empty or off: {', '.join(sorted(self.empty))}"] if self.empty else lines
+
+    def list_lost(self) -> list[str]:
+        return [f"No equivalent ({len(self.lost)}):", *(f"  {name}: {why}" for name, why in self.lost.items())] if self.lost else []
 
     def command(self, out: str) -> str:
         more = " --config_file fsdp.yaml" * self.is_sharded + f" --num_processes {self.gpus}" * (self.gpus > 1)
@@ -447,5 +454,5 @@ def main(words: list[str]) -> int:
     else:
         print(text, end="")
     told = "" if given.gpus else f" ({'the GPUs of this machine' if gpus > 1 else 'the default'}; --gpus N for another number)"
-    print(*done.summary(), f"for {counted(gpus, 'GPU')}{told}", f"run it: {done.command(given.out)}", sep="\n", file=sys.stderr)
+    print(*done.list_lost(), f"for {counted(gpus, 'GPU')}{told}", f"run it: {done.command(given.out)}", sep="\n", file=sys.stderr)
     return 0
