@@ -30,6 +30,7 @@ from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import CODES
 from accel_ddp.exporting import chat_command, predict_command
+from accel_ddp.launch import convert_command
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -222,8 +223,9 @@ def parse(words: list[str]) -> bool:
             own = find_options(rest[1:], ["recipe", "output"])
             recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
-        elif command in ("predict", "chat"):
-            {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
+        elif command in ("predict", "chat", "convert"):
+            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
+            parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
             recipe_files.recipe_path(rest[0])
@@ -288,6 +290,7 @@ def test_options_in_the_text_exist():
         build_estimate_parser(),
         predict_command.build_parser(),
         chat_command.build_parser(),
+        convert_command.build_parser(),
         *launcher_parsers().values(),
     ]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
