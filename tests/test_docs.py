@@ -197,6 +197,7 @@ def parse(words: list[str]) -> bool:
     if program == "accel-ddp":
         command, rest = rest[0] if rest else "", rest[1:]
         assert command in cli.COMMANDS, words
+        rest = recipe_files.place_example(rest)
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
@@ -226,7 +227,7 @@ def parse(words: list[str]) -> bool:
             {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
-            recipe_files.recipe_path(rest[0])
+            assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
         if rest[at:]:
             assert load_recipe_config(rest[at:])
         return True
@@ -328,7 +329,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py"])
+@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py", "make_examples.py"])
 def test_generated_tables_are_current(script):
     done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
