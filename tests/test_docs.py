@@ -198,6 +198,7 @@ def parse(words: list[str]) -> bool:
     if program == "accel-ddp":
         command, rest = rest[0] if rest else "", rest[1:]
         assert command in cli.COMMANDS, words
+        rest = recipe_files.place_example(rest)
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
@@ -228,7 +229,7 @@ def parse(words: list[str]) -> bool:
             parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
-            recipe_files.recipe_path(rest[0])
+            assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
         if rest[at:]:
             assert load_recipe_config(rest[at:])
         return True
@@ -331,7 +332,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py"])
+@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py", "make_examples.py"])
 def test_generated_tables_are_current(script):
     done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
