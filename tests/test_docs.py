@@ -31,6 +31,7 @@ from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import CODES
 from accel_ddp.errors import EXIT_CODES
 from accel_ddp.exporting import chat_command, predict_command
+from accel_ddp.launch import convert_command
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -198,6 +199,7 @@ def parse(words: list[str]) -> bool:
     if program == "accel-ddp":
         command, rest = rest[0] if rest else "", rest[1:]
         assert command in cli.COMMANDS, words
+        rest = recipe_files.place_example(rest)
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
@@ -223,11 +225,12 @@ def parse(words: list[str]) -> bool:
             own = find_options(rest[1:], ["recipe", "output"])
             recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
-        elif command in ("predict", "chat"):
-            {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
+        elif command in ("predict", "chat", "convert"):
+            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
+            parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
-            recipe_files.recipe_path(rest[0])
+            assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
         if rest[at:]:
             assert load_recipe_config(rest[at:])
         return True
@@ -258,7 +261,21 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
         texts += [(path, line.strip()) for line in examples.splitlines() if line.startswith("    accelerate launch")]
     known = {"mkdir", "printf", "set", ".", "export", "test", "trap", "if", "tail", "grep", "then", "fi", "pip", "pytest", "python3",
              "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git", "cd"}  # fmt: skip
-    known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs", "ssh"}  # of aws.md, ssh.md
+    known |= {
+        "{",
+        "}",
+        "aws",
+        "files=1",
+        "while",
+        "do",
+        "done",
+        "sort",
+        "sed",
+        "head",
+        "rsync",
+        "xargs",
+        "ssh",
+    }  # of aws.md, ssh.md
     known |= {"at=http://169.254.169.254/latest", "get", "get()", "token", "token()", "until", "sleep", "pkill", "curl", "for"}
     known |= {"wandb", "tensorboard", "trackio", "vllm"}
     ours, seen = 0, set()
@@ -290,6 +307,7 @@ def test_options_in_the_text_exist():
         build_estimate_parser(),
         predict_command.build_parser(),
         chat_command.build_parser(),
+        convert_command.build_parser(),
         *launcher_parsers().values(),
     ]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
