@@ -75,7 +75,7 @@ accel-ddp run sft --config my_run.yaml --epochs 3
 
 | option | value | meaning |
 |---|---|---|
-| `--config` | file or name | YAML file with `option: value` lines, or the name of an [example](examples.md); may be given several times |
+| `--config` | file or name | YAML file with `option: value` lines, or the name of an [example](examples.md); may be repeated |
 | `--help` | | print all options of the recipe and exit |
 
 - A value on the command line wins over the file, the file over the default. The run folder's `config.json` has the values used.
