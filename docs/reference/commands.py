@@ -63,8 +63,6 @@ def _section(name: str) -> str:
     usage, text, examples, groups = _from_parser(found) if isinstance(found, argparse.ArgumentParser) else _from_text(found)
     if examples or example:
         text = f"{text}\n\n```bash parsed\n{examples or example}\n```"
-    if name == "evaluate":
-        text = text.replace("```bash parsed", "```text")  # the recipe of a run is known only if the run exists
     parts = [f"## accel-ddp {name}\n", f"```text\n{usage}\n```\n", f"{text}\n"]
     for title, rows in groups:
         parts += [f"{title}:\n"] * bool(title) + [table(("option" if title != "Arguments" else "argument", "meaning"), rows)]
@@ -113,7 +111,7 @@ def _from_parser(parser: argparse.ArgumentParser) -> tuple[str, str, str, list]:
 def _name(action: argparse.Action) -> str:
     """Return an argument with its value: `--steps N`."""
     if not action.option_strings:
-        return f"`{action.metavar or action.dest.upper()}`"
+        return f"`{action.metavar or action.dest}`"
     names = dict.fromkeys(re.sub(r"(?<=\w)-", "_", name) for name in action.option_strings)  # each has a spelling with hyphens
     value = ""
     if action.nargs != 0:
