@@ -29,7 +29,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 
 def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
-    """Parse the command line, run `main(cfg)`, and exit. Every failure becomes a message and a non-zero exit code."""
+    """Parse the command line into `cls`, run `main(cfg)`, and exit. A failure prints a message and exits with a non-zero code."""
     succeeded: list[bool] = []
     atexit.register(_skip_teardown, succeeded)  # the first handler is called last
     connect_output()

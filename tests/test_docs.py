@@ -29,7 +29,9 @@ from accel_ddp.config.options import properties_of
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import CODES
+from accel_ddp.errors import EXIT_CODES
 from accel_ddp.exporting import chat_command, predict_command
+from accel_ddp.launch import convert_command
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -38,7 +40,7 @@ from accel_ddp.report.report_command import build_parser as build_report_parser
 from accel_ddp.words import find_options, without
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
-USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [
     ROOT / name
     for name in ("CONTRIBUTING.md", "recipes/README.md", "accelerate_configs/README.md", "accelerate_configs/NETWORKS.md")
@@ -197,6 +199,7 @@ def parse(words: list[str]) -> bool:
     if program == "accel-ddp":
         command, rest = rest[0] if rest else "", rest[1:]
         assert command in cli.COMMANDS, words
+        rest = recipe_files.place_example(rest)
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
@@ -222,11 +225,12 @@ def parse(words: list[str]) -> bool:
             own = find_options(rest[1:], ["recipe", "output"])
             recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
-        elif command in ("predict", "chat"):
-            {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
+        elif command in ("predict", "chat", "convert"):
+            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
+            parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
-            recipe_files.recipe_path(rest[0])
+            assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
         if rest[at:]:
             assert load_recipe_config(rest[at:])
         return True
@@ -244,6 +248,7 @@ def parse(words: list[str]) -> bool:
 def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "tuned.yaml").write_text("bucket_cap_mb: 100\n")
+    (tmp_path / "my_run.yaml").write_text("lr: 3e-4\n")
     texts = [
         (page, block.text) for page in [*USER_PAGES, *OTHER_PAGES] for block in blocks_of(page) if block.kind.startswith("bash")
     ]
@@ -256,12 +261,26 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
         texts += [(path, line.strip()) for line in examples.splitlines() if line.startswith("    accelerate launch")]
     known = {"mkdir", "printf", "set", ".", "export", "test", "trap", "if", "tail", "grep", "then", "fi", "pip", "pytest", "python3",
              "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git", "cd"}  # fmt: skip
-    known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs"}  # of docs/aws.md
+    known |= {
+        "{",
+        "}",
+        "aws",
+        "files=1",
+        "while",
+        "do",
+        "done",
+        "sort",
+        "sed",
+        "head",
+        "rsync",
+        "xargs",
+        "ssh",
+    }  # of aws.md, ssh.md
     known |= {"at=http://169.254.169.254/latest", "get", "get()", "token", "token()", "until", "sleep", "pkill", "curl", "for"}
     known |= {"wandb", "tensorboard", "trackio", "vllm"}
     ours, seen = 0, set()
     for page, text in texts:
-        for words in commands_in(text.replace("accelerate_configs/tuned.yaml", f"{tmp_path}/tuned.yaml")):
+        for words in commands_in(re.sub(r"\b(?:accelerate_configs/)?(tuned|my_run)\.yaml", rf"{tmp_path}/\1.yaml", text)):
             if "--help" in words or tuple(words) in seen:
                 continue
             seen.add(tuple(words))
@@ -281,18 +300,11 @@ def test_options_in_the_text_exist():
     for recipe in recipe_files.recipe_names():
         options = properties_of(__import__(recipe).Config)
         names |= {*options, *(f"no_{name}" for name in options)}
-    import argparse
-
-    parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
-    parsers += [
-        build_estimate_parser(),
-        predict_command.build_parser(),
-        chat_command.build_parser(),
-        *launcher_parsers().values(),
-    ]
-    names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
-    for file in ("cli.py", "launch/launch_command.py", "observe/profile_summary.py"):
-        names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
+    names |= {
+        word.lstrip("-").replace("-", "_") for parser in launcher_parsers().values() for word in parser._option_string_actions
+    }
+    names |= set(re.findall(r"^\| .*?`--(\w+)[^|]*\|", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE))
+    names |= {"nnodes", "node_rank", "master_addr", "master_port"}  # second spellings there
     names |= {"recipe", "output"}  # of evaluate
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs
@@ -328,16 +340,22 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py"])
-def test_generated_tables_are_current(script):
-    done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
+def test_generated_pages_are_current():
+    done = subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_diagnostic_code_has_a_fix_on_the_page():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    for name, code in CODES.items():
-        assert f"| `{name}` | {code.meaning} | {code.fix} |" in text, name
+def test_the_example_of_an_options_file_is_valid(tmp_path):
+    (example,) = (block.text for block in blocks_of(ROOT / "docs" / "options.md") if block.kind == "yaml")
+    (tmp_path / "my_run.yaml").write_text(example)
+    cfg = load_recipe_config(["recipes/sft.py", "--config", str(tmp_path / "my_run.yaml"), "--epochs", "3"])
+    assert (cfg.lora_r, cfg.lr, cfg.epochs, cfg.gradient_checkpointing) == (16, 2e-4, 3, True)
+
+
+def test_every_code_is_on_the_page_of_codes():
+    text = (ROOT / "docs" / "codes.md").read_text()
+    assert [name for name in CODES if f"| `{name}` | " not in text] == []
+    assert [code for code in EXIT_CODES if f"\n| {code} | " not in text] == []
 
 
 def test_excerpts_are_in_their_files():
