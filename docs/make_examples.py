@@ -74,9 +74,8 @@ run needs: if the file has no `micro_batch_size`, the run uses larger micro-batc
 and a command uses all GPUs of the machine.
 
 What was tested: every example is parsed and estimated, and trains a small model for two steps on a CPU (QLoRA without 4-bit
-weights). LoRA and QLoRA of a model with
-the shape of Llama 3.1 8B were trained on one H200, in a process limited to 24 GB ([benchmarks](../benchmarks/README.md)). No example
-was trained to the end with the weights of its model.
+weights). LoRA and QLoRA of a model with the shape of Llama 3.1 8B were trained on one H200, in a process limited to 24 GB
+([benchmarks](../benchmarks/README.md)). No example was trained to the end with the weights of its model.
 
 ## Use your own data and model
 
