@@ -123,7 +123,9 @@ def split(page: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 def render(page: str) -> str:
     """Return the generated part of a page."""
     here, missing = split(page)
-    code = lambda text: re.sub(r"(?<![\w`-])(--\w+(?: (?:\d\w*|[A-Z_:]{2,}|last|stored|copy|all-linear|muon|fsdp\.yaml)\b)?)", r"`\1`", text)
+    code = lambda text: re.sub(
+        r"(?<![\w`-])(--\w+(?: (?:\d\w*|[A-Z_:]{2,}|last|stored|copy|all-linear|muon|fsdp\.yaml)\b)?)", r"`\1`", text
+    )
     lines = ["| there | here |", "|---|---|", *(f"| `{name}` | {code(text)} |" for name, text in here.items())]
     lines += ["", "### No equivalent", ""]
     lines += [f"- {', '.join(f'`{name}`' for name in names)}: {code(reason)}." for reason, names in missing.items()]

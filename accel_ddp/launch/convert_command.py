@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES
-from accel_ddp.config.train_config import TABLE_FILES, TrainConfig
+from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import UserError
@@ -108,10 +108,10 @@ class Conversion:
     def _convert_model(self) -> None:
         self.put("model", self.take("base_model", "model_name_or_path"))
         method = self.take("adapter", "finetuning_type") or ("lora" if self.toolkit == "llama_factory" else "")
-        rank, alpha, targets = self.take("lora_r", "lora_rank") or 8, self.take("lora_alpha"), self.take("lora_target_modules", "lora_target")
-        dropout, bits, all_linear = self.take("lora_dropout"), self.take("quantization_bit"), self.take("lora_target_linear")
-        in_4, in_8 = self.take("load_in_4bit") or bits == 4, self.take("load_in_8bit") or bits == 8
-        if method in ("freeze", "oft") or method not in ("lora", "qlora", "full", ""):
+        rank, alpha, dropout = self.take("lora_r", "lora_rank") or 8, self.take("lora_alpha"), self.take("lora_dropout")
+        targets, all_linear = self.take("lora_target_modules", "lora_target"), self.take("lora_target_linear")
+        in_4, in_8, bits = self.take("load_in_4bit"), self.take("load_in_8bit"), self.take("quantization_bit")
+        if method not in ("lora", "qlora", "full", ""):
             self.lose("adapter", method, "only LoRA and QLoRA are adapters here; this file trains all weights")
         if adapters := self.take("lora_model_dir", "adapter_name_or_path"):
             self.put("model", adapters, "adapters, which are trained further; their adapter_config.json names the base model")
@@ -122,29 +122,33 @@ class Conversion:
             names = targets.replace(",", " ").split() if isinstance(targets, str) else targets or []
             all_linear = all_linear or names in (["all"], ["all-linear"]) or (not names and self.toolkit == "llama_factory")
             self.put("lora_targets", ["all-linear"] if all_linear else names or None)
-            self.put("quantize", "4bit" if in_4 or method == "qlora" else "8bit" if in_8 else None)
+            self.put("quantize", "4bit" if in_4 or bits == 4 or method == "qlora" else "8bit" if in_8 or bits else None)
         elif self.toolkit == "axolotl" and not self.left.get("bfloat16"):
-            self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, and dtype: bfloat16 does so too"
+            self.notes["model"] = (
+                "float32 weights, computed in bf16; axolotl trains bf16 weights, and dtype: bfloat16 does so too"
+            )
         if self.take("pure_bf16", "bfloat16"):
             self.put("dtype", "bfloat16", "16 bits lose small updates")
         fp16, bf16 = self.take("fp16"), self.take("bf16")
         self.put("mixed_precision", "fp16" if fp16 is True else "bf16" if bf16 is True else None)
-        template = str(self.left.get("chat_template") or "")
-        if template in ("jinja", "tokenizer_default") or template.startswith("tokenizer_default"):
-            self.take("chat_template")
-            self.not_needed[f"chat_template: {template}"] = "the model's own template is the default"
-        if name := self.take("template"):
-            self.not_needed[f"template: {name}"] = NOTES["template"].removeprefix("leave it out; ")
+        template = self.take("template")
+        if template or str(self.left.get("chat_template")).startswith(("tokenizer_default", "jinja")):
+            self.not_needed[f"template: {template or self.take('chat_template')}"] = NOTES["template"].partition("; ")[2]
 
     def _convert_batch(self) -> None:
         length = self.take("sequence_len", "cutoff_len")
         drops = self.toolkit == "axolotl" and self.take("excess_length_strategy") in (None, "drop")
         self.put("max_length", length, NOTES["sequence_len"] if drops and self.recipe == "sft" else "")
-        micro, parts = self.take("micro_batch_size", "per_device_train_batch_size") or 1, self.take("gradient_accumulation_steps") or 1
+        micro, parts = (
+            self.take("micro_batch_size", "per_device_train_batch_size") or 1,
+            self.take("gradient_accumulation_steps") or 1,
+        )
         total = self.take("batch_size") or micro * parts * self.gpus
         sizes = f"{micro} per GPU x {parts} micro-batches x {counted(self.gpus, 'GPU')}"
         if self.is_packed or self.is_text:
-            self.put("global_batch_tokens", total * length, f"{sizes} x {length} tokens: each of its items is a full pack of rows")
+            self.put(
+                "global_batch_tokens", total * length, f"{sizes} x {length} tokens: each of its items is a full pack of rows"
+            )
             self.put("micro_batch_tokens", micro * length)
         else:
             self.put("global_batch_size", total, sizes)
@@ -180,16 +184,13 @@ class Conversion:
             self.lose("optimizer", optimizer, f"{known or 'adamw'} is used" + ", without paging" * ("paged" in optimizer))
 
     def _convert_saving(self) -> None:
-        for ours, per_epoch, strategy, steps in (
-            ("eval_every", "evals_per_epoch", "eval_strategy", "eval_steps"), ("save_every", "saves_per_epoch", "save_strategy", "save_steps"),
-        ):  # fmt: skip
-            times, how = self.take(per_epoch), self.take(strategy, "evaluation_strategy" if ours == "eval_every" else strategy)
-            given = self.left.pop(steps, None)
-            every = given or (DEFAULTS[self.toolkit].get(steps) if how in (None, "steps") and not times else None)
+        for kind, other in (("eval", "evaluation_strategy"), ("save", "save_strategy")):
+            ours, per_epoch, strategy, steps = f"{kind}_every", f"{kind}s_per_epoch", f"{kind}_strategy", f"{kind}_steps"
+            times, how, every = self.take(per_epoch), self.take(strategy, other), self.take(steps)
             if isinstance(every, float) and every < 1:
                 self.lose(steps, every, f"a fraction of the run: write {ours}: N with the number of updates")
             else:
-                self.put(ours, every if how in (None, "steps") else 0)
+                self.put(ours, every if how in (None, "steps") and not times else 0 if how else None)
             if times and times > 1:
                 self.lose(per_epoch, times, f"once per epoch here; {ours}: N is a number of updates")
             if how in ("no", False):
@@ -201,7 +202,9 @@ class Conversion:
         if best:
             name = str(best).removeprefix("eval_")
             self.put("best_metric", name if greater is None or name == "loss" else f"{name}:{'max' if greater else 'min'}")
-        uses = [name for name in ("wandb", "tensorboard", "mlflow") if self.take(f"use_{name}") or self.left.get(f"{name}_project")]
+        uses = [
+            name for name in ("wandb", "tensorboard", "mlflow") if self.take(f"use_{name}") or self.left.get(f"{name}_project")
+        ]
         given = self.take("report_to")
         trackers = [given] if isinstance(given, str) else given or uses
         self.put("report_to", ",".join(trackers) if trackers not in ([], ["none"]) else None)
@@ -210,7 +213,9 @@ class Conversion:
 
     def _is_sharded(self) -> bool:
         """Return whether the command shards the model."""
-        given = {name: self.take(name) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type")}
+        given = {
+            name: self.take(name) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type")
+        }
         given = {name: value for name, value in given.items() if value}
         if "offload" in str(given).replace("offload_params': False", "").replace("offload_params': 'false", ""):
             self.lose("offload", "true", "weights stay on the GPUs; fsdp_offload_params in a copy of fsdp.yaml changes that")
@@ -235,13 +240,17 @@ class Conversion:
         elif fraction:
             self.put("eval_fraction", fraction)
         else:
-            self.lose("val_size", 0, "here a tenth of the rows, at most 2,000, is not trained but evaluated; eval_fraction: 0.01 sets fewer aside")
+            reason = (
+                "a tenth of the rows, at most 2,000, is evaluated here, and not trained; eval_fraction: 0.01 sets fewer aside"
+            )
+            self.lose("val_size", 0, reason)
 
     def _put_rows(self, kind: str, given: Any) -> bool:
         """Write where the rows of training or evaluation are, and their columns. Return whether they are on the Hub."""
         files, hub = [], []
         for name, path, entry in self._entries(given):
-            is_file = Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or _ending(path) in (*TABLE_FILES.split(), ".txt")
+            ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
+            is_file = ending in (*TABLE_FILES.split(), ".txt") or path.startswith(("/", ".", "~")) or Path(path).exists()
             paths = entry.get("data_files") or path
             if entry.get("data_files") or is_file or entry.get("file_name"):
                 files += paths if isinstance(paths, list) else [paths]
@@ -272,7 +281,9 @@ class Conversion:
                 yield "datasets", str(entry["path"]), entry
             return
         folder = self.take("dataset_dir") or "data"
-        places = [Path(self.info)] if self.info else [base / folder / "dataset_info.json" for base in (Path(), *self.file.parents)]
+        places = (
+            [Path(self.info)] if self.info else [base / folder / "dataset_info.json" for base in (Path(), *self.file.parents)]
+        )
         place = next((place for place in places if place.is_file()), None)
         if self.info and not place:
             raise UserError(f"--dataset_info {self.info}: there is no such file.")
@@ -284,8 +295,8 @@ class Conversion:
                 self.lose("dataset", name, f"{reason}: correct its path in train_file")
             entry = dict(entry or {"file_name": f"{name}.json"})
             entry["name"] = entry.pop("subset", None)
-            path = entry.get("hf_hub_url") if not entry.get("file_name") else str((place.parent if place else Path(folder)) / entry["file_name"])
-            yield f"dataset {name}", str(path or entry.get("ms_hub_url") or entry.get("script_url")), entry
+            hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url")
+            yield f"dataset {name}", str(hub or (place.parent if place else Path(folder)) / entry["file_name"]), entry
 
     def _put_columns(self, where: str, entry: dict[str, Any]) -> None:
         kind = entry.get("type")
@@ -299,33 +310,36 @@ class Conversion:
             if option == "messages_column" and self.recipe != "sft" and self.options.get("loss") != "kto":
                 option = "prompt_column"
             is_usual = value in USUAL.get(name, ()) or value in (None, "", [], {}) or name in ELSEWHERE
-            is_role = (name.endswith("_tag") or name.startswith("roles.")) and {*([value] if isinstance(value, str) else value)} <= ROLES
+            is_role = name.endswith("_tag") or name.startswith("roles.")
+            is_usual = is_usual or (is_role and {*([value] if isinstance(value, str) else value)} <= ROLES)
             if option and self.options.get(option, value) == value:
                 self.put(option, value)
             elif option:
                 self.lose(f"{where} {name}", value, f"all files need the same columns, and another has {self.options[option]}")
-            elif not is_usual and not is_role:
+            elif not is_usual:
                 self.lose(f"{where} {name}", value, "has no option; see docs/own_data.md for the rows that are read")
 
     def _convert_others(self) -> None:
         """Convert what only has another name, and sort the rest."""
-        known = properties_of(_config_class(self.recipe))
+        known = properties_of(type(load_recipe_config([str(recipe_path(self.recipe))])))
         ours = {name: option for option, found in known.items() for name in (option, *found.also)}
-        alone = {"auto": None, "resume": "checkpoints of other toolkits cannot be resumed"}
         reasons = {name: text for text, names in NO_EQUIVALENT.items() for name in names.split()}
         instead = {name: text for text, names in INSTEAD.items() for name in names.split()}
         for name, value in list(self.left.items()):
             option = ours.get(name)
             if name == "ddp_timeout" or option in ("attn_implementation", "cache_dir"):
-                self.not_needed[f"{name}: {value}"] = NOTES.get(name, "").removeprefix("leave it out; ") or "padding-free is the default"
-            elif option in alone:
-                self.lose(name, value, alone[option] or "")
+                self.not_needed[f"{name}: {value}"] = NOTES.get(name, "padding-free is the default").removeprefix(
+                    "leave it out; "
+                )
+            elif option == "resume":
+                self.lose(name, value, "checkpoints of other toolkits cannot be resumed")
             elif value is False and (name in reasons or name in instead or option is None):
                 self.empty.append(name)
             elif value is True and (use := re.match(r"use --(\w+) ([\w-]+)", instead.get(name, ""))) and use[1] in known:
                 self.put(use[1], use[2])
             elif instead.get(name, "").startswith("leave"):
-                self.not_needed[f"{name}: {value if isinstance(value, str | int | float) else '...'}"] = instead[name].partition("; ")[2]
+                shown = value if isinstance(value, str | int | float) else "..."
+                self.not_needed[f"{name}: {shown}"] = instead[name].partition("; ")[2]
             elif option and option not in self.options:
                 self.put(option, value == "true" or value, NOTES.get(name, "") if option != name else "")
             else:
@@ -336,7 +350,7 @@ class Conversion:
         while True:
             try:
                 with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-                    file.write("\n".join(self._lines()))
+                    file.write(self.text(""))
                     file.flush()
                     cfg = load_recipe_config([str(recipe_path(self.recipe)), "--config", file.name])
                     if cfg and self.is_sharded:
@@ -352,19 +366,17 @@ class Conversion:
 
     def text(self, out: str) -> str:
         """Return the YAML file."""
-        lines = [f"# From {self.file.name} of {TITLES[self.toolkit]}, for {counted(self.gpus, 'GPU')}. Run it:"]
-        lines += [f"#   {self.command(out)}", f"recipe: {self.recipe}"]
-        return "\n".join([*lines, *self._lines(), *(f"# {line}" for line in self.summary())]) + "\n"
-
-    def _lines(self) -> list[str]:
         import yaml
 
-        lines = []
+        lines = [f"# From {self.file.name} of {TITLES[self.toolkit]}, for {counted(self.gpus, 'GPU')}. Run it:"]
+        lines += [f"#   {self.command(out)}", f"recipe: {self.recipe}"]
         for name, value in self.options.items():
-            line = yaml.safe_dump({name: value}, default_flow_style=isinstance(value, list), width=10_000, allow_unicode=True).strip()
+            line = yaml.safe_dump(
+                {name: value}, default_flow_style=isinstance(value, list), width=10_000, allow_unicode=True
+            ).strip()
             line = f"{name}: {line[len(name) + 3 : -1]}" if isinstance(value, list) else line
             lines.append(line + (f"  # {self.notes[name]}" if self.notes.get(name) else ""))
-        return lines
+        return "\n".join([*lines, *(f"# {line}" for line in self.summary())]) + "\n"
 
     def summary(self) -> list[str]:
         """Return what has no equivalent, and what needs none."""
@@ -373,7 +385,9 @@ class Conversion:
         return [*lines, f"Empty or off: {', '.join(sorted(self.empty))}"] if self.empty else lines
 
     def list_lost(self) -> list[str]:
-        return [f"No equivalent ({len(self.lost)}):", *(f"  {name}: {why}" for name, why in self.lost.items())] if self.lost else []
+        return (
+            [f"No equivalent ({len(self.lost)}):", *(f"  {name}: {why}" for name, why in self.lost.items())] if self.lost else []
+        )
 
     def command(self, out: str) -> str:
         more = " --config_file fsdp.yaml" * self.is_sharded + f" --num_processes {self.gpus}" * (self.gpus > 1)
@@ -397,14 +411,6 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     """Return a number that YAML reads as a text: 2e-5."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", value) else value
-
-
-def _ending(path: str) -> str:
-    return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
-
-
-def _config_class(recipe: str) -> type[TrainConfig]:
-    return type(load_recipe_config([str(recipe_path(recipe))]))
 
 
 def detect(file: Path, values: dict[str, Any]) -> str:
@@ -432,7 +438,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("file", help="the YAML file of the other toolkit")
     parser.add_argument("--out", default="", metavar="FILE", help="the file to write (default: stdout); it must not exist")
     parser.add_argument("--from", dest="toolkit", choices=tuple(TITLES), help="its toolkit (default: found out)")
-    help = "GPUs on which the file ran; with the batch per GPU they give --global_batch_size (default: those of this machine, or 1)"
+    help = (
+        "GPUs on which the file ran; with the batch per GPU they give --global_batch_size (default: those of this machine, or 1)"
+    )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help=help)
     help = "dataset_info.json of LLaMA-Factory (default: in dataset_dir, next to the file or above it)"
     parser.add_argument("--dataset_info", default="", metavar="FILE", help=help)
