@@ -140,7 +140,7 @@ def convert(text: str) -> str:
     from accel_ddp.launch.convert_command import Conversion, detect
 
     _, given, between, before, _ = re.split(r"```yaml\n(.*?)```", text, maxsplit=2, flags=re.DOTALL)
-    name, gpus = re.search(r"`accel-ddp convert (\S+) --gpus (\d)` prints", between).groups()
+    name, gpus = re.search(r"`accel-ddp\s+convert (\S+) --gpus (\d)` prints", between).groups()
     with tempfile.TemporaryDirectory() as folder:
         info = re.search(r"With `(\{.*\})` in `data/dataset_info.json`", between)
         Path(folder, "data").mkdir()
@@ -153,7 +153,7 @@ def convert(text: str) -> str:
 def write(page: str) -> str:
     """Return the page with its generated parts."""
     text = (ROOT / "docs" / page).read_text()
-    text = convert(text) if "`accel-ddp convert" in text else text
+    text = convert(text) if "CONVERTED" in text or " --gpus" in text else text
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n\n{render(page)}\n\n{END}{rest.split(END)[1]}"
 

@@ -182,8 +182,8 @@ def test_axolotl_with_fsdp_and_packing(tmp_path, capsys):
 def test_axolotl_preferences(tmp_path, capsys):
     options, _, printed = convert(tmp_path, AXOLOTL_DPO, capsys, "--gpus", "1", "--from", "axolotl")
     expected = {"recipe": "dpo", "loss": "dpo", "beta": 0.2, "prompt_column": "talk", "chosen_column": "good",
-                "rejected_column": "bad", "train_file": ["pairs/train.parquet"], "eval_file": ["pairs/test.parquet"], "quantize": "4bit", "lora_r": 8,
-                "keep_best": True, "global_batch_size": 4, "warmup_ratio": 0.03}  # fmt: skip
+                "rejected_column": "bad", "train_file": ["pairs/train.parquet"], "eval_file": ["pairs/test.parquet"],
+                "quantize": "4bit", "lora_r": 8, "keep_best": True, "global_batch_size": 4, "warmup_ratio": 0.03}  # fmt: skip
     assert options.items() >= expected.items()
     assert "best_metric" not in options, "dpo has no such metric, and the file must run"
     assert "rewards/accuracies" in printed

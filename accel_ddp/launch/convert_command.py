@@ -36,10 +36,9 @@ SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 ROLES = {"system", "user", "assistant", "tool", "human", "gpt", "bot", "chatgpt", "observation", "function", "function_call"}
 # The columns of their datasets. The option of a chat is `messages_column`, and of pairs and prompts `prompt_column`.
 COLUMNS = {
-    "field_messages": "messages_column", "messages": "messages_column", "field": "text_column", "text_column": "text_column",
-    "field_prompt": "prompt_column", "field_instruction": "prompt_column", "prompt": "prompt_column",
-    "field_output": "answer_column", "field_completion": "answer_column", "response": "answer_column", "field_chosen": "chosen_column", "chosen": "chosen_column",
-    "field_rejected": "rejected_column", "rejected": "rejected_column", "field_label": "label_column", "kto_tag": "label_column",
+    "messages": "field_messages messages", "text": "field text_column", "prompt": "field_prompt field_instruction prompt",
+    "answer": "field_output field_completion response", "chosen": "field_chosen chosen", "rejected": "field_rejected rejected",
+    "label": "field_label kto_tag",
 }  # fmt: skip
 # Further columns that are read if they have these names, and keys of a dataset with their usual values, which need no option.
 USUAL = {
@@ -297,7 +296,8 @@ class Conversion:
         if str(kind).startswith("alpaca"):
             self.lose(f"{where} type", kind, "the model's chat template writes the prompt, without Alpaca's text around it")
         for name, value in flat.items():
-            option = "text_column" if self.is_text and name == "prompt" else COLUMNS.get(name)
+            column = next((ours for ours, names in COLUMNS.items() if name in names.split()), "")
+            option = "text_column" if self.is_text and name == "prompt" else column and f"{column}_column"
             if option == "messages_column" and self.recipe != "sft" and self.options.get("loss") != "kto":
                 option = "prompt_column"
             is_usual = value in USUAL.get(name, ()) or value in (None, "", [], {}) or name in ELSEWHERE
