@@ -140,9 +140,9 @@ def convert(text: str) -> str:
     from accel_ddp.launch.convert_command import Conversion, detect
 
     _, given, between, before, _ = re.split(r"```yaml\n(.*?)```", text, maxsplit=2, flags=re.DOTALL)
-    name, gpus = re.search(r"`accel-ddp\s+convert (\S+) --gpus (\d)` prints", between).groups()
+    name, gpus = re.search(r"`accel-ddp\s+convert\s+(\S+)\s+--gpus\s+(\d)`\s+prints", between).groups()
     with tempfile.TemporaryDirectory() as folder:
-        info = re.search(r"With `(\{.*\})` in `data/dataset_info.json`", between)
+        info = re.search(r"With\s+`(\{.*\})`\s+in\s+`data/dataset_info.json`", between)
         Path(folder, "data").mkdir()
         Path(folder, "data", "dataset_info.json").write_text(info[1] if info else "{}")
         values = yaml.safe_load(given)
