@@ -85,7 +85,7 @@ NAMES = {
         include_effective_tokens_per_second interleave_probs lora_alpha lora_dropout lora_rank lora_target loraplus_lr_ratio
         mask_history max_samples media_dir mix_strategy model_name_or_path model_revision moe_aux_loss_coef neat_packing
         overwrite_cache packing pissa_init plot_loss ppo_epochs pref_beta pref_ftx pref_loss preprocessing_batch_size
-        preprocessing_num_workers pure_bf16 quantization_bit quantization_method ref_model resize_vocab reward_model rope_scaling
+        preprocessing_num_workers pure_bf16 quantization_bit quantization_method ref_model resize_vocab rope_scaling
         simpo_gamma stage streaming template tokenized_path tool_format train_on_prompt trust_remote_code use_apollo use_badam
         use_dora use_fast_tokenizer use_galore use_llama_pro use_muon use_rslora use_swanlab use_unsloth val_size""",
 }
@@ -125,9 +125,9 @@ def split(page: str) -> tuple[dict[str, str], dict[str, list[str]]]:
 def render(page: str) -> str:
     """Return the generated part of a page."""
     here, missing = split(page)
-    code = lambda text: re.sub(
-        r"(?<![\w`-])(--\w+(?: (?:\d\w*|[A-Z_:]{2,}|last|stored|copy|all-linear|muon|fsdp\.yaml)\b)?)", r"`\1`", text
-    )
+    value = r"(?: (?:\d\w*|[A-Z_:]{2,}|last|stored|copy|all-linear|muon|fsdp\.yaml)\b)?"
+    command = r"accel-ddp (?:run|predict|evaluate|report)\b(?: sft)?"
+    code = lambda text: re.sub(rf"(?<![\w`-])({command}(?: --\w+{value})?|--\w+{value}|[A-Z]+_[A-Z_]+)", r"`\1`", text)
     lines = ["| there | here |", "|---|---|", *(f"| `{name}` | {code(text)} |" for name, text in here.items())]
     lines += ["", "### No equivalent", ""]
     items = [f"{', '.join(f'`{name}`' for name in names)}: {code(reason)}." for reason, names in missing.items()]
