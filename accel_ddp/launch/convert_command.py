@@ -237,7 +237,8 @@ class Conversion:
 
     def _put_rows(self, kind: str, given: Any) -> bool:
         """Write where the rows of training or evaluation are, and their columns. Return whether they are on the Hub."""
-        files, hub = [], []
+        files: list[str] = []
+        hub: list[tuple[str, str]] = []
         for name, path, entry in self._entries(given):
             ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
             is_file = ending in (*TABLE_FILES.split(), ".txt") or path.startswith(("/", ".", "~")) or Path(path).exists()
@@ -294,7 +295,11 @@ class Conversion:
         if str(kind).startswith("completion") and not self.is_packed:
             self.put("packing", "off")
         if str(kind).startswith("alpaca"):
-            self.lose(f"{where} type", kind, "the model's chat template writes the prompt, without Alpaca's text around it")
+            self.lose(
+                f"{where} type",
+                kind,
+                "the model's chat template writes the prompt, without Alpaca's text (without one: chat_template: plain)",
+            )
         for name, value in flat.items():
             column = next((ours for ours, names in COLUMNS.items() if name in names.split()), "")
             option = "text_column" if self.is_text and name == "prompt" else column and f"{column}_column"
