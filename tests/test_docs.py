@@ -189,6 +189,8 @@ def commands_in(text: str) -> list[list[str]]:
             commands[-1].append(word)
     found = []
     for words in filter(None, commands):
+        if len(words) > 1 and words[0].startswith("CUDA_VISIBLE_DEVICES="):
+            words = words[1:]
         if words[:1] == ["srun"]:
             found += commands_in(words[words.index("-c") + 1])
         elif words[0] == "mpirun":
@@ -237,7 +239,9 @@ def parse(words: list[str]) -> bool:
             return parse(["accelerate", "launch", *words])
         elif command == "evaluate":
             own = find_options(rest[1:], ["recipe", "output"])
-            recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
+            run = rest[0].split("/")[1]
+            named = run if run in recipe_files.recipe_names() else "sft"  # the folder of the tutorial is runs/chat
+            recipe = next((option.value for option in own if option.name == "recipe"), named)
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
         elif command in ("predict", "chat"):
             {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
