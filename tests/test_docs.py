@@ -32,6 +32,7 @@ from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import CODES
 from accel_ddp.exporting import chat_command, predict_command
+from accel_ddp.launch import convert_command
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -214,6 +215,7 @@ def parse(words: list[str]) -> bool:
     if program == "accel-ddp":
         command, rest = rest[0] if rest else "", rest[1:]
         assert command in cli.COMMANDS, words
+        rest = recipe_files.place_example(rest)
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
@@ -243,11 +245,12 @@ def parse(words: list[str]) -> bool:
             named = run if run in recipe_files.recipe_names() else "sft"  # the folder of the tutorial is runs/chat
             recipe = next((option.value for option in own if option.name == "recipe"), named)
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
-        elif command in ("predict", "chat"):
-            {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
+        elif command in ("predict", "chat", "convert"):
+            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
+            parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
-            recipe_files.recipe_path(rest[0])
+            assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
         if rest[at:]:
             assert load_recipe_config(rest[at:])
         return True
@@ -309,6 +312,7 @@ def test_options_in_the_text_exist():
         build_estimate_parser(),
         predict_command.build_parser(),
         chat_command.build_parser(),
+        convert_command.build_parser(),
         *launcher_parsers().values(),
     ]
     names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
@@ -350,7 +354,7 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py"])
+@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py", "make_examples.py"])
 def test_generated_tables_are_current(script):
     done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
