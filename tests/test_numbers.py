@@ -26,7 +26,9 @@ def test_pages_repeat_the_figure(name):
         wanted = phrase.format(value=RESULTS[name]["value"])
         pattern = f"(?:{FIGURE})".join(map(re.escape, re.split(FIGURE, wanted)))  # the phrase with any figures
         found = set(re.findall(pattern, text))
-        assert found == {wanted}, f"{page} has {found or 'nothing'} instead of {wanted!r} of {name} in benchmarks/results.yaml"
+        is_cell = "|" in phrase  # other rows of the table match too
+        hint = f"{page} has {found or 'nothing'} instead of {wanted!r} of {name} in benchmarks/results.yaml"
+        assert wanted in found if is_cell else found == {wanted}, hint
 
 
 def test_the_number_of_architectures_is_that_of_the_tests():
