@@ -223,7 +223,7 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
     with together("open the output folder"):
         cfg.check_installed(is_sharded=links.sharding is not None)
         if cfg.resume and not (given or before):
-            raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")
+            raise UserError("--resume needs the run folder. Use --resume --output_dir runs/...")
         if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             _check_trackers(trackers)
             ending.run_folder_lock = run_folder.claim(cfg)
@@ -348,5 +348,5 @@ def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
     if cfg.static_graph and has_several and this_rank.num_ranks > 1:
         raise UserError(
             "--static_graph cannot be combined with several micro-batches per update, because DDP learns the graph from a first "
-            f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."
+            f"step that must synchronize. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."
         )

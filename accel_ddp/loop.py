@@ -137,7 +137,7 @@ class TrainingRun:
         uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
         if isinstance(loss_sum, WholeBatch) and uneven:
             raise UserError(
-                f"{uneven[0]}: each item is compared with those of all ranks, which must have equal numbers. Leave it out."
+                f"{uneven[0]}: each item is compared with the items of all ranks, which must have equal numbers. Leave it out."
             )
         self.total_steps, self.epoch_size, self.mean_items = train.total_steps(cfg), train.epoch_size(cfg), train.mean_items(cfg)
         check_end(cfg.profile, self.total_steps)
@@ -324,7 +324,7 @@ class TrainingRun:
         return found
 
     def _any_rank(self, ends: list[bool | None]) -> bool:
-        """Return whether a hook of any rank ends the run. This is a collective, because ranks may have different hooks."""
+        """Return whether a hook of any rank stops the run. This is a collective, because ranks may have different hooks."""
         return any(gather_everywhere(any(ends)))
 
     # ---- checkpoints and evaluations
@@ -360,7 +360,7 @@ class TrainingRun:
         self.saved.save(self.step, is_last=not self._continues())
 
     def evaluate(self) -> None:
-        """Evaluate, and save again if that ends the run."""
+        """Evaluate, and save again if that stops the run."""
         self._run_evaluation()
         if self.is_done or self.is_stopping:
             self.save()
@@ -470,7 +470,7 @@ class TrainingRun:
             )
         return Failure(
             "stopped",
-            f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, type the same command with "
+            f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, run the same command with "
             f"--resume --output_dir {self.cfg.output_dir}",
         )
 
@@ -486,7 +486,7 @@ def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_s
     now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
     if (total_steps, now) == (total_before, before):
         return
-    text = f"The run now ends after step {total_steps} instead of {total_before}. " if total_steps != total_before else ""
+    text = f"The run now has {total_steps} steps instead of {total_before}. " if total_steps != total_before else ""
     if now == before:
         text += f"The learning rate of step {step + 1} stays {now:.3g}."
     else:

@@ -25,6 +25,8 @@ DEPENDENT = {
     "Phi3, longrope",  # as with dynamic rope
     "XLNet",  # it classifies by the last position, which is padding
 }
+PADDED: dict = {}
+UNSHARDED: dict = {}
 DEFAULT = {
     "Bert", "DebertaV2", "FNet", "ModernBert",  # of encoders: absolute and relative positions, no attention, no padding
     "Gemma3", "GPT2", "Llama", "Llama, classes", "Llama, dynamic rope", "Mamba", "Mixtral",  # of decoders: windows, states, experts

@@ -103,7 +103,7 @@ def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_
     description.write_text(yaml.safe_dump(keys))
     ended = run_all([[*launch, "--name", "many", description, CLASSIFY]], [on_gpu()])
     assert ended.codes == [2]
-    assert f"states {torch.cuda.device_count() + 1}" in ended.text
+    assert f"says {torch.cuda.device_count() + 1}" in ended.text
 
 
 @pytest.mark.parametrize("recipe", ["sft", "embed"])

@@ -328,7 +328,7 @@ def test_interrupted_runs_end_and_what_was_measured_is_printed(tmp_path):
     os.kill(running.processes[0].pid, signal.SIGINT)
     ended = running.ended()
     assert ended.codes == [130], ended.text
-    assert "interrupted: the runs were ended." in ended.text
+    assert "interrupted: the runs were stopped." in ended.text
     assert "1.00 of 1" in ended.text
     assert "Some settings were not measured." in ended.text
     deadline = time.monotonic() + 90

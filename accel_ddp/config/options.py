@@ -70,7 +70,7 @@ INSTEAD = {
     "leave it out; padding-free is the default (--padding_free), and sft packs plain texts": "packing sample_packing "
     "eval_sample_packing eval_packing neat_packing pad_to_sequence_len pad_to_max_length group_by_length",
     "leave it out; it follows from --global_batch_size and --micro_batch_size": "gradient_accumulation_steps",
-    "leave it out; the recipe states it: accel-ddp run sft": "stage do_train do_eval rl",
+    "leave it out; the recipe sets it: accel-ddp run sft": "stage do_train do_eval rl",
     "use --lora_r 16 for LoRA, with --quantize 4bit for QLoRA; without them all weights are trained": "adapter finetuning_type",
     "use --quantize 4bit, or leave it out": "load_in_4bit", "use --quantize 8bit, or leave it out": "load_in_8bit",
     "use --lora_targets all-linear": "lora_target_linear",
@@ -88,7 +88,7 @@ INSTEAD = {
     "dataset_num_proc",
     "leave it out; accel-ddp report draws the curves": "plot_loss",
     "leave it out; a run needs a new --output_dir, or --resume": "overwrite_output_dir",
-    "leave it out; the config of --model states it": "model_type tokenizer_type trust_remote_code",
+    "leave it out; the config of --model sets it": "model_type tokenizer_type trust_remote_code",
     "leave it out; the loss is computed in chunks without it": "use_liger_kernel enable_liger_kernel plugins",
     "use accel-ddp run --config_file fsdp.yaml to shard the model": "deepspeed fsdp fsdp_config",
     "set the variable WANDB_ENTITY": "wandb_entity", "leave it out; the launcher sets it": "local_rank",

@@ -285,7 +285,7 @@ class Checkpoints:
         """
         pending = list(self._pending)
         if futures.wait(pending, 2).not_done:
-            text = f"{self._being_written()}. This process ends when that is done, or after {limit} s."
+            text = f"{self._being_written()}. This process exits when that is done, or after {limit} s."
             print(text, file=sys.stderr, flush=True)
             if futures.wait(pending, limit).not_done:
                 text = f"The disk of {self.folder} did not answer within {limit} s. The file may be missing."

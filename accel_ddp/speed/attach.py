@@ -77,7 +77,7 @@ class FlopCounter:
         configs = [getattr(module, "config", None) for module in model.modules()]
         config = next((one for one in configs if hasattr(one, "num_hidden_layers")), None)
         if not isinstance(heads := getattr(config, "num_attention_heads", None), int):
-            raise NeedsPadding("its config does not state how many attention heads its layers have")
+            raise NeedsPadding("its config does not say how many attention heads its layers have")
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         causal = any(getattr(module, "is_causal", False) for layer in layers for module in layer.modules())
         # Attention scores and their use: two products of [s, size] and [s, s] per head, and twice that in the backward pass.

@@ -408,7 +408,7 @@ def prepare(
     known = set(model.parameters())
     if not all(p in known for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
-            "The optimizer has parameters that are not those of the sharded model, and would not train it. Build the optimizer with "
+            "The optimizer has parameters that do not belong to the sharded model, and would not train it. Build the optimizer with "
             "accel_ddp.optim.build(model, cfg) after accel_ddp.models.prepare."
         )
     # This adds autocast and nothing else.
