@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 def start(cfg: TrainConfig) -> Accelerator:
     """Return an Accelerator over exactly the ranks that were launched, or raise UserError on every rank.
 
-    This also chooses and claims the output folder and seeds the initial weights. The order of the steps matters:
+    It also chooses the output folder, locks it for this run, and seeds the initial weights. Call it once, before you build the model.
     """
+    # The order of the steps matters.
     _become_supervised(cfg)  # first, so that the end of this process is reported whatever fails below
     trackers = _check_options(cfg)  # on this rank alone, before it waits for others
     use_gpu = _connect(cfg)  # from here on the monitors watch this rank, and ranks can agree

@@ -28,7 +28,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 
 def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
-    """Parse the command line, run `main(cfg)`, and exit. Every failure becomes a message and a non-zero exit code."""
+    """Parse the command line into `cls`, run `main(cfg)`, and exit. A failure prints a message and exits with a non-zero code."""
     connect_output()
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown everything that it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)

@@ -75,14 +75,16 @@ def fit(
     files: dict[str, bytes] | None = None,
     speedups: Callable[..., Speed] | None = attach,
 ) -> RunOutcome:
-    """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
+    """Train for `cfg.steps` or `cfg.epochs`, from the checkpoint of `cfg.resume` if there is one. Return metrics and the last step.
 
-    The update of step `s` depends on `s`, the seed and the weights, so neither a restart nor, up to rounding, the number
-    of ranks changes it.
-    `tables` returns the tables of the last evaluation. It is called on the main rank only, and an error in it does not end the run.
-    With `cfg.ema_decay` the average of the weights is evaluated, and it is what the model contains at the end.
-    `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is asked
-    to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
+    The update of step `s` depends on `s`, the seed and the weights only. A restart does not change it, and the number of ranks
+    changes it by rounding at most. To stop the run on request, every rank raises `Stopped` after the same checkpoint.
+
+    - `loss_sum(model, batch)` returns the loss summed over the items of a micro-batch, and `count(batch)` their number.
+    - `evaluate(model)` returns metrics. With `cfg.ema_decay` it gets the averaged weights, and so does the model at the end.
+    - `tables()` returns the tables of the last evaluation. Only rank 0 calls it, and an error in it does not stop the run.
+    - `files` are stored in every checkpoint, for its export.
+    - `speedups=None` computes the model as it is.
     """
     run = TrainingRun(accelerator, cfg, model, optimizer, train, loss_sum, evaluate, hooks, files, speedups)  # prepares, restores
     run.start(tables)

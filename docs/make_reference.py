@@ -19,6 +19,8 @@ for variable in ("ACCEL_DDP_CACHE", "DDP_TIMEOUT_SECONDS"):
     os.environ.pop(variable, None)
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "recipes"), str(DOCS)]
 
+import make_examples  # noqa: E402
+import make_from  # noqa: E402
 from reference import api, commands, models, options, records  # noqa: E402
 
 PAGES = {
@@ -27,6 +29,8 @@ PAGES = {
     "commands.md": commands.page,
     "api.md": api.page,
     "models.md": models.page,
+    "examples.md": make_examples.render,
+    **{name: lambda name=name: make_from.write(name) for name in make_from.NAMES},
 }
 SECTIONS = {
     "codes": records.codes,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_ddp.config.options import GROUPS, INSTEAD, OTHER_NAMES, option, properties_of
+from accel_ddp.config.options import GROUPS, option, properties_of
+from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import (
     RecipeConfig,
@@ -300,10 +301,11 @@ def test_what_to_do_instead_names_options_that_exist():
     """A text is left out in recipes without its options, so a wrong name in it would never be seen."""
     known = {name for path in (ROOT / "recipes").glob("*.py") for name in properties_of(load_recipe(path).Config)}
     named = {name for text in INSTEAD for name in re.findall(r"--(\w+)", text)}
-    assert named <= {*known, "config_file"}
-    others = [name for names in INSTEAD.values() for name in names.split()]
+    assert named <= {*known, "config_file", "cpu"}
+    others = [name for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES) for names in table.values() for name in names.split()]
     assert not {name for name in others if others.count(name) > 1 or name in known - {"packing"}}, "sft has --packing"
-    assert not {*others} & {name for names in OTHER_NAMES.values() for name in names.split()}
+    assert not {*NOTES} - {*others, *known}
+    assert {name for text in (*NOTES.values(), *NO_EQUIVALENT) for name in re.findall(r"--(?:no_)?(\w+)", text)} <= known
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import CODES
 from accel_ddp.errors import EXIT_CODES
 from accel_ddp.exporting import chat_command, predict_command
+from accel_ddp.launch import convert_command
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -198,6 +199,7 @@ def parse(words: list[str]) -> bool:
     if program == "accel-ddp":
         command, rest = rest[0] if rest else "", rest[1:]
         assert command in cli.COMMANDS, words
+        rest = recipe_files.place_example(rest)
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
@@ -223,11 +225,12 @@ def parse(words: list[str]) -> bool:
             own = find_options(rest[1:], ["recipe", "output"])
             recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
-        elif command in ("predict", "chat"):
-            {"predict": predict_command, "chat": chat_command}[command].build_parser().parse_args(rest)
+        elif command in ("predict", "chat", "convert"):
+            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
+            parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":
-            recipe_files.recipe_path(rest[0])
+            assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
         if rest[at:]:
             assert load_recipe_config(rest[at:])
         return True
@@ -245,6 +248,7 @@ def parse(words: list[str]) -> bool:
 def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "tuned.yaml").write_text("bucket_cap_mb: 100\n")
+    (tmp_path / "my_run.yaml").write_text("lr: 3e-4\n")
     texts = [
         (page, block.text) for page in [*USER_PAGES, *OTHER_PAGES] for block in blocks_of(page) if block.kind.startswith("bash")
     ]
@@ -262,7 +266,7 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
     known |= {"wandb", "tensorboard", "trackio", "vllm"}
     ours, seen = 0, set()
     for page, text in texts:
-        for words in commands_in(text.replace("accelerate_configs/tuned.yaml", f"{tmp_path}/tuned.yaml")):
+        for words in commands_in(re.sub(r"\b(?:accelerate_configs/)?(tuned|my_run)\.yaml", rf"{tmp_path}/\1.yaml", text)):
             if "--help" in words or tuple(words) in seen:
                 continue
             seen.add(tuple(words))
@@ -282,18 +286,11 @@ def test_options_in_the_text_exist():
     for recipe in recipe_files.recipe_names():
         options = properties_of(__import__(recipe).Config)
         names |= {*options, *(f"no_{name}" for name in options)}
-    import argparse
-
-    parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
-    parsers += [
-        build_estimate_parser(),
-        predict_command.build_parser(),
-        chat_command.build_parser(),
-        *launcher_parsers().values(),
-    ]
-    names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
-    for file in ("cli.py", "launch/launch_command.py", "observe/profile_summary.py"):
-        names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
+    names |= {
+        word.lstrip("-").replace("-", "_") for parser in launcher_parsers().values() for word in parser._option_string_actions
+    }
+    names |= set(re.findall(r"^\| .*?`--(\w+)[^|]*\|", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE))
+    names |= {"nnodes", "node_rank", "master_addr", "master_port"}  # second spellings there
     names |= {"recipe", "output"}  # of evaluate
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs

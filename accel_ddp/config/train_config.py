@@ -43,7 +43,7 @@ ALL_LINEAR = "all-linear"  # a value of --lora_targets: all linear layers except
 class TrainConfig(
     EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig, OptimizerConfig
 ):
-    """The options that every recipe has."""
+    """The options that every recipe has. Extend it with your own, and override the methods below where you need to."""
 
     def validate_sharded(self) -> None:
         """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
@@ -260,7 +260,7 @@ class ModelConfig(TrainConfig):
 @dataclass(kw_only=True)
 @of_group("data", at_least=0)
 class RecipeConfig(ModelConfig):
-    """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
+    """`TrainConfig` with options for a pretrained model, adapters and rows. Recipes change defaults and add their own options."""
 
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
     file_endings: ClassVar[tuple[str, ...]] = (TABLE_FILES, ".txt")

@@ -37,7 +37,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -49,6 +48,7 @@ from accel_ddp.doctor.check_options import CheckOptions
 from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import (
     CONFIG_FILE,
     find_config_file,
@@ -106,7 +106,7 @@ def read_recipe_option(argv: list[str], name: str, default: str) -> str:
             value = option.value or ""
             continue
         with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):  # the recipe reports it
-            value = str((yaml.safe_load(Path(option.value or "").read_text()) or {}).get(name, value))
+            value = str((yaml.safe_load(recipe_files.options_path(option.value or "").read_text()) or {}).get(name, value))
     return value
 
 

@@ -36,7 +36,7 @@ MAX_WAIT_OF_FAILED = 20  # seconds
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every rank has this object. Only the main rank writes, or each rank its part of a sharded model.
+    """The checkpoints of a run. Every rank has this object. Only rank 0 writes, or each rank its part of a sharded model.
 
     A save copies the state into host memory, which is all that training waits for. A thread writes it from there. The host
     memory is about as large as the state. It is reused by the next save, and pinned on a GPU.
@@ -112,7 +112,7 @@ class Checkpoints:
     @torch.no_grad()
     @phases.phase(SAVE)
     def save(self, step: int, is_last: bool = False) -> None:
-        """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
+        """Pass the state after `step` updates to the writer. A save that fails is reported and does not stop the run."""
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
         if not self._is_due(step, is_last):
             return

@@ -379,9 +379,11 @@ class PaddingFree:
         except NeedsPadding as error:
             return str(error)
         except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            return f"its layers cannot compute without it ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
-                :200
-            ]
+            return (
+                f"its layers cannot compute without padding ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
+                    :200
+                ]
+            )
         finally:
             padding_free.windows_seen.reset(token)
             self.is_enabled, self.outputs, self.longest = True, None, longest

@@ -123,7 +123,7 @@ def _signature(node: ast.FunctionDef | ast.ClassDef, is_method: bool = False) ->
             return f"{_head(f'class {node.name}', bases)}\n{_function(made, 4)}"
         fields = [ast.unparse(one) for one in node.body if isinstance(one, ast.AnnAssign) and not one.target.id.startswith("_")]
         if node.name.endswith("Config"):  # its options have a page
-            return f"class {node.name}: ..."
+            return f"class {node.name}: ...  # options: docs/options.md"
         return _head(f"class {node.name}", bases) + ("".join(f"\n    {field}" for field in fields) or " ...")
     decorators = [
         one for one in map(ast.unparse, node.decorator_list) if is_method and one in ("property", "classmethod", "staticmethod")

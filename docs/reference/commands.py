@@ -12,7 +12,7 @@ from reference import notice, table, wrap
 
 # The guide of each command, and an example.
 GUIDES = {
-    "recipes": ("quick_start.md", "accel-ddp recipes"),
+    "recipes": ("examples.md", "accel-ddp recipes"),
     "run": ("quick_start.md", ""),
     "launch": ("launch.md", ""),
     "status": ("launch.md", "accel-ddp status cluster.yaml"),
@@ -31,6 +31,7 @@ GUIDES = {
     "verify": ("exactness.md", "accel-ddp verify recipes/own_model.py"),
     "scaling": ("scaling.md", "accel-ddp scaling --ranks 1,2 recipes/classify.py"),
     "estimate": ("memory.md", "accel-ddp estimate --gpus 1 8 sft --model my_model --lora_r 16"),
+    "convert": ("from_axolotl.md", "accel-ddp convert axolotl.yaml --gpus 8 --out my_run.yaml"),
     "profile": ("profile.md", "accel-ddp profile runs/my_run"),
     "evaluate": ("after_training.md", ""),
     "predict": ("after_training.md", "accel-ddp predict runs/classify/1 --input new.csv --output predictions.csv"),

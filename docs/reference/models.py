@@ -103,11 +103,12 @@ def page() -> str:
     tests = _constants("tests/test_architectures.py")
     programs = _constants("tests/programs/architectures.py")
     parts = ["# Supported models", notice("the tables of `tests/test_architectures.py`")]
+    refused = dict(_dependent())
     parts.append(INTRODUCTION.replace("{version}", version("transformers")))
     for kind, (title, refusing) in KINDS.items():
         rows = [
             (
-                name,
+                f"{name} ([refused](#refused-models))" if name in refused else name,
                 ", ".join(f"`{one}`" for one in HUB[name].split(", ")),
                 ", ".join(_recipes(name, refusing)) or "none",
                 "no padding" if kind == "IMAGES" else _yes(tests["PADDED"].get(name)),
@@ -116,7 +117,7 @@ def page() -> str:
             for name in programs[kind]
         ]
         parts += [f"## {title}\n", table(("architecture", "models on the Hub", "recipes", "padding-free", "FSDP"), rows)]
-    parts += ["## Refused models\n", REFUSED, table(("model", "reason"), _dependent()), INSTEAD]
+    parts += ["## Refused models\n", REFUSED, table(("model", "reason"), refused.items()), INSTEAD]
     return "\n".join(parts)
 
 
@@ -130,7 +131,7 @@ encoders, because a token would see the answer that it learns.
 
 
 def _yes(reason: str | None) -> str:
-    return f"no: {reason}" if reason else "yes"
+    return f"no ({reason})" if reason else "yes"
 
 
 def _recipes(name: str, refusing: set[str]) -> list[str]:

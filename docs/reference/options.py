@@ -75,14 +75,15 @@ accel-ddp run sft --config my_run.yaml --epochs 3
 
 | option | value | meaning |
 |---|---|---|
-| `--config` | file | YAML file with one `option: value` per line; several files may be given |
+| `--config` | file or name | YAML file with `option: value` lines, or the name of an [example](examples.md); may be repeated |
 | `--help` | | print all options of the recipe and exit |
 
 - A value on the command line wins over the file, the file over the default. The run folder's `config.json` has the values used.
 - Turn a flag on with `--gradient_checkpointing` and off with `--no_gradient_checkpointing`. In YAML, write `true` or `false`.
 - A list takes several values: `--train_file a.jsonl b.jsonl`. In YAML, write `[a.jsonl, b.jsonl]`.
 - `--config` sets the options of a run. `--config_file` names the config of `accelerate launch`: processes, nodes and FSDP.
-- A name from another toolkit, such as `--learning_rate`, is refused with the option to use instead.
+- A name from another toolkit, such as `--learning_rate`, is refused with the option to use instead. There is a page for each:
+  [HF Trainer](from_trainer.md), [TRL](from_trl.md), [axolotl](from_axolotl.md), [LLaMA-Factory](from_llama_factory.md).
 """
 
 
