@@ -282,21 +282,7 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
         texts += [(path, line.strip()) for line in examples.splitlines() if line.startswith("    accelerate launch")]
     known = {"mkdir", "printf", "set", ".", "export", "test", "trap", "if", "tail", "grep", "then", "fi", "pip", "pytest", "python3",
              "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git", "cd"}  # fmt: skip
-    known |= {
-        "{",
-        "}",
-        "aws",
-        "files=1",
-        "while",
-        "do",
-        "done",
-        "sort",
-        "sed",
-        "head",
-        "rsync",
-        "xargs",
-        "ssh",
-    }  # of aws.md, ssh.md
+    known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs", "ssh"}  # on pages
     known |= {"at=http://169.254.169.254/latest", "get", "get()", "token", "token()", "until", "sleep", "pkill", "curl", "for"}
     known |= {"wandb", "tensorboard", "trackio", "vllm", "cat", "hf", "llama-quantize", "llama-server", "ollama"}
     ours, seen = 0, set()
