@@ -47,6 +47,8 @@ def main(words: list[str] | None = None) -> int:
             suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]
+        if words[0] in ("run", "launch", "estimate", "verify", "scaling"):
+            words = recipe_files.place_example(words)
         if isinstance(function, str):
             module, _, name = function.partition(":")
             function = getattr(import_module(f"accel_ddp.{module}"), name)
@@ -64,11 +66,17 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _recipes(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="accel-ddp recipes", description="List the recipes that come with accel_ddp.")
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp recipes", description="List the recipes that come with accel_ddp, and examples of their options."
+    )
     parser.parse_args(words)
-    rows = [(name, recipe_files.summary(recipe_files.recipe_path(name))) for name in recipe_files.recipe_names()]
+    rows = []
+    for recipe in recipe_files.recipe_names():
+        rows.append((recipe, recipe_files.summary(recipe_files.recipe_path(recipe))))
+        rows += [(f"  {name}", one.summary) for name, one in recipe_files.examples().items() if one.recipe == recipe]
     print(*table(rows), sep="\n")
     print("\nRun one: accel-ddp run NAME. Its options: accel-ddp run NAME --help. A copy to edit: accel-ddp copy NAME.")
+    print("Indented names are examples: files with options, whose comments state data, GPUs and memory.")
     return 0
 
 
@@ -216,18 +224,25 @@ def _replace_process(words: list[str]) -> NoReturn:
 def _copy(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp copy",
-        description="Copy a recipe and the accelerate configs into a folder, to edit them. The commands in the documentation "
-        "then work in this folder. Files that exist are never overwritten.",
+        description="Copy a recipe and the accelerate configs, or an example, into a folder, to edit them. The commands in the "
+        "documentation then work in this folder. Files that exist are never overwritten.",
     )
-    parser.add_argument("recipe", help="its name, for example classify; `accel-ddp recipes` lists them")
-    parser.add_argument("--to", default=".", metavar="FOLDER", help="the folder that gets recipes/ and accelerate_configs/")
+    parser.add_argument("recipe", help="its name, for example classify, or that of an example; `accel-ddp recipes` lists them")
+    parser.add_argument(
+        "--to", default=".", metavar="FOLDER", help="the folder that gets recipes/ and accelerate_configs/, or the example"
+    )
     given = parser.parse_args(words)
-    recipe = recipe_files.recipe_path(given.recipe)
-    folder = recipe_files.folder("accelerate_configs")
-    configs = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("tuned.")]
     target = Path(given.to)
-    copies = {path: target / "recipes" / path.name for path in (recipe, *recipe_files.imported_recipes(recipe))}
-    copies |= {path: target / "accelerate_configs" / path.relative_to(folder) for path in configs}
+    if example := recipe_files.examples().get(given.recipe):
+        copies = {example.path: target / example.path.name}
+        command = f"accel-ddp run {example.recipe} --config {example.path.name}"
+    else:
+        recipe = recipe_files.recipe_path(given.recipe)
+        folder = recipe_files.folder("accelerate_configs")
+        configs = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("tuned.")]
+        copies = {path: target / "recipes" / path.name for path in (recipe, *recipe_files.imported_recipes(recipe))}
+        copies |= {path: target / "accelerate_configs" / path.relative_to(folder) for path in configs}
+        command = f"accelerate launch --config_file accelerate_configs/local.yaml recipes/{recipe.name}"
     # Every file is checked before the first one is copied: a refused copy changes nothing.
     for source, copy in copies.items():
         if copy.exists() and not (copy.is_file() and filecmp.cmp(source, copy, shallow=False)):
@@ -240,7 +255,7 @@ def _copy(words: list[str]) -> int:
             shutil.copyfile(source, copy)
             print(f"copied: {copy}")
     place = "" if target == Path() else f"cd {shlex.quote(str(target))} && "
-    print(f"\nRun it: {place}accelerate launch --config_file accelerate_configs/local.yaml recipes/{recipe.name}")
+    print(f"\nRun it: {place}{command}")
     return 0
 
 
@@ -248,9 +263,9 @@ def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
         usage="accel-ddp verify [--steps N] [--fsdp] [options of accelerate launch] RECIPE [options of the recipe]",
-        description="Run a few steps of a recipe: without interruption, with other micro-batches, on other numbers of ranks, and "
+        description="Run a few steps of a recipe: without interruption, with other micro-batches, on fewer or more ranks, and "
         "killed and resumed. Then compare the samples and the weights. Options of `accelerate launch` (--config_file, "
-        "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: type the same command on each node, "
+        "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: run the same command on each node, "
         "with its own --machine_rank.",
     )
     parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
@@ -274,9 +289,9 @@ def _export(words: list[str]) -> int:
     help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the base model is not on the Hub"
     parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
-    help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
+    help = "weights of a run with --ema_decay: the average (ema) or the last step (raw); auto: the average, if there is one"
     parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help=help)
-    help = "type of the weights; auto: as in the files of the model that was trained; adapters: as they were trained"
+    help = "dtype of the weights; auto: as stored in the model that was trained; adapters: as trained"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     given = parser.parse_args(words)
     from accel_ddp.exporting.export import from_checkpoint
@@ -287,7 +302,7 @@ def _export(words: list[str]) -> int:
 
 # The function of each command, or MODULE:FUNCTION, which is imported when the command runs; and what the command does.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
-    "recipes": (_recipes, "list the recipes"),
+    "recipes": (_recipes, "list the recipes and their examples"),
     "run": (_run, "run a recipe with `accelerate launch`"),
     "launch": (
         "launch.launch_command:launch",
@@ -297,10 +312,11 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "logs": ("launch.launch_command:logs", "print the logs of a launched job from all nodes"),
     "stop": ("launch.launch_command:stop", "stop a launched job on all nodes, with a checkpoint"),
     "report": ("report.report_command:main", "write one HTML file about runs: curves, time of each rank, evaluations, incidents"),
-    "copy": (_copy, "copy a recipe and the accelerate configs into the current folder, to edit them"),
+    "convert": ("launch.convert_command:main", "convert a YAML file of axolotl or LLaMA-Factory"),
+    "copy": (_copy, "copy a recipe and the accelerate configs, or an example, into the current folder, to edit them"),
     "doctor": ("doctor.doctor_command:main", "find the faults of a cluster, on every node, within seconds"),
     "tune": ("measure.tune_command:main", "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
-    "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
+    "verify": (_verify, "check that micro-batch size, number of ranks and a kill do not change a recipe's result"),
     "scaling": (
         "measure.scaling_command:main",
         "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them",
@@ -313,7 +329,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "evaluate": ("exporting.evaluate_command:main", "evaluate a run, a checkpoint or an exported model as in training"),
     "predict": ("exporting.predict_command:main", "apply a model to the rows of files: labels, tags, vectors, answers"),
     "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
-    "export": (_export, "write a folder that transformers can load from a checkpoint"),
+    "export": (_export, "write a checkpoint as a folder that transformers can load"),
 }
 
 _RUN_HELP = """usage: accel-ddp run [options of accelerate launch] RECIPE [options of the recipe]
@@ -324,15 +340,16 @@ Run a recipe with `accelerate launch`. RECIPE is a name (`accel-ddp recipes` lis
   accel-ddp run classify --num_processes 2 --lr 3e-5  two processes on this machine
   accel-ddp run classify --config_file 2node.yaml --machine_rank 0 --main_process_ip 10.0.0.1
   accel-ddp run classify --help                       the options of the recipe
+  accel-ddp run sft --config llama-8b-lora            options from an example, or from your own YAML file
 
-Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size can be
-split over. Options, files and columns are checked before any rank starts.
+Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size divides
+into. Options, files and columns are checked before any rank starts.
 
---config_file is a path or the name of a config that comes with accel_ddp: local.yaml (the default for one process),
-1node.yaml (the default for several), 2node.yaml (the default with options for several nodes). Options that describe nodes and
-processes (--config_file, --num_processes, --num_machines, --machine_rank, --main_process_ip, --main_process_port,
---gpu_ids, --rdzv_backend) may follow the recipe. Other options of `accelerate launch` stand before the recipe, or
-between the recipe and `--`."""
+--config has options of the recipe. --config_file describes nodes and processes. It is a path or the name of a config that comes
+with accel_ddp: local.yaml (the default for one process), 1node.yaml (the default for several), 2node.yaml (the default with
+options for several nodes). Options that describe nodes and processes (--config_file, --num_processes, --num_machines,
+--machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend) may follow the recipe. Other options of
+`accelerate launch` stand before the recipe, or between the recipe and `--`."""
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.memory import at_start, estimate_command, fake_model, step_trace
+from accel_ddp.memory import at_start, estimate_command, estimate_output, fake_model, step_trace
 from accel_ddp.memory.estimate import GIB, MARGIN, Estimator, fits, needed
 from accel_ddp.memory.fake_model import count_states
 from accel_ddp.nodes.sharding_plan import ShardingPlan
@@ -210,7 +210,7 @@ def test_adapters_of_an_8b_model_fit_on_24_gb_with_what_auto_chooses(shape_of_8b
     """The weights take 15.0 GiB. A step of one row fits with gradient checkpointing only."""
     recipe = estimate_command.load_recipe(ROOT / "recipes" / "sft.py")
     cfg = parse_config(recipe.Config, ["--model", shape_of_8b, "--lora_r", "16", "--max_length", "2048"])
-    room = 24 * estimate_command.USABLE * GIB
+    room = 24 * estimate_output.USABLE * GIB
     found = at_start.judge(Estimator(cfg, CAUSAL, "bf16"), 1, None, room, room)
     assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 8}
     why = found.choices["gradient_checkpointing"][1]
@@ -340,7 +340,7 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
         (["--gpus", "2"], "needs a recipe"),
         (["--gpus", "0", "sft"], "--gpus 0: must be above 0"),
         (["nosuch"], "accel-ddp estimate nosuch: there is no such recipe"),
-        (["sft", "--gpus", "2"], "Type it before the recipe: accel-ddp estimate --gpus ... sft"),
+        (["sft", "--gpus", "2"], "Put it before the recipe: accel-ddp estimate --gpus ... sft"),
         (
             ["--config_file", "fsdp.yaml", "--gpus", "2", "sft", "--optimizer", "adafactor"],
             "--optimizer adafactor cannot be used",

@@ -64,7 +64,7 @@ def run_installed(bin_folder: Path, folder: Path, *arguments: str, program: str 
 def test_the_wheel_has_all_modules_recipes_and_configs_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"accel_ddp/{name}" for name in files(ROOT / "accel_ddp", "*.py", "*.css", "*.js", "py.typed")}
-    expected |= {f"accel_ddp/recipes/{name}" for name in files(ROOT / "recipes", "*.py", "*.md")}
+    expected |= {f"accel_ddp/recipes/{name}" for name in files(ROOT / "recipes", "*.py", "*.md", "*.yaml")}
     configs = files(ROOT / "accelerate_configs", "*")
     expected |= {f"accel_ddp/accelerate_configs/{name}" for name in configs if not name.startswith("tuned.")}
     assert {"accel_ddp/recipes/classify.py", "accel_ddp/accelerate_configs/local.yaml", "accel_ddp/doctor/__init__.py"} <= names
@@ -118,11 +118,12 @@ def test_twine_accepts_the_distributions(wheel):
 
 
 def test_an_installed_recipe_runs_in_any_folder(installed, tmp_path, cache):
-    """The run uses the default config, which is in the wheel too. tests/test_cli.py starts two ranks."""
+    """The run uses an example and the default config, which are in the wheel too. tests/test_cli.py starts two ranks."""
     listed = run_installed(installed, tmp_path, "recipes").well()
     assert "classify  " in listed.text
-    small = ["--steps", "2", "--max_train_items", "32", "--max_eval_items", "8", "--no_eval_first"]
-    ended = run_installed(installed, tmp_path, "run", "classify", *small, ACCEL_DDP_CACHE=cache).well()
+    (tmp_path / "rows.csv").write_text("text,label\nlovely,yes\nawful,no\n" * 16)
+    small = ["--steps", "2", "--model", "builtin:all-MiniLM-L6-v2", "--no_eval_first", "--train_file", "rows.csv", "--eval_file"]
+    ended = run_installed(installed, tmp_path, "run", "modernbert-classify", *small, "rows.csv", ACCEL_DDP_CACHE=cache).well()
     assert "1 node x 1 rank " in ended.text
     (model,) = (tmp_path / "runs" / "classify").glob("*/model")
     assert "classify.py" in (model / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""The reader of a run's options: defaults, then `--config file.yaml`, then the command line. A later value wins.
+"""The reader of a run's options: defaults, then `--config` (a YAML file or an example), then the command line. A later value wins.
 
 This module needs the standard library, yaml and tyro only, so a mistyped option is reported before torch is imported.
 """
@@ -14,9 +14,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar
 
-from accel_ddp.config.options import GROUPS, INSTEAD, Properties, properties_of
+from accel_ddp.config.options import GROUPS, Properties, properties_of
+from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
+from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.topology import is_local_main
 from accel_ddp.text import did_you_mean, nearest
 from accel_ddp.words import find_options, group_values, name_of, without
@@ -28,9 +30,9 @@ MAY_BE_OFF = ("balance", "tuned")  # options with any text, for which `off` is a
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
-    """Return the options of this run. Raise UserError, or let tyro print its own message and exit with code 2.
+    """Return the options of this run, from `argv` or the command line. Raise UserError or exit with code 2 for a mistake.
 
-    `script` is the recipe that messages name, where another program reads its options.
+    `script` is the recipe that messages name, if another program reads its options.
     """
     import tyro
 
@@ -41,8 +43,8 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     files = find_options(argv, ["config"])
     for file in files:
         if file.value is None:
-            raise UserError("--config needs a file: --config my_run.yaml")
-        arguments += _read_file(file.value, types, properties, defaults)
+            raise UserError("--config needs a file or the name of an example: --config my_run.yaml")
+        arguments += _read_file(file.value, _recipe_of(cls), types, properties, defaults)
     argv = without(argv, files)
     _check_names(argv, types, properties)
     given = _normalize(argv, types)
@@ -63,10 +65,23 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     return cfg
 
 
-def _read_file(path: str, types: dict[str, Any], properties: dict[str, Properties], defaults: dict[str, Any]) -> list[str]:
+def _recipe_of(cls: type) -> str:
+    """Return the name of the recipe that declares a config class, or "" for another script."""
+    name = Path(getattr(sys.modules[cls.__module__], "__file__", None) or "").stem
+    return name if name in recipe_files.recipe_names() else ""
+
+
+def _read_file(
+    path: str, recipe: str, types: dict[str, Any], properties: dict[str, Properties], defaults: dict[str, Any]
+) -> list[str]:
     """Return the lines of a config file as words of a command line. Raise one UserError for all lines that have to change."""
     arguments, problems, empty = [], [], []
-    for name, value in _read_yaml(path).items():
+    values = _read_yaml(path, recipe)
+    if "recipe" not in properties and (stated := values.pop("recipe", recipe)) != recipe and recipe:
+        raise UserError(
+            f"--config {path}: has options of the recipe {stated}, not {recipe}: accel-ddp run {stated} --config {path}"
+        )
+    for name, value in values.items():
         if name not in properties and value is None:
             empty.append(str(name))
         elif name not in properties:
@@ -136,11 +151,11 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
         if not values and kind is not bool and (typing.get_origin(kind) is not tuple or name.endswith("_file")):
             raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
         if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
-            meant = f"Type --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
+            meant = f"Use --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
             raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
-                example = f" Type --{name} {int(float(value))}."
+                example = f" Use --{name} {int(float(value))}."
             elif meant := did_you_mean(value.lower(), _choices(kind), f"--{name} {{}}"):
                 example = meant
             raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
@@ -187,8 +202,10 @@ def _suggest(name: str, properties: dict[str, Properties], value: Any = None) ->
     """Return " Did you mean --lr (...)?" for a name that is misspelt or that another toolkit uses, perhaps with a value in YAML."""
     spelled = name.lower().replace("-", "_")
     for instead in (text for text, names in INSTEAD.items() if spelled in names.split()):
-        if {*re.findall(r"--(\w+)", instead)} <= {*properties, "config_file"}:
+        if {*re.findall(r"--(\w+)", instead)} <= {*properties, "config_file", "cpu"}:
             return f" {instead[0].upper()}{instead[1:]}."
+    for reason in (text for text, names in NO_EQUIVALENT.items() if spelled in names.split() and spelled not in properties):
+        return f" It has no equivalent: {reason}."
     if isinstance(value, list) and value and isinstance(value[0], dict) and "path" in value[0]:  # datasets of axolotl
         paths, kind = [str(one.get("path")) for one in value], "eval_file" if "test" in spelled else "train_file"
         is_file = Path(paths[0]).suffix or kind == "eval_file"
@@ -204,19 +221,29 @@ def _suggest(name: str, properties: dict[str, Properties], value: Any = None) ->
     return f" Did you mean --{known} ({properties[known].help})?"
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str, recipe: str) -> dict[str, Any]:
     import yaml
 
-    if not Path(path).is_file():
-        raise UserError(f"--config {path}: there is no such file.")
+    file = recipe_files.options_path(path)
+    not_ours = f"--config {path}: describes nodes and processes, not options of a recipe. Use --config_file {path}."
+    if not file.is_file() and path in recipe_files.config_names():
+        raise UserError(not_ours)
+    if not file.is_file():
+        known = recipe_files.examples()
+        own = ", ".join(name for name, example in known.items() if recipe in ("", example.recipe))
+        listed = f" Examples{f' of {recipe}' if recipe else ''}: {own}." if own else ""
+        near = did_you_mean(path.removesuffix(".yaml"), known)
+        raise UserError(f"--config {path}: there is no such file, and no example of this name.{near}{listed}")
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
+        values = yaml.safe_load(file.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}: {error.problem}" if mark else f": {error}"  # the whole text has eight lines
         raise UserError(f"--config {path}: is not valid YAML{where}.") from error
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: must contain lines of `option: value`, but is a {type(values).__name__}.")
+    if values.keys() & {"compute_environment", "distributed_type", "num_machines", "num_processes"}:
+        raise UserError(not_ours)
     return values
 
 
@@ -259,13 +286,13 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
         kind, word = types.get(name), values[0].lower() if values else ""
         plain = name.removeprefix("no_")
         if values and plain != name and name not in types:
-            raise UserError(f"--{name} {values[0]}: --{name} takes no value. Type --{name} or --{plain}.")
+            raise UserError(f"--{name} {values[0]}: --{name} takes no value. Use --{name} or --{plain}.")
         if bool in typing.get_args(types.get(plain)) and (not values or word in ("true", "false", "on", "off")):
             words += [f"--{plain}", str(word not in ("false", "off") and name == plain), *values[1:]]
             continue
         if kind is bool and values:
             if word not in ("true", "false"):
-                raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")
+                raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Use --{name} or --no_{name}.")
             words += [f"--{name}" if word == "true" else f"--no_{name}", *values[1:]]
         elif word in ("true", "false") and "on" in _choices(kind):
             words += [f"--{name}", "on" if word == "true" else "off", *values[1:]]

@@ -9,16 +9,11 @@ from dataclasses import dataclass
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.doctor.check_options import load_recipe
 from accel_ddp.errors import UserError
-from accel_ddp.memory.at_start import NAMES
-from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits
-from accel_ddp.memory.fake_model import ASSUMED_LENGTH
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config, stated_precision
-from accel_ddp.nodes.sharding_plan import ONE_PER_NODE, ShardingPlan, read_plan, variables_of
-from accel_ddp.text import table
+from accel_ddp.nodes.sharding_plan import ShardingPlan, read_plan, variables_of
 from accel_ddp.words import script_at
 
-USABLE = 0.99  # of the number in the name of a GPU, in GiB
 NUMBERS = [1, 2, 4, 8]
 
 
@@ -30,15 +25,15 @@ def build_parser() -> argparse.ArgumentParser:
         "Texts are assumed to have --max_length tokens. docs/memory.md explains the rows.",
     )
     parser.add_argument(
-        "--config_file", default="", help="an accelerate config: its GPUs, its settings of FSDP and its precision"
+        "--config_file", default="", help="an accelerate config, for its number of GPUs, FSDP settings and precision"
     )
     parser.add_argument(
         "--gpus",
         type=int,
         nargs="+",
-        help="numbers of GPUs (default: those of the config, or of 1 2 4 8 those that divide the batch)",
+        help="numbers of GPUs (default: from the config, or those of 1 2 4 8 that divide the batch)",
     )
-    parser.add_argument("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB of a GPU (default: 24 40 80 141)")
+    parser.add_argument("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB per GPU (default: 24 40 80 141)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
@@ -58,10 +53,13 @@ def main(words: list[str]) -> int:
         )
     precision = (launch.precision or "bf16") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     model_class = getattr(getattr(recipe, "Task", None), "model_class", "")
+    from accel_ddp.memory import estimate_output  # imports torch, for which --help and a mistake need not wait
+    from accel_ddp.memory.estimate import Estimator
+
     estimator = Estimator(cfg, model_class, precision, launch.num_nodes)
     numbers = given.gpus or launch.numbers or [number for number in NUMBERS if cfg.global_batch_size % number == 0]
     try:
-        layouts = _layouts(estimator, launch, sorted(set(numbers)))
+        layouts = estimate_output.layouts_of(estimator, launch.plan, launch.num_nodes, sorted(set(numbers)))
     except UserError:
         raise
     except Exception as error:  # code of transformers, or of the model
@@ -74,8 +72,8 @@ def main(words: list[str]) -> int:
         rows = [{**dataclasses.asdict(one), **{name: getattr(one, name) for name in more}} for one, _ in layouts]
         print(json.dumps({"precision": precision, "estimates": rows}, indent=1))
     else:
-        print(_table([one for one, _ in layouts]))
-        print(_fits(estimator, layouts, given.memory))
+        print(estimate_output.format_table([one for one, _ in layouts]))
+        print(estimate_output.format_fits(estimator, layouts, given.memory))
     return 0
 
 
@@ -93,7 +91,7 @@ def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     own = next((word for word in words[at + 1 :] if word.partition("=")[0] in parser._option_string_actions), "")
     if own not in ("", "-h", "--help"):
         raise UserError(
-            f"{own}: belongs to accel-ddp estimate. Type it before the recipe: accel-ddp estimate {own} ... {words[at]}."
+            f"{own}: is an option of accel-ddp estimate. Put it before the recipe: accel-ddp estimate {own} ... {words[at]}."
         )
     for name, values in (("gpus", given.gpus or [1]), ("memory", given.memory)):
         if wrong := [value for value in values if not 0 < value < math.inf]:
@@ -130,59 +128,3 @@ def _read_config(word: str) -> Launch:
     # The number of ranks is checked for each number of GPUs.
     plan = read_plan(variables_of(config), 0, path)
     return Launch(plan, (number,) if number else (), nodes, precision)
-
-
-def _layouts(estimator: Estimator, launch: Launch, numbers: list[int]) -> list[tuple[Estimate, ShardingPlan | None]]:
-    """Return the estimates of DDP and FSDP for each number of GPUs, with the plans of FSDP."""
-    found: list[tuple[Estimate, ShardingPlan | None]] = []
-    for number in numbers:
-        found.append((estimator.estimate(number), None))
-        if launch.plan:
-            estimator.require_sharded()
-        if launch.plan and launch.plan.replicas == ONE_PER_NODE and number > launch.num_nodes and number % launch.num_nodes:
-            raise UserError(
-                f"--gpus {number}: the accelerate config has num_machines: {launch.num_nodes} and one copy of the model on each node, "
-                f"so each node needs the same number of GPUs. Use a multiple of {launch.num_nodes}."
-            )
-        if number > 1 and (launch.plan or estimator.can_be_sharded()):
-            # A plan has copies on nodes. Fewer GPUs than nodes are on one node.
-            nodes = launch.num_nodes if number % launch.num_nodes == 0 else 1
-            plan = (launch.plan or ShardingPlan()).on_nodes([number // nodes] * nodes)
-            found.append((estimator.estimate(number, plan), plan))
-    return found
-
-
-def _table(found: list[Estimate]) -> str:
-    lines = [["GiB per GPU", *(one.title for one in found)]]
-    for name, title in NAMES.items():
-        if any(one.rows.get(name) for one in found):
-            lines.append([title, *(f"{one.rows[name] / GIB:.2f}" for one in found)])
-    lines.append(["total", *(f"{one.total / GIB:.2f}" for one in found)])
-    for title, name in (("CUDA graphs, if there is room", "graphs"), ("more in an evaluation", "evaluation")):
-        if any(getattr(one, name) for one in found):
-            lines.append([title, *(f"{getattr(one, name) / GIB:.2f}" for one in found)])
-    return "\n".join(table(lines, left=1))
-
-
-def _fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
-    lines = ["The total is what torch allocates. CUDA, NCCL and fragmentation are added to decide whether a run fits."]
-    if getattr(estimator.cfg, "max_length", 0) == "auto":
-        lines.append(f"Texts of {ASSUMED_LENGTH:,} tokens are assumed, because --max_length auto depends on the data.")
-    if not layouts[0][0].has_activations:
-        lines.append("Activations are not included, because the forward pass of this model could not be traced.")
-    for size in sorted(sizes):
-        usable = size * USABLE * GIB
-        good = []
-        for one, plan in layouts:
-            settled = estimator.settled(one.ranks, plan, usable)
-            found = settled.estimate(one.ranks, plan)
-            is_on = settled.choices.get("gradient_checkpointing", (False, ""))[0]
-            how = f" ({found.peak / GIB:.1f} GiB with --gradient_checkpointing, which `auto` turns on)" if is_on else ""
-            good += [one.title + how] if fits(found, usable) else []
-        if good:
-            lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
-            continue
-        advice = settled.suggest(one.ranks, plan, usable)
-        change = f"Use {', or '.join(map(str, advice))}." if advice else "Use larger GPUs, or a smaller model."
-        lines.append(f"{size:g} GB: does not fit. {change}")
-    return "\n".join(lines)

@@ -161,6 +161,8 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     if not model_class:
         name = (getattr(config, "architectures", None) or [""])[0]
         model_class = next((found for end, found in CLASSES.items() if name.endswith(end)), "AutoModel")
+    if model_class == "AutoModelForSequenceClassification" and getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = 0  # a run sets the tokenizer's; without one, decoders refuse several texts
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
     if given:
         targets = given.config.target_modules

@@ -1,18 +1,24 @@
-"""The places of the recipes and the accelerate configs, in the repository and in an installed wheel.
+"""The places of the recipes, their examples and the accelerate configs, in the repository and in an installed wheel.
 
-In the repository both are folders beside `accel_ddp/`. The wheel contains them as folders inside the package (see
+In the repository they are folders beside `accel_ddp/`. The wheel contains them as folders inside the package (see
 `[tool.hatch.build.targets.wheel]` in pyproject.toml). This module uses the standard library only, so listing the
 recipes does not wait for torch.
 """
 
 import ast
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from accel_ddp.errors import UserError
 from accel_ddp.text import did_you_mean
+from accel_ddp.words import find_options, script_at, without
 
 _PACKAGE = Path(__file__).parents[1]
 LOSSES, PREFERENCES = ("kto", "orpo", "ipo", "simpo"), ("cpo", "prefer", "preferences", "rlhf")  # words for the recipe dpo
+
+_OF_RECIPES = "recipe|model|dataset|train_file|output_dir|lr|epochs|steps|global_batch_size"  # names in no accelerate config
 
 
 def folder(name: str) -> Path:
@@ -35,28 +41,81 @@ def recipe_path(word: str) -> Path:
         if Path(word).is_file():
             return Path(word)
         name = Path(word).stem
-        hint = f"To run the recipe that comes with accel_ddp, type `{name}`." if name in recipe_names() else "Check the path."
+        hint = f"To run the recipe that comes with accel_ddp, use `{name}`." if name in recipe_names() else "Check the path."
         raise UserError(f"{word}: there is no such file. {hint}")
     if word in (*LOSSES, *PREFERENCES) and word not in recipe_names():
         raise UserError(
             f"{word!r} is not a recipe. Preferences are learned by `accel-ddp run dpo{f' --loss {word}' if word in LOSSES else ''}`."
         )
     if word not in recipe_names():
-        raise UserError(
-            f"{word!r} is not a recipe.{did_you_mean(word, recipe_names(), '{!r}')} The recipes are: {', '.join(recipe_names())}."
-        )
+        near = did_you_mean(word, [*recipe_names(), *examples()], "{!r}")
+        raise UserError(f"{word!r} is not a recipe.{near} The recipes are: {', '.join(recipe_names())}.")
     return folder("recipes") / f"{word}.py"
+
+
+class Example(NamedTuple):
+    """Options for one use case, in a YAML file whose comments at the top describe it."""
+
+    path: Path
+    recipe: str
+    summary: str
+    facts: dict[str, str]  # "Data", "Hardware", "Memory" and "Run"
+
+
+def examples() -> dict[str, Example]:
+    """Return the examples by their names, those of a recipe together."""
+    found = {path.stem: _read_example(path) for path in sorted(folder("recipes").glob("examples/*.yaml"))}
+    return dict(sorted(found.items(), key=lambda one: recipe_names().index(one[1].recipe)))
+
+
+def _read_example(path: Path) -> Example:
+    head, _, lines = path.read_text(encoding="utf-8").partition("\nrecipe: ")
+    facts = dict(re.findall(r"^# (\w+): +(.*(?:\n#  .*)*)", head, flags=re.MULTILINE))
+    facts = {name: re.sub(r"\n# +", " ", text) for name, text in facts.items()}
+    return Example(path, lines.split(maxsplit=1)[0], head.partition("\n")[0].removeprefix("# "), facts)
+
+
+def options_path(word: str) -> Path:
+    """Return the file of `--config`, which may not exist. `word` is a path, or the name of an example. A file wins."""
+    for path in (Path(word), Path(f"{word}.yaml")):
+        if path.is_file():
+            return path
+    example = examples().get(word.removesuffix(".yaml"))
+    return example.path if example else Path(word)
+
+
+def place_example(words: Sequence[str]) -> list[str]:
+    """Return the words of a command with `--config` behind the recipe, and with `sft --config NAME` for the example NAME alone."""
+    known, at = examples(), script_at(words, recipe_names())
+    place = script_at(words[:at], known)
+    follows_option = place > 0 and words[place - 1].startswith("-")  # it may be the value of another option
+    if place < at and known.get(words[place]) and (at == len(words) or not follows_option):
+        before = words[: place - (words[place - 1 : place] == ["--config"])]
+        return [*before, known[words[place]].recipe, "--config", *words[place:]]
+    moved = find_options(words[:at], ["config"])
+    given = [word for option in moved for word in words[option.at : option.end]]
+    return [*without(words[:at], moved), *words[at : at + 1], *given, *words[at + 1 :]]
 
 
 def config_path(word: str) -> Path:
     """Return the file of an accelerate config. `word` is a path, or the name of a config that comes with accel_ddp."""
-    if Path(word).is_file():
-        return Path(word)
-    names = sorted(path.name for path in folder("accelerate_configs").glob("*.yaml"))
+    path, ours = Path(word), f"--config_file {word}: has options of a recipe, not of `accelerate launch`. Use --config {word}."
+    if path.is_file():
+        if re.search(rf"^({_OF_RECIPES}) *:", path.read_text(errors="replace"), flags=re.MULTILINE):
+            raise UserError(ours)
+        return path
+    names = config_names()
     for name in (word, f"{word}.yaml"):
         if name in names:
             return folder("accelerate_configs") / name
+    if options_path(word).is_file():
+        raise UserError(ours)
     raise UserError(f"--config_file {word}: there is no such file. These come with accel_ddp: {', '.join(names)}.")
+
+
+def config_names() -> list[str]:
+    """Return the names of the accelerate configs that come with accel_ddp."""
+    return sorted(path.name for path in folder("accelerate_configs").glob("*.yaml"))
 
 
 def summary(recipe: Path) -> str:
