@@ -43,10 +43,8 @@ from accel_ddp.words import find_options, without
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
 USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OTHER_PAGES = [
-    ROOT / name
-    for name in ("CONTRIBUTING.md", "recipes/README.md", "accelerate_configs/README.md", "accelerate_configs/NETWORKS.md")
-]
+OTHER_PAGES = [ROOT / "recipes" / "README.md", *ROOT.glob("accelerate_configs/*.md")]
+OTHER_PAGES += [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 DEFAULT_PAGES = {"README.md", "exactness.md", "launch.md", "troubleshooting.md"}
 CODE_FOLDERS = "accel_ddp|recipes|tests|benchmarks|accelerate_configs|docs"
 
@@ -406,21 +404,9 @@ def test_messages_in_the_table_are_messages_of_the_code():
             assert part in code, f"no message contains {part!r}: {message}"
 
 
-def anchors_of(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes from headings."""
-    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_links_and_files_exist():
+def test_files_in_the_text_exist():
+    """tests/test_site.py checks links."""
     for page in [*USER_PAGES, *OTHER_PAGES]:
-        for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
-            if target.startswith("https://"):
-                continue
-            path, _, anchor = target.partition("#")
-            linked = Path(os.path.normpath(page.parent / path)) if path else page
-            assert linked.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}"
         for name in re.findall(rf"(?<![\w/.-])((?:{CODE_FOLDERS})/[\w./-]*\w)", page.read_text()):
             is_written_by_tune = name.startswith("accelerate_configs/tuned.")
             assert is_written_by_tune or (ROOT / name).exists(), f"{page.name}: {name}"
