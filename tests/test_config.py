@@ -299,12 +299,14 @@ def test_a_setting_without_a_counterpart_says_what_to_do_on_the_command_line_too
 
 def test_what_to_do_instead_names_options_that_exist():
     """A text is left out in recipes without its options, so a wrong name in it would never be seen."""
-    known = {name for path in (ROOT / "recipes").glob("*.py") for name in properties_of(load_recipe(path).Config)}
+    recipes = [properties_of(load_recipe(path).Config) for path in (ROOT / "recipes").glob("*.py")]
+    known = {name for properties in recipes for name in properties}
     named = {name for text in INSTEAD for name in re.findall(r"--(\w+)", text)}
     assert named <= {*known, "config_file", "cpu"}
     others = [name for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES) for names in table.values() for name in names.split()]
     assert not {name for name in others if others.count(name) > 1 or name in known - {"packing"}}, "sft has --packing"
-    assert not {*NOTES} - {*others, *known}
+    also = {name for properties in recipes for found in properties.values() for name in found.also}
+    assert not {*NOTES} - {*others, *known, *also}
     assert {name for text in (*NOTES.values(), *NO_EQUIVALENT) for name in re.findall(r"--(?:no_)?(\w+)", text)} <= known
 
 

@@ -145,7 +145,7 @@ def test_a_job_ends_although_the_kernel_blocks_a_rank_that_its_monitor_has_kille
             time.sleep(0.05)
         os.kill(pid, 9)
         kinds = {message["is"]: message for message in messages}
-        assert f"here: these processes of the job have not ended 3 s after they were killed: {pid}. " in kinds["left"]["text"], (
+        assert f"here: these processes of the job have not exited 3 s after they were killed: {pid}. " in kinds["left"]["text"], (
             kinds
         )
         assert kinds["end"]["left"].startswith(f"here: these processes of the job cannot be killed: {pid}. ")

@@ -47,7 +47,7 @@ def test_the_best_metric_is_one_that_the_recipe_declares(cls, argv, best):
         (Declared, "makro_f1", "does not measure makro_f1. Did you mean macro_f1? Use one of: macro_f1, bits_per_byte, my_metric."),
         (Declared, "eval_macro_f1:max", "Did you mean macro_f1?"),
         (Declared, "accuracy:max", "declared in `metric_directions` of its Config"),
-        (Declared, "macro_f1:best", "Type macro_f1:min or macro_f1:max"),
+        (Declared, "macro_f1:best", "Use macro_f1:min or macro_f1:max"),
         (Declared, "my_metric_f1", "Use --best_metric my_metric_f1:min or --best_metric my_metric_f1:max."),
         (TrainConfig, "brier", "Use --best_metric brier:min or --best_metric brier:max."),
     ],

@@ -1,4 +1,4 @@
-"""The reader of a run's options: defaults, then `--config` (a YAML file or the name of an example), then the command line. A later value wins.
+"""The reader of a run's options: defaults, then `--config` (a YAML file or an example), then the command line. A later value wins.
 
 This module needs the standard library, yaml and tyro only, so a mistyped option is reported before torch is imported.
 """

@@ -299,7 +299,7 @@ class _Copier:
             largest, size = sizes.most_common(1)[0]
             note(
                 f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have "
-                f"them already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
+                f"them already. {largest} has {format_bytes(size)} of them. Files that .gitignore lists are not copied."
             )
 
 

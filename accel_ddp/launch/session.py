@@ -270,7 +270,7 @@ class Session:
         if len(self.codes) < len(self.connections):
             self._stop_others(node.host, self.codes[node.rank], delay=0 if self.lost else 2)
         if is_silent:  # a guard that was stopped (SIGSTOP) would stay, because it does not see that this command has ended
-            self.console.note(f"{node.host}: ending what may still run there (up to a minute)")
+            self.console.note(f"{node.host}: killing what may still run there (up to a minute)")
             await stop_all(dataclasses.replace(self.cluster, nodes=(node,)), self.job, is_now=True)
 
     async def _receive(self, connection: Connection) -> dict[str, Any]:
