@@ -36,7 +36,7 @@ GUIDES = {
     "evaluate": ("after_training.md", ""),
     "predict": ("after_training.md", "accel-ddp predict runs/classify/1 --input new.csv --output predictions.csv"),
     "chat": ("after_training.md", "accel-ddp chat runs/sft/1"),
-    "export": ("after_training.md", "accel-ddp export runs/sft/1 my_model --merge"),
+    "export": ("resume.md#export", "accel-ddp export runs/sft/1 my_model --merge"),
 }
 
 

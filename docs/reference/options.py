@@ -18,18 +18,18 @@ SYMBOLS = f"""- {CHANGES} changes what is learned. `--resume` refuses another va
 """
 # The guide of each recipe, and the options that most users of the recipe set.
 GUIDES = {
-    "classify": ("own_data.md", "--train_file reviews.csv"),
+    "classify": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file reviews.csv"),
     "dpo": ("preferences.md", "--train_file preferences.jsonl --lora_r 16"),
     "embed": ("own_data.md", "--train_file pairs.jsonl"),
-    "images": ("own_data.md", "--train_file photos/"),
+    "images": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file photos/"),
     "own_loop": ("own_recipe.md#your-own-loop", "--steps 100"),
     "own_model": ("own_recipe.md", "--steps 100"),
-    "pretrain_mlm": ("own_data.md", "--train_file texts.txt"),
-    "rerank": ("own_data.md", "--train_file queries.jsonl"),
-    "reward": ("preferences.md", "--train_file preferences.jsonl"),
-    "seq2seq": ("own_data.md", "--train_file pairs.jsonl"),
-    "sft": ("own_data.md", "--train_file chats.jsonl --lora_r 16"),
-    "tag": ("own_data.md", "--train_file tags.jsonl"),
+    "pretrain_mlm": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file texts.txt"),
+    "rerank": ("own_data.md#rerank-queries-and-candidates", "--train_file queries.jsonl"),
+    "reward": ("own_data.md#reward-pairs", "--train_file preferences.jsonl"),
+    "seq2seq": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file pairs.jsonl"),
+    "sft": ("chats.md", "--train_file chats.jsonl --lora_r 16"),
+    "tag": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file tags.jsonl"),
 }
 
 
