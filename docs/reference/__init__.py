@@ -15,7 +15,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 def mark(text: str) -> str:
     """Return a help text with its options as code, unless they are already."""
     parts = text.split("`")
-    return "`".join(re.sub(r"(?<![\w-])--[a-z][\w-]*(?:=\w+)?", r"`\g<0>`", part) if place % 2 == 0 else part for place, part in enumerate(parts))
+    parts[::2] = [re.sub(r"(?<![\w-])--[a-z][\w-]*(?:=\w+)?", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def notice(where: str) -> str:
