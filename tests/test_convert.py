@@ -215,6 +215,35 @@ def test_llama_factory_preferences(tmp_path, capsys):
     assert "--config_file fsdp.yaml --num_processes 4" in printed
 
 
+def test_what_cannot_be_converted_is_listed(tmp_path, capsys):
+    given = """
+        base_model: ./mine
+        datasets: [{path: a.jsonl, type: {field_instruction: ask, field_output: reply}}, {path: json, data_files: b.jsonl, type: alpaca}]
+        val_set_size: 200
+        save_steps: 0.25
+        batch_size: 64
+        micro_batch_size: 4
+        learning_rate: 1e-5
+        lr_scheduler: rex
+        warmup_steps: 0.1
+        optimizer: lion_8bit
+        chat_template: qwen_25
+        resume_from_checkpoint: out/checkpoint-5
+        deepspeed: zero1.json
+        lora_r: 8
+    """
+    options, text, printed = convert(tmp_path, given, capsys, "--gpus", "2")
+    expected = {"train_file": ["a.jsonl", "b.jsonl"], "prompt_column": "ask", "max_eval_items": 200, "global_batch_size": 64,
+                "warmup_ratio": 0.1, "optimizer": "adamw", "lr": 1e-5}  # fmt: skip
+    assert options.items() >= expected.items()
+    assert not {"lora_r", "save_every", "chat_template", "resume"} & {*options}
+    for line in ("all files need rows of one format", "save_steps: 0.25", "rex: the schedule is linear", "lion_8bit: adamw is used",
+                 "qwen_25: there is no such file or built-in template", "cannot be resumed"):  # fmt: skip
+        assert line in printed
+    assert "lora_r: the file has no adapter" in text
+    assert "--config_file fsdp.yaml" in printed
+
+
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
