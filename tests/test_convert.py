@@ -218,7 +218,9 @@ def test_llama_factory_preferences(tmp_path, capsys):
 def test_what_cannot_be_converted_is_listed(tmp_path, capsys):
     given = """
         base_model: ./mine
-        datasets: [{path: a.jsonl, type: {field_instruction: ask, field_output: reply}}, {path: json, data_files: b.jsonl, type: alpaca}]
+        datasets:
+          - {path: a.jsonl, type: {field_instruction: ask, field_output: reply}}
+          - {path: json, data_files: b.jsonl, type: alpaca}
         val_set_size: 200
         save_steps: 0.25
         batch_size: 64
