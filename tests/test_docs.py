@@ -5,6 +5,7 @@ The word after ```bash states what is done with a block:
     bash              it runs, with `runs/` replaced by a temporary folder
     bash node0/node1  both run at the same time, with this machine as both nodes
     bash every node   it runs on two nodes at the same time
+    bash in order     it runs after the blocks of this kind above it on its page, in one empty folder
     bash parsed       its options are parsed, because it needs files, names or machines that are not here
 
 The options of all blocks are parsed. A block that several pages show runs once. By default only blocks of DEFAULT_PAGES run,
@@ -12,6 +13,7 @@ because other tests run what the others do: `pytest -m "slow or not slow" tests/
 """
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -29,6 +31,7 @@ from accel_ddp.config.options import properties_of
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import CODES
+from accel_ddp.errors import EXIT_CODES
 from accel_ddp.exporting import chat_command, predict_command
 from accel_ddp.launch import convert_command
 from accel_ddp.measure import scaling_plan as scaling_options
@@ -39,7 +42,7 @@ from accel_ddp.report.report_command import build_parser as build_report_parser
 from accel_ddp.words import find_options, without
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
-USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [
     ROOT / name
     for name in ("CONTRIBUTING.md", "recipes/README.md", "accelerate_configs/README.md", "accelerate_configs/NETWORKS.md")
@@ -120,6 +123,18 @@ def test_a_command_runs(command, tmp_path, request):
 
 
 @pytest.mark.slow
+def test_the_tutorial_runs_in_order(tmp_path):
+    script = "".join(block.text for block in blocks_of(ROOT / "docs" / "chat_model.md") if block.kind == "bash in order")
+    activate = f". {ROOT}/.venv/bin/activate" if (ROOT / ".venv").is_dir() else "true"
+    ended = run_all([["bash", "-ec", f"cd {tmp_path}; {activate}; {script}"]], [clean_environment()], timeout=600).well()
+    chat = ended.text.split("model saved in runs/chat/model")[1].splitlines()
+    assert "Every GPU holds the whole model and trains on its own part of each batch." in chat, "an answer by heart"
+    predicted = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert predicted["prediction"] == "Small adapters are trained, and the base model stays as it is."
+    assert (tmp_path / "runs" / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in blocks("bash") if "accel-ddp verify" in command])
 def test_verify_runs_as_typed(command):
     run_all([["bash", "-ec", command]], [clean_environment()], timeout=600).well()
@@ -161,6 +176,7 @@ def test_commands_for_every_node_run_there(tmp_path):
 
 def commands_in(text: str) -> list[list[str]]:
     """Return the commands of a script, each as its words. Variables become numbers."""
+    text = re.sub(r"<<'(\w+)'\n(?:.*\n)*?\1$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\\\n\s*", " ", text)
     text = re.sub(r"^#.*$|\s# .*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\$\(\(.*?\)\)", "16", text)
@@ -175,6 +191,8 @@ def commands_in(text: str) -> list[list[str]]:
             commands[-1].append(word)
     found = []
     for words in filter(None, commands):
+        if len(words) > 1 and words[0].startswith("CUDA_VISIBLE_DEVICES="):
+            words = words[1:]
         if words[:1] == ["srun"]:
             found += commands_in(words[words.index("-c") + 1])
         elif words[0] == "mpirun":
@@ -219,10 +237,14 @@ def parse(words: list[str]) -> bool:
         elif command == "scaling":
             scaling_options.read_options(rest)
         elif command == "verify":
-            return parse(["accelerate", "launch", *(word for word in rest if word != "--fsdp")])
+            names = recipe_files.recipe_names()
+            words = [str(recipe_files.recipe_path(word)) if word in names else word for word in rest if word != "--fsdp"]
+            return parse(["accelerate", "launch", *words])
         elif command == "evaluate":
             own = find_options(rest[1:], ["recipe", "output"])
-            recipe = next((option.value for option in own if option.name == "recipe"), rest[0].split("/")[1])
+            run = rest[0].split("/")[1]
+            named = run if run in recipe_files.recipe_names() else "sft"  # the folder of the tutorial is runs/chat
+            recipe = next((option.value for option in own if option.name == "recipe"), named)
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
         elif command in ("predict", "chat", "convert"):
             parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
@@ -247,6 +269,7 @@ def parse(words: list[str]) -> bool:
 def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "tuned.yaml").write_text("bucket_cap_mb: 100\n")
+    (tmp_path / "my_run.yaml").write_text("lr: 3e-4\n")
     texts = [
         (page, block.text) for page in [*USER_PAGES, *OTHER_PAGES] for block in blocks_of(page) if block.kind.startswith("bash")
     ]
@@ -259,12 +282,12 @@ def test_all_commands_have_options_that_exist(tmp_path, monkeypatch):
         texts += [(path, line.strip()) for line in examples.splitlines() if line.startswith("    accelerate launch")]
     known = {"mkdir", "printf", "set", ".", "export", "test", "trap", "if", "tail", "grep", "then", "fi", "pip", "pytest", "python3",
              "make", "scontrol", "kubectl", "docker", "SOAK_SECONDS=600", "salloc", "apt-get", "exit", "git", "cd"}  # fmt: skip
-    known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs"}  # of docs/aws.md
+    known |= {"{", "}", "aws", "files=1", "while", "do", "done", "sort", "sed", "head", "rsync", "xargs", "ssh"}  # on pages
     known |= {"at=http://169.254.169.254/latest", "get", "get()", "token", "token()", "until", "sleep", "pkill", "curl", "for"}
-    known |= {"wandb", "tensorboard", "trackio", "vllm"}
+    known |= {"wandb", "tensorboard", "trackio", "vllm", "cat", "hf", "llama-quantize", "llama-server", "ollama"}
     ours, seen = 0, set()
     for page, text in texts:
-        for words in commands_in(text.replace("accelerate_configs/tuned.yaml", f"{tmp_path}/tuned.yaml")):
+        for words in commands_in(re.sub(r"\b(?:accelerate_configs/)?(tuned|my_run)\.yaml", rf"{tmp_path}/\1.yaml", text)):
             if "--help" in words or tuple(words) in seen:
                 continue
             seen.add(tuple(words))
@@ -284,21 +307,14 @@ def test_options_in_the_text_exist():
     for recipe in recipe_files.recipe_names():
         options = properties_of(__import__(recipe).Config)
         names |= {*options, *(f"no_{name}" for name in options)}
-    import argparse
-
-    parsers = [add_options(argparse.ArgumentParser()), build_parser(), build_report_parser(), scaling_options.build_parser()]
-    parsers += [
-        build_estimate_parser(),
-        predict_command.build_parser(),
-        chat_command.build_parser(),
-        convert_command.build_parser(),
-        *launcher_parsers().values(),
-    ]
-    names |= {word.lstrip("-").replace("-", "_") for parser in parsers for word in parser._option_string_actions}
-    for file in ("cli.py", "launch/launch_command.py", "observe/profile_summary.py"):
-        names |= set(re.findall(r'add_argument\(.*"--(\w+)"', (ROOT / "accel_ddp" / file).read_text()))
+    names |= {
+        word.lstrip("-").replace("-", "_") for parser in launcher_parsers().values() for word in parser._option_string_actions
+    }
+    names |= set(re.findall(r"^\| .*?`--(\w+)[^|]*\|", (ROOT / "docs" / "commands.md").read_text(), flags=re.MULTILINE))
+    names |= {"nnodes", "node_rank", "master_addr", "master_port"}  # second spellings there
     names |= {"recipe", "output"}  # of evaluate
     names |= {"learning_rate"}  # an example of a name that is not an option
+    names |= {"max_lora_rank", "template"}  # of vllm, ollama
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs
     names |= {
         "partition",
@@ -322,26 +338,47 @@ def test_options_in_the_text_exist():
 
 
 def test_every_block_has_a_kind_that_this_test_knows():
-    kinds = {"bash", "bash node0", "bash node1", "bash every node", "bash parsed", "text", "yaml", "python"}
+    kinds = {"bash", "bash node0", "bash node1", "bash every node", "bash in order", "bash parsed", "text", "yaml", "python"}
     for page in USER_PAGES:
         for block in blocks_of(page):
             assert block.kind in kinds or re.fullmatch(r"python recipes/\w+\.py", block.kind), f"{page.name}: {block.kind}"
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
 
 
-@pytest.mark.parametrize("script", ["make_options.py", "make_codes.py", "make_examples.py"])
-def test_generated_tables_are_current(script):
-    done = subprocess.run([sys.executable, ROOT / "docs" / script, "--check"], capture_output=True, text=True)
+def test_generated_pages_are_current():
+    done = subprocess.run([sys.executable, ROOT / "docs" / "make_reference.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_diagnostic_code_has_a_fix_on_the_page():
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    for name, code in CODES.items():
-        assert f"| `{name}` | {code.meaning} | {code.fix} |" in text, name
+def test_the_example_of_an_options_file_is_valid(tmp_path):
+    (example,) = (block.text for block in blocks_of(ROOT / "docs" / "options.md") if block.kind == "yaml")
+    (tmp_path / "my_run.yaml").write_text(example)
+    cfg = load_recipe_config(["recipes/sft.py", "--config", str(tmp_path / "my_run.yaml"), "--epochs", "3"])
+    assert (cfg.lora_r, cfg.lr, cfg.epochs, cfg.gradient_checkpointing) == (16, 2e-4, 3, True)
+
+
+def test_every_code_is_on_the_page_of_codes():
+    text = (ROOT / "docs" / "codes.md").read_text()
+    assert [name for name in CODES if f"| `{name}` | " not in text] == []
+    assert [code for code in EXIT_CODES if f"\n| {code} | " not in text] == []
+
+
+@pytest.mark.slow
+def test_memory_tables_are_what_the_estimate_says():
+    done = subprocess.run([sys.executable, ROOT / "docs" / "make_memory.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pages_have_the_same_memory_table():
+    sys.path.insert(0, str(ROOT / "docs"))
+    import make_memory
+
+    cells = make_memory.read_cells()
+    assert [*cells] == [(model, method) for model in make_memory.MODELS for method in make_memory.METHODS]
+    assert not make_memory.out_of_date(cells)
 
 
 def test_excerpts_are_in_their_files():

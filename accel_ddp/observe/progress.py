@@ -141,7 +141,7 @@ WIDEST = 110  # columns; a wider panel is harder to read
 NARROW = 50  # columns; a narrower panel has no frame
 _SHORT_WAIT = 1.0  # seconds; ranks wait for each other in most phases, and a short wait is part of the phase around it
 _LABELS = {
-    phases.START: "start", phases.LOAD: "load", phases.TOKENIZE: "tokenise", phases.COMPILE: "compile", phases.EVAL_DATA: "evaluate",
+    phases.START: "start", phases.LOAD: "load", phases.TOKENIZE: "tokenize", phases.COMPILE: "compile", phases.EVAL_DATA: "evaluate",
     phases.EVALUATE: "evaluate", phases.METRICS: "evaluate", phases.SAVE: "save", phases.END: "finish", phases.EXPORT: "export",
     phases.WAIT: "wait for other ranks",
 }  # fmt: skip
