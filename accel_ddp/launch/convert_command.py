@@ -257,7 +257,7 @@ class Conversion:
         for path, _ in hub[1:] if not files else hub:
             self.lose(f"{kind} dataset", path, "one Hub dataset per run: save the others as files, and list all in train_file")
         if len(kinds) > 1:
-            self.lose(f"{kind} datasets", kinds, "all files need rows of one format; docs/own_data.md describes them")
+            self.lose(f"{kind} datasets", kinds, "all files need rows of one format; docs/chats.md describes them")
         if files:
             self.put(f"{kind}_file", files)
         elif hub:
@@ -321,7 +321,7 @@ class Conversion:
             elif option:
                 self.lose(f"{where} {name}", value, f"all files need the same columns, and another has {self.options[option]}")
             elif not is_usual:
-                self.lose(f"{where} {name}", value, "has no option; see docs/own_data.md for the rows that are read")
+                self.lose(f"{where} {name}", value, "has no option; see docs/chats.md for the rows that are read")
 
     def _convert_others(self) -> None:
         """Convert what only has another name, and sort the rest."""
