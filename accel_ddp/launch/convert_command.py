@@ -167,7 +167,7 @@ class Conversion:
         if given == "constant" or steps:  # transformers: `constant` has no warm-up, and a number below 1 is a ratio
             ratio = steps if 0 < steps < 1 and given != "constant" else 0
         self.put("warmup_steps", steps if steps >= 1 and given != "constant" else None)
-        self.put("warmup_ratio", ratio)
+        self.put("warmup_ratio", ratio if ratio or self.recipe != "sft" else None)
         kwargs = self.take("lr_scheduler_kwargs") or {}
         self.put("min_lr_ratio", kwargs.pop("min_lr_rate", None) or self.take("cosine_min_lr_ratio"))
         for name, value in kwargs.items():
@@ -179,7 +179,8 @@ class Conversion:
         self.put("seed", self.left.pop("seed", 42))
         optimizer = str(self.take("optimizer", "optim") or "adamw_torch")
         known = next((ours for name, ours in OPTIMIZERS.items() if re.search(name, optimizer)), "")
-        self.put("optimizer", known or "adamw", "of torchao, which must be installed" if known == "adamw8bit" else "")
+        if known not in ("", "adamw"):
+            self.put("optimizer", known, "of torchao, which must be installed" if known == "adamw8bit" else "")
         if not known or "paged" in optimizer:
             self.lose("optimizer", optimizer, f"{known or 'adamw'} is used" + ", without paging" * ("paged" in optimizer))
 
@@ -195,7 +196,8 @@ class Conversion:
                 self.lose(per_epoch, times, f"once per epoch here; {ours}: N is a number of updates")
             if how in ("no", False):
                 self.not_needed[f"{strategy}: no"] = NOTES[strategy].partition("; ")[2]
-        self.put("keep_last", max(2, self.take("save_total_limit") or 2))
+        if limit := self.take("save_total_limit"):
+            self.put("keep_last", max(2, limit))
         if self.take("load_best_model_at_end"):
             self.put("keep_best", True, NOTES["load_best_model_at_end"].partition(";")[0])
         best, greater = self.take("metric_for_best_model"), self.take("greater_is_better")
