@@ -97,7 +97,8 @@ def _read_file(
         problems.append(f"{', '.join(empty)}: there is no such option. Leave out what has no value.")
     if len(problems) > 1:
         lines = [text.replace(": there is no such option.", ":", 1) for text in problems]
-        problems = ["\n  ".join([f"{len(lines)} lines have to change. Write `name: value` for --name value:", *lines])]
+        todo = f"Run accel-ddp convert {path}, or write" if values.keys() & {"base_model", "model_name_or_path"} else "Write"
+        problems = ["\n  ".join([f"{len(lines)} lines have to change. {todo} `name: value` for --name value:", *lines])]
     if problems:
         raise UserError(f"{path}: {problems[0]}")
     return arguments
