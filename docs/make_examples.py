@@ -61,8 +61,8 @@ accel-ddp run sft --config llama-8b-lora --train_file my_chats.jsonl
 `accel-ddp run llama-8b-lora` is the same, because an example states its recipe. Options on the command line win over the file.
 `accel-ddp recipes` lists all examples.
 
-| example | what it does | recipe | model | GPUs | memory per GPU |
-|---|---|---|---|---|---|
+| example | what it does | recipe | GPUs | memory per GPU |
+|---|---|---|---|---|
 """
 
 MIDDLE = """
@@ -117,11 +117,11 @@ class Estimated(NamedTuple):
 def render() -> str:
     """Return the whole page."""
     rows, sections = "", ""
-    for name, one in sorted(recipe_files.examples().items(), key=lambda found: ORDER.index(found[1].recipe)):
+    order = lambda found: (ORDER.index(found[1].recipe), found[1].facts["Hardware"][0])
+    for name, one in sorted(recipe_files.examples().items(), key=order):
         facts, options = one.facts, one.path.read_text().partition("\nrecipe: ")[2]
-        model = re.search(r"^model: .*/(\S+)", options, flags=re.MULTILINE)[1]
-        memory = f"{facts['Memory'].partition(' GiB')[0]} GiB"
-        cells = (f"[{name}](#{name.replace('.', '')})", one.summary.rstrip("."), one.recipe, model, facts["Hardware"], memory)
+        memory, gpus = f"{facts['Memory'].partition(' GiB')[0]} GiB", re.sub(" GPUs? with ", " x ", facts["Hardware"])
+        cells = (f"[{name}](#{name.replace('.', '')})", one.summary.rstrip("."), f"`{one.recipe}`", gpus, memory)
         rows += f"| {' | '.join(cells)} |\n"
         sections += f"\n### {name}\n\n{one.summary}\n\n"
         sections += "".join(f"- **{title}:** {_code(facts[title])}\n" for title in ("Data", "Hardware", "Memory"))
