@@ -34,6 +34,7 @@ from accel_ddp.doctor.findings import CODES
 from accel_ddp.errors import EXIT_CODES
 from accel_ddp.exporting import chat_command, predict_command
 from accel_ddp.launch import convert_command
+from accel_ddp.launch.description import read_description
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -356,6 +357,17 @@ def test_the_example_of_an_options_file_is_valid(tmp_path):
     (tmp_path / "my_run.yaml").write_text(example)
     cfg = load_recipe_config(["recipes/sft.py", "--config", str(tmp_path / "my_run.yaml"), "--epochs", "3"])
     assert (cfg.lora_r, cfg.lr, cfg.epochs, cfg.gradient_checkpointing) == (16, 2e-4, 3, True)
+
+
+def test_the_cluster_files_on_the_pages_are_valid(tmp_path):
+    found = [block.text for page in USER_PAGES for block in blocks_of(page) if block.kind == "yaml" and "\nnodes:" in block.text]
+    assert len(found) >= 5
+    for text in found:
+        (tmp_path / "cluster.yaml").write_text(text)
+        for name in re.findall(r"^ *env_file: (\S+)", text, flags=re.MULTILINE):
+            (tmp_path / name).write_text("NAME=value\n")
+            (tmp_path / name).chmod(0o600)
+        assert read_description(tmp_path / "cluster.yaml").nodes, text
 
 
 def test_every_code_is_on_the_page_of_codes():
