@@ -1,5 +1,5 @@
 # What a contributor runs before a commit; CI runs `make test` through .ci/run.
-.PHONY: check lint types test gpu
+.PHONY: check lint types test gpu docs
 check: lint
 	$(MAKE) --no-print-directory --jobs 2 types test
 
@@ -17,3 +17,10 @@ test:
 
 gpu:
 	pytest -m gpu
+
+# The documentation site: open build/site/index.html. A warning, such as a broken link, is an error.
+# BUILDER=dummy checks everything and writes nothing.
+SITE ?= build/site
+BUILDER ?= html
+docs:
+	python -m sphinx -b $(BUILDER) -qEa -W --keep-going -n -c docs -d $(SITE)-doctrees . $(SITE)

@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 def start(cfg: TrainConfig) -> Accelerator:
     """Return an Accelerator over exactly the ranks that were launched, or raise UserError on every rank.
 
-    This also chooses and claims the output folder and seeds the initial weights. The order of the steps matters:
+    It also chooses the output folder, locks it for this run, and seeds the initial weights. Call it once, before you build the model.
     """
+    # The order of the steps matters.
     _become_supervised(cfg)  # first, so that the end of this process is reported whatever fails below
     trackers = _check_options(cfg)  # on this rank alone, before it waits for others
     use_gpu = _connect(cfg)  # from here on the monitors watch this rank, and ranks can agree
@@ -223,7 +224,7 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
     with together("open the output folder"):
         cfg.check_installed(is_sharded=links.sharding is not None)
         if cfg.resume and not (given or before):
-            raise UserError("--resume needs the folder of the run. Type --resume --output_dir runs/...")
+            raise UserError("--resume needs the run folder. Use --resume --output_dir runs/...")
         if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             _check_trackers(trackers)
             ending.run_folder_lock = run_folder.claim(cfg)
@@ -348,5 +349,5 @@ def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
     if cfg.static_graph and has_several and this_rank.num_ranks > 1:
         raise UserError(
             "--static_graph cannot be combined with several micro-batches per update, because DDP learns the graph from a first "
-            f"step that must synchronise. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."
+            f"step that must synchronize. Use --micro_batch_size {cfg.global_batch_size // this_rank.num_ranks}, or leave it out."
         )

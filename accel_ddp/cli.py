@@ -263,9 +263,9 @@ def _verify(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="accel-ddp verify",
         usage="accel-ddp verify [--steps N] [--fsdp] [options of accelerate launch] RECIPE [options of the recipe]",
-        description="Run a few steps of a recipe: without interruption, with other micro-batches, on other numbers of ranks, and "
+        description="Run a few steps of a recipe: without interruption, with other micro-batches, on fewer or more ranks, and "
         "killed and resumed. Then compare the samples and the weights. Options of `accelerate launch` (--config_file, "
-        "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: type the same command on each node, "
+        "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: run the same command on each node, "
         "with its own --machine_rank.",
     )
     parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
@@ -289,9 +289,9 @@ def _export(words: list[str]) -> int:
     help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the base model is not on the Hub"
     parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
     parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
-    help = "weights of a run with --ema_decay: their average (ema) or those of the last step (raw); auto: the average, if there is one"
+    help = "weights of a run with --ema_decay: the average (ema) or the last step (raw); auto: the average, if there is one"
     parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help=help)
-    help = "type of the weights; auto: as in the files of the model that was trained; adapters: as they were trained"
+    help = "dtype of the weights; auto: as stored in the model that was trained; adapters: as trained"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
     given = parser.parse_args(words)
     from accel_ddp.exporting.export import from_checkpoint
@@ -316,7 +316,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "copy": (_copy, "copy a recipe and the accelerate configs, or an example, into the current folder, to edit them"),
     "doctor": ("doctor.doctor_command:main", "find the faults of a cluster, on every node, within seconds"),
     "tune": ("measure.tune_command:main", "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
-    "verify": (_verify, "check on your machines, with your model and data, that the guarantees hold"),
+    "verify": (_verify, "check that micro-batch size, number of ranks and a kill do not change a recipe's result"),
     "scaling": (
         "measure.scaling_command:main",
         "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them",
@@ -329,7 +329,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "evaluate": ("exporting.evaluate_command:main", "evaluate a run, a checkpoint or an exported model as in training"),
     "predict": ("exporting.predict_command:main", "apply a model to the rows of files: labels, tags, vectors, answers"),
     "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
-    "export": (_export, "write a folder that transformers can load from a checkpoint"),
+    "export": (_export, "write a checkpoint as a folder that transformers can load"),
 }
 
 _RUN_HELP = """usage: accel-ddp run [options of accelerate launch] RECIPE [options of the recipe]
@@ -342,8 +342,8 @@ Run a recipe with `accelerate launch`. RECIPE is a name (`accel-ddp recipes` lis
   accel-ddp run classify --help                       the options of the recipe
   accel-ddp run sft --config llama-8b-lora            options from an example, or from your own YAML file
 
-Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size can be
-split over. Options, files and columns are checked before any rank starts.
+Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size divides
+into. Options, files and columns are checked before any rank starts.
 
 --config has options of the recipe. --config_file describes nodes and processes. It is a path or the name of a config that comes
 with accel_ddp: local.yaml (the default for one process), 1node.yaml (the default for several), 2node.yaml (the default with

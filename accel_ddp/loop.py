@@ -75,14 +75,16 @@ def fit(
     files: dict[str, bytes] | None = None,
     speedups: Callable[..., Speed] | None = attach,
 ) -> RunOutcome:
-    """Train for `cfg.steps` or `cfg.epochs`, starting from the checkpoint that `cfg.resume` means, if there is one.
+    """Train for `cfg.steps` or `cfg.epochs`, from the checkpoint of `cfg.resume` if there is one. Return metrics and the last step.
 
-    The update of step `s` depends on `s`, the seed and the weights, so neither a restart nor, up to rounding, the number
-    of ranks changes it.
-    `tables` returns the tables of the last evaluation. It is called on the main rank only, and an error in it does not end the run.
-    With `cfg.ema_decay` the average of the weights is evaluated, and it is what the model contains at the end.
-    `files` are stored in every checkpoint, for its export. With `speedups=None` the model is computed as it is. If the run is asked
-    to stop, every rank raises `Stopped` after the same step, when the checkpoint is complete.
+    The update of step `s` depends on `s`, the seed and the weights only. A restart does not change it, and the number of ranks
+    changes it by rounding at most. To stop the run on request, every rank raises `Stopped` after the same checkpoint.
+
+    - `loss_sum(model, batch)` returns the loss summed over the items of a micro-batch, and `count(batch)` their number.
+    - `evaluate(model)` returns metrics. With `cfg.ema_decay` it gets the averaged weights, and so does the model at the end.
+    - `tables()` returns the tables of the last evaluation. Only rank 0 calls it, and an error in it does not stop the run.
+    - `files` are stored in every checkpoint, for its export.
+    - `speedups=None` computes the model as it is.
     """
     run = TrainingRun(accelerator, cfg, model, optimizer, train, loss_sum, evaluate, hooks, files, speedups)  # prepares, restores
     run.start(tables)
@@ -137,7 +139,7 @@ class TrainingRun:
         uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
         if isinstance(loss_sum, WholeBatch) and uneven:
             raise UserError(
-                f"{uneven[0]}: each item is compared with those of all ranks, which must have equal numbers. Leave it out."
+                f"{uneven[0]}: each item is compared with the items of all ranks, which must have equal numbers. Leave it out."
             )
         self.total_steps, self.epoch_size, self.mean_items = train.total_steps(cfg), train.epoch_size(cfg), train.mean_items(cfg)
         check_end(cfg.profile, self.total_steps)
@@ -324,7 +326,7 @@ class TrainingRun:
         return found
 
     def _any_rank(self, ends: list[bool | None]) -> bool:
-        """Return whether a hook of any rank ends the run. This is a collective, because ranks may have different hooks."""
+        """Return whether a hook of any rank stops the run. This is a collective, because ranks may have different hooks."""
         return any(gather_everywhere(any(ends)))
 
     # ---- checkpoints and evaluations
@@ -360,7 +362,7 @@ class TrainingRun:
         self.saved.save(self.step, is_last=not self._continues())
 
     def evaluate(self) -> None:
-        """Evaluate, and save again if that ends the run."""
+        """Evaluate, and save again if that stops the run."""
         self._run_evaluation()
         if self.is_done or self.is_stopping:
             self.save()
@@ -470,7 +472,7 @@ class TrainingRun:
             )
         return Failure(
             "stopped",
-            f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, type the same command with "
+            f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, run the same command with "
             f"--resume --output_dir {self.cfg.output_dir}",
         )
 
@@ -486,7 +488,7 @@ def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_s
     now, before = lr_at(step, cfg, total_steps), lr_at(step, dataclasses.replace(cfg, **then), total_before)
     if (total_steps, now) == (total_before, before):
         return
-    text = f"The run now ends after step {total_steps} instead of {total_before}. " if total_steps != total_before else ""
+    text = f"The run now has {total_steps} steps instead of {total_before}. " if total_steps != total_before else ""
     if now == before:
         text += f"The learning rate of step {step + 1} stays {now:.3g}."
     else:

@@ -22,12 +22,15 @@ from accel_ddp.training import optim
 def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     """Train `task_class(cfg, accelerator)`, print its report, and export the model to OUTPUT_DIR/model.
 
-    A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a TrainBatches), and the methods
-    `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. It may have `report()`, which returns text to
-    print at the end, `tables()`, which returns the tables of the last evaluation (see `records.tables`), `example`, which is
-    Python code that uses the exported {folder} (see `export.describe`), `more_files`, which are exported too, and the attribute
-    `model_class`, the class of transformers that loads its model, for the estimate of memory. A class with `fits_memory = True` calls
-    `accel_ddp.fit_memory` itself, between its data and its model, because options such as `--max_length` depend on the data.
+    A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a `TrainBatches`), and the methods
+    `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. These are optional:
+
+    - `report()` returns text to print at the end.
+    - `tables()` returns the tables of the last evaluation, a dictionary of `Table`.
+    - `example` is Python code that uses the exported `{folder}`, for the line `try:`.
+    - `more_files` are exported too.
+    - `model_class` names the class of transformers that loads the model, for the memory estimate. A class with `fits_memory = True`
+      calls `fit_memory` itself, after it loads its data and before its model.
     """
     number = getattr(cfg, "log_predictions", 0)
     if number and not hasattr(task_class, "tables"):

@@ -1,4 +1,4 @@
-"""Seeds are hashed, not added.
+"""Seeds that are hashed, not added.
 
 With `seed + epoch`, seed 42 in epoch 1 equals seed 43 in epoch 0. Here every purpose, epoch, step and position has its own
 random stream.

@@ -207,15 +207,15 @@ class _Verification:
         problem = checkpoint_format.find_problem(found[-1]) if found else "there is no checkpoint"
         run = checkpoint_format.read_run(found[-1]) if found and not problem else {}
         if run and run["step"] != min(end, run["total_steps"]):
-            problem = f"it ended at step {run['step']} instead of {end}"
+            problem = f"it stopped at step {run['step']} instead of {end}"
         if problem:
             output = (self.place / f"{name}.txt").read_text().splitlines()
             tail = "\n".join(output[-25:])
             codes = ", ".join(str(process.returncode) for process in started)
             errors = [line for line in output if line.startswith("error: ")]
             if errors and all(process.returncode == USER_ERROR for process in started) and output[-1].strip() in ("", errors[-1]):
-                raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
-            raise UserError(f"the run '{name}' ended with exit code {codes}: {problem}. Its last output:\n{tail}")
+                raise UserError(f"the run '{name}' exited with code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
+            raise UserError(f"the run '{name}' exited with code {codes}: {problem}. Its last output:\n{tail}")
         if run["config"].get("global_batch_tokens"):
             raise UserError("--global_batch_tokens: verify compares steps of equal numbers of items. Use --global_batch_size.")
         samples = _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
@@ -233,7 +233,7 @@ class _Verification:
         differing = [name.removesuffix(".safetensors") for name in names if not is_identical(a.path, b.path, name)]
         problem = f"{' and '.join(differing)} differ" if differing else ""
         if not 0 < b.killed_at < a.run["step"]:
-            problem = problem or "the run ended before it could be killed. Use more data or more --steps"
+            problem = problem or "the run finished before it could be killed. Use more data or more --steps"
         what = f"{'FSDP, ' * bool(b.run.get('shards'))}killed at step {b.killed_at}, resumed"
         return self.row(what, a, b, largest_difference(a.path, b.path)[0], "0", problem)
 

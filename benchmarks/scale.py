@@ -102,7 +102,7 @@ def launch(work: Path, file: Path) -> dict:
         first_step = first_step or find_first_step(work / "run" / "log.jsonl")
         time.sleep(0.5)
     if process.returncode:
-        sys.exit(f"the recipe ended with exit code {process.returncode}; see {work / 'log.txt'}")
+        sys.exit(f"the recipe exited with code {process.returncode}; see {work / 'log.txt'}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     found = [json.loads(line) for line in parts.read_text().splitlines()]
     seconds = {

@@ -1,7 +1,9 @@
-"""Make the picture of `accel-ddp report` in the README: docs/report.png.
+"""Make the picture of `accel-ddp report` in the README, docs/report.png: key figures, the loss, and the heat map of slow ranks.
 
-    PYTHONPATH=. python docs/make_screenshot.py docs/report.png          # the example: its numbers are invented, no run trained
-    PYTHONPATH=. python docs/make_screenshot.py docs/report.png RUN...   # runs of your own
+    PYTHONPATH=. python docs/make_screenshot.py docs/report.png RUN
+
+The picture in the repository is of a real run: `sft` with the built-in model on two NCCL ranks that share one H200. Rank 1 slept
+70 ms in each step from 100 to 200, was killed at step 266, and the launchers restarted the run.
 
 It needs Chromium: apt-get install -y --no-install-recommends chromium chromium-driver
 """
@@ -15,46 +17,43 @@ from PIL import Image
 
 from accel_ddp.report.page import write_page
 from accel_ddp.report.run_reader import read_run
-from tests.report_runs import write_run
 from tests.test_report_page import Browser
 
-WIDTH, GAP = 1280, 16  # pixels
-# What the picture shows, from top to bottom: (the first element, the last element), with everything between them.
-PARTS = (
-    ("header", ".card"),
-    ("#incidents", "#incidents"),
-    (".card:has(.time)", ".card:has(.time)"),
-    (".card:has(.heat)", ".card:has(.heat)"),
-)
-EDGES = "return arguments[0].map(q => document.querySelector(q).getBoundingClientRect()).map((r, i) => i ? r.bottom : r.top)"
+WIDTH, SCALE = 838, 2  # the width of a README in pixels, and the pixels of the picture for each of them
+ARRANGE = """
+const shown = ['Wall time', 'Best loss', 'Goodput', 'Waiting', 'Incidents'];
+for (const tile of document.querySelectorAll('.tile')) tile.hidden = !shown.includes(tile.querySelector('dt').textContent);
+const box = document.createElement('div'); box.id = 'shown';
+for (const kind of ['curve', 'heat']) box.append(document.querySelector(`.card:has([data-chart=${kind}])`));
+document.querySelector('main').prepend(box);
+const style = document.createElement('style');
+style.textContent = `.tile[hidden], nav, header .subtitle, main > :not(#shown), .figures, figcaption p { display: none !important }
+  html { overflow: hidden } header { padding: 0.8rem 1.5rem !important } #shown .card { grid-column: auto; padding-bottom: 0 }
+  .tiles { margin-top: 0.7rem !important; grid-template-columns: repeat(5, 1fr) !important }
+  #shown .plot { height: 225px !important; min-height: 0 } .tile { padding: 0.5rem 0.6rem !important }
+  #shown { display: grid; grid-template-columns: 1fr 1fr; gap: 0.8rem } main { padding-top: 0 !important; margin-top: 0 }`;
+document.head.append(style);
+"""
 
 
 def take_picture(page: Path, folder: Path) -> Image.Image:
-    """Return the parts of the page below each other."""
     browser = Browser(folder / "browser")
     try:
         browser.open(page, WIDTH)
+        browser.run(ARRANGE)
         browser.draw_all()
-        browser.run("document.querySelector('nav a[aria-current]')?.removeAttribute('aria-current')")
-        whole = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("RGB")
-        edges = [[round(edge) for edge in browser.run(EDGES, part)] for part in PARTS]
+        bottom = round(browser.run("return document.querySelector('#shown').getBoundingClientRect().bottom")) + 8
+        browser.command("setDeviceMetricsOverride", width=WIDTH, height=bottom, deviceScaleFactor=SCALE, mobile=False)
+        browser.wait("devicePixelRatio === 2")
+        picture = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("RGB")
     finally:
         browser.driver.quit()
-    picture = Image.new("RGB", (WIDTH, sum(bottom - top + GAP for top, bottom in edges)), whole.getpixel((1, 1)))
-    place = 0
-    for top, bottom in edges:
-        picture.paste(whole.crop((0, top, WIDTH, bottom)), (0, place))
-        place += bottom - top + GAP
-    return picture
+    return picture.crop((0, 0, WIDTH * SCALE, bottom * SCALE))
 
 
 if __name__ == "__main__":
-    target, *folders = map(Path, sys.argv[1:])
+    target, folder = map(Path, sys.argv[1:])
     with tempfile.TemporaryDirectory() as temporary:
-        runs = [read_run(folder) for folder in folders]
-        if not runs:
-            runs = [read_run(write_run(Path(temporary) / "example", nodes=2), "example (synthetic)")]
-            runs[0].folder = Path("runs/example")
-        write_page(runs, Path(temporary) / "page.html")
+        write_page([read_run(folder)], Path(temporary) / "page.html")
         picture = take_picture(Path(temporary) / "page.html", Path(temporary))
     picture.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(target, optimize=True)

@@ -42,7 +42,7 @@ class Config(ChatConfig):
     )  # fmt: skip
     gamma: float = option(0.5, "simpo: margin by which the chosen answer must win", group="training", also=("simpo_gamma",))
     sft_weight: float = option(
-        0.0, "also learn the chosen answers: weight of their mean loss per token; orpo includes it", group="training", at_least=0,
+        0.0, "weight of an SFT loss on the chosen answers (mean per token); orpo includes it", group="training", at_least=0,
         also=("rpo_alpha", "pref_ftx", "cpo_alpha"),
     )  # fmt: skip
     desirable_weight: float = option(1.0, "kto: weight of desirable answers", group="training", also=("kto_desirable_weight",))
@@ -65,11 +65,11 @@ class Config(ChatConfig):
         legacy="auto",
         affects_result=False,
     )  # fmt: skip
-    dropout: bool = option(False, "use dropout; without it, the loss begins at its value for equal models")
+    dropout: bool = option(False, "use dropout; off: the loss starts at its value for equal models")
     epochs: float = 1.0
-    global_batch_size: int = option(32, "pairs (kto: answers) per optimizer update, over all ranks; the result depends on it")
+    global_batch_size: int = option(32, "pairs (kto: answers) per optimizer step, over all ranks; the result depends on it")
     lr: float | Literal["auto"] = option(
-        "auto", "highest learning rate; auto: by the size of the model, --lora_r and --loss", legacy="auto"
+        "auto", "peak learning rate; auto: by the size of the model, --lora_r and --loss", legacy="auto"
     )
     warmup_ratio: float = 0.1
     # What `sft` has as options.

@@ -41,8 +41,8 @@ class Config(RecipeConfig):
     score_column: str = option(
         "", "column of the similarity of anchor and positive; default: all pairs are similar", group="data"
     )
-    min_score: float = option(0.0, "score of texts that have nothing in common; their cosine is to be 0", group="data")
-    max_score: float = option(1.0, "score of texts that mean the same, for example 5; their cosine is to be 1", group="data")
+    min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data")
+    max_score: float = option(1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data")
     negative_columns: tuple[str, ...] = option(
         (), "columns of texts that look right and are wrong (hard negatives)", group="data"
     )
@@ -53,25 +53,25 @@ class Config(RecipeConfig):
     num_negatives: int = option(1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1)
     mine_negatives: int = option(
         0,
-        "so many positives of other rows that the model finds nearest to an anchor become its negatives",
+        "negatives to mine per anchor: the nearest positives of other rows, by the model",
         group="training",
         at_least=0,
     )
-    mine_every: int = option(0, "steps between two minings; 0: only before the first step", group="training", at_least=0)
+    mine_every: int = option(0, "steps between minings; 0: only before the first step", group="training", at_least=0)
     mine_margin: float = option(
         0.0,
-        "leave out texts whose cosine is above the one of the anchor's positive minus this; they may be right",
+        "skip mined texts whose cosine is above the positive's cosine minus this; they may be right",
         group="training",
     )
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")
-    pooling: Literal["mean", "cls"] = option("mean", "how the vectors of the tokens become one", group="model")
+    pooling: Literal["mean", "cls"] = option("mean", "how token vectors become one vector", group="model")
     scale: float = option(20.0, "factor of the cosines in the softmax: 1 / temperature", group="training", also=("temperature",))
     matryoshka: tuple[int, ...] = option(
         (), "also train embeddings truncated to these dimensions, for example 256 128 64", group="training"
     )
     max_length: int = option(64, "tokens per text; longer texts are truncated", group="data", at_least=1)
-    global_batch_size: int = option(64, "rows per optimizer update, over all ranks; each is a negative for all others")
+    global_batch_size: int = option(64, "rows per optimizer step, over all ranks; each is a negative for all others")
     micro_batch_size: int | Literal["auto"] = 64
     lr: float = 1e-4
     warmup_ratio: float = 0.1

@@ -35,13 +35,11 @@ class Config(ScoredConfig):
     eval_file: tuple[str, ...] = option((), "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
     image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")
     label_column: str = option("label", "column with names or numbers of classes", group="data")
-    image_size: int = option(
-        0, "pixels per side; 0: as the model's processor defines it, or as the images are", group="data", at_least=0
-    )
+    image_size: int = option(0, "pixels per side; 0: from the model's processor, or as the images are", group="data", at_least=0)
     pixel_mean: float | Literal["auto"] = option(
-        "auto", "subtracted from each pixel of 0 to 1; auto: as the model's processor defines it, or 0.5", group="data"
+        "auto", "mean to subtract from pixels (0 to 1); auto: from the model's processor, or 0.5", group="data"
     )
-    pixel_std: float | Literal["auto"] = option("auto", "each pixel is then divided by it; auto: the same", group="data")
+    pixel_std: float | Literal["auto"] = option("auto", "standard deviation to divide pixels by; auto: the same", group="data")
     norm: Literal["batch", "group"] = option(
         "batch", "normalization of mini-resnet; group: independent of the other images in the batch", group="model"
     )

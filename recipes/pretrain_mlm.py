@@ -28,12 +28,12 @@ class Config(RecipeConfig):
         (), "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
     text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
-    streaming: bool = option(False, "read .txt files as needed: they are not tokenized first, and need no memory", group="data")
-    mask_share: float = option(0.15, "fraction of the words that are masked", group="training", also=("mlm_probability",))
+    streaming: bool = option(False, "tokenize .txt files during training, without holding them in memory", group="data")
+    mask_share: float = option(0.15, "fraction of words to mask", group="training", also=("mlm_probability",))
     max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
     epochs: float = 4.0
-    global_batch_size: int = option(16, "blocks per optimizer update, over all ranks; the result depends on it")
-    lr: float = option(1e-3, "highest learning rate; to continue a pretrained model 5e-5 to 1e-4")
+    global_batch_size: int = option(16, "blocks per optimizer step, over all ranks; the result depends on it")
+    lr: float = option(1e-3, "peak learning rate; to continue a pretrained model 5e-5 to 1e-4")
     warmup_ratio: float = 0.1
 
     def check_columns(self, *tables):

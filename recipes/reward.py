@@ -26,22 +26,18 @@ class Config(ChatConfig):
     )
     chosen_column: str = option("chosen", "column of the better answers", group="data")
     rejected_column: str = option("rejected", "column of the worse answers", group="data")
-    margin_column: str = option(
-        "", "column of the margins by which scores are to differ; default: margin, if there is one", group="data"
-    )
+    margin_column: str = option("", "column of margins between the scores; default: margin, if there is one", group="data")
     max_length: int | Literal["auto"] = option(
         "auto",
-        "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: as the data need",
+        "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: from the data",
     )
     center_rewards: float = option(
         0.0, "weight of (s_chosen + s_rejected)^2, which keeps scores around 0; 0.01 is usual", group="training", at_least=0,
         also=("center_rewards_coefficient",),
     )  # fmt: skip
     epochs: float = 1.0
-    global_batch_size: int = option(8, "pairs per optimizer update, over all ranks; the result depends on it")
-    lr: float | Literal["auto"] = option(
-        "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy="auto"
-    )
+    global_batch_size: int = option(8, "pairs per optimizer step, over all ranks; the result depends on it")
+    lr: float | Literal["auto"] = option("auto", "peak learning rate; auto: by the size of the model and --lora_r", legacy="auto")
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
     # What `sft` and `dpo` have as options.

@@ -39,15 +39,15 @@ class Config(ScoredConfig):
     )
     samples: int = option(
         3,
-        "texts that are printed at each evaluation; they are in its table too, and contain your data",
+        "generated texts to print at each evaluation; its table has them too, and they contain your data",
         group="evaluation",
         affects_result=False,
         at_least=0,
     )
-    num_beams: int = option(1, "beams of the search; 1: greedy", group="evaluation", affects_result=False, at_least=1)
+    num_beams: int = option(1, "beam search width; 1: greedy", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 7.0
     micro_batch_size: int | Literal["auto"] = 32
-    lr: float = option(4e-3, "highest learning rate; for pretrained models 5e-5 to 5e-4")
+    lr: float = option(4e-3, "peak learning rate; for pretrained models 5e-5 to 5e-4")
     warmup_ratio: float = 0.05
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")

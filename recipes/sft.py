@@ -28,13 +28,13 @@ class Config(ChatConfig):
         (), f"files, folders or patterns: {TABLE_FILES}, or .txt with a text per line; a mixture: PATH:WEIGHT"
     )
     text_column: str = option("", "column of plain texts; default: text, if none of the others exists", group="data")
-    train_on_prompts: bool = option(False, "learn the prompts too, and not only the answers", group="training")
+    train_on_prompts: bool = option(False, "also train on the prompts", group="training")
     max_length: int | Literal["auto"] = option(
-        "auto", "tokens per row; longer rows are truncated, longer plain texts become several rows; auto: as the data need, up to the "
+        "auto", "tokens per row; longer rows are truncated, longer plain texts become several rows; auto: from the data, up to the "
         "model's limit", legacy=128
     )  # fmt: skip
     train_on: int | Literal["all", "last"] = option(
-        "all", "the answers of a chat that are learned; N: the last N", group="training", at_least=1
+        "all", "which answers of a chat to train on; N: the last N", group="training", at_least=1
     )
     packing: Literal["auto", "on", "off"] = option(
         "auto", "short plain texts share rows of at most --max_length tokens and do not see each other; auto: if the model allows it",
@@ -44,24 +44,20 @@ class Config(ChatConfig):
         False, "read rows in order and tokenize them during training, instead of storing all tokens first; needs --steps and "
         "--max_length", group="data",
     )  # fmt: skip
-    shuffle_block: int = option(10_000, "with --streaming: so many consecutive rows are shuffled", group="data", at_least=1)
-    row_format: int = option(2, "how rows become tokens; 1: as in runs before this option", group="data", legacy=1)
+    shuffle_block: int = option(10_000, "with --streaming: shuffle within this many consecutive rows", group="data", at_least=1)
+    row_format: int = option(2, "version of the tokenization of rows; 1: as in older runs", group="data", legacy=1)
     samples: int = option(
         3,
-        "evaluation prompts whose answers are printed at each evaluation; they are in its table too, and contain your data",
+        "answers to generate and print at each evaluation; its table has them too, and they contain your data",
         group="evaluation",
         affects_result=False,
         at_least=0,
     )
-    log_predictions: int = option(
-        0, "answers in the table of an evaluation, if more than --samples; each evaluation generates so many"
-    )
-    max_new_tokens: int = option(40, "tokens of such an answer", group="evaluation", affects_result=False, at_least=1)
+    log_predictions: int = option(0, "answers to generate for the table of each evaluation, if more than --samples")
+    max_new_tokens: int = option(40, "tokens of a generated answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
     global_batch_size: int = 16
-    lr: float | Literal["auto"] = option(
-        "auto", "highest learning rate; auto: by the size of the model and --lora_r", legacy=2e-3
-    )
+    lr: float | Literal["auto"] = option("auto", "peak learning rate; auto: by the size of the model and --lora_r", legacy=2e-3)
 
     def validate(self):
         super().validate()

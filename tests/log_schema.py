@@ -1,29 +1,20 @@
-"""The schema of log.jsonl and incidents.jsonl, as docs/log.md states it. Tests of runs compare their files with it."""
+"""The files of real runs have the fields that `accel_ddp.records.log_fields` states, which docs/log.md shows."""
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 
 from accel_ddp.records.files import read_objects
+from accel_ddp.records.log_fields import ANY, EVENTS, EVERY_EVENT, INCIDENT, Fields
 from tests.conftest import ROOT
 
-PAGE = ROOT / "docs" / "log.md"
-ANY = "any other name"
-OPTIONAL = "missing"
-TYPES = {"integer": int, "number": (int, float), "text": str, "list": list, "object": dict, "true": bool}
+PAGE, CODES_PAGE = ROOT / "docs" / "log.md", ROOT / "docs" / "codes.md"
+TYPES = {"integer": int, "number": (int, float), "string": str, "list": list, "object": dict, "true": bool}
 
 
-@cache
-def documented() -> dict[str, dict[str, str]]:
-    """Return the type of each field of each event, and of incidents."""
-    sections = re.split(r"^##+ (.+)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
-    found = {}
-    for title, text in zip(sections[::2], sections[1::2]):
-        rows = re.findall(r"^\| (?:`(\w+)`|(any other name)) \| ([^|]+) \| [^|]*\| [^|]+\|$", text, flags=re.MULTILINE)
-        if rows:
-            found[title] = {name or other: kind for name, other, kind in rows}
-    return found
+def fields_of(event: str) -> Fields:
+    assert event in EVENTS, f"log_fields.py does not describe the event {event}"
+    return EVERY_EVENT | EVENTS[event][1]
 
 
 def require_documented(folder: Path) -> set[str]:
@@ -33,21 +24,25 @@ def require_documented(folder: Path) -> set[str]:
     """
     events = set()
     for line in read_objects(folder / "log.jsonl"):
-        assert line["event"] in documented(), f"docs/log.md does not describe the event {line['event']}"
+        require_fields(line, fields_of(line["event"]))
         events.add(line["event"])
-        require_fields(line, documented()["every event"] | documented()[line["event"]])
     for line in read_objects(folder / "incidents.jsonl"):
-        require_fields(line, documented()["incidents.jsonl"])
-        assert f"`{line['kind']}`" in PAGE.read_text(), f"docs/log.md does not describe the incident {line['kind']}"
+        require_fields(line, INCIDENT)
+        assert f"`{line['kind']}`" in CODES_PAGE.read_text(), f"docs/codes.md does not describe the incident {line['kind']}"
+    listed = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text().split("## Follow a run")[0], flags=re.MULTILINE)
+    known = re.compile("|".join(re.sub(r"\d+", r"\\d+", re.escape(name.rstrip("/"))) for name in listed))
+    assert not (unknown := [path.name for path in folder.iterdir() if not known.fullmatch(path.name)]), (
+        f"docs/log.md lacks {unknown}"
+    )
     return events
 
 
-def require_fields(line: dict, fields: dict[str, str]) -> None:
+def require_fields(line: dict, fields: Fields) -> None:
     for name, value in line.items():
-        kind = fields.get(name) or fields.get(ANY)
-        assert kind, f"docs/log.md does not describe the field {name} of {json.dumps(line)[:200]}"
+        kind, _ = fields.get(name) or fields.get(ANY) or ("", "")
+        assert kind, f"log_fields.py does not describe the field {name} of {json.dumps(line)[:200]}"
         types = TYPES[kind.split()[0].rstrip(",")]
         is_nonfinite = value in ("nan", "inf", "-inf") and kind.startswith("number")
         assert isinstance(value, types) or is_nonfinite or (value is None and "null" in kind), (name, value, kind)
-    missing = [name for name, kind in fields.items() if OPTIONAL not in kind and name != ANY and name not in line]
+    missing = [name for name, (kind, _) in fields.items() if "missing" not in kind and name != ANY and name not in line]
     assert not missing, f"{missing} are missing in {json.dumps(line)[:200]}"

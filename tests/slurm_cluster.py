@@ -237,7 +237,7 @@ class SlurmCluster:
 def slurm_cluster() -> Iterator[SlurmCluster]:
     missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if not shutil.which(name, path=PATH)]
     if missing:
-        pytest.skip(f"Slurm is not tested: {', '.join(missing)} is missing. Type: {INSTALL}")
+        pytest.skip(f"Slurm is not tested: {', '.join(missing)} is missing. Run: {INSTALL}")
     if best_kind()[0] != "root":
         pytest.skip("Slurm is not tested: it needs root.")
     made = SlurmCluster()

@@ -267,7 +267,7 @@ def test_a_file_with_the_secret_must_be_private(tmp_path, monkeypatch):
     assert read_secret() == "from a file"
     for mode in (0o640, 0o604, 0o622):
         file.chmod(mode)
-        with pytest.raises(UserError, match=rf"other users may read or change it \(mode {mode:04o}\). Type: chmod 600"):
+        with pytest.raises(UserError, match=rf"other users may read or change it \(mode {mode:04o}\). Run: chmod 600"):
             read_secret()
     monkeypatch.setenv("ACCEL_DDP_TOKEN", "from the environment")
     assert read_secret() == "from the environment"

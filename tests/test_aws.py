@@ -295,7 +295,7 @@ class Cloud:
 
 def required(program: str) -> str:
     found = shutil.which(program, path=clean_environment()["PATH"])
-    return found or pytest.skip(f"{program} is not installed. Type: {INSTALL} && PATH=$PWD/build/aws/bin:$PATH pytest -m aws")
+    return found or pytest.skip(f"{program} is not installed. Run: {INSTALL} && PATH=$PWD/build/aws/bin:$PATH pytest -m aws")
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_a_run_is_made_longer_without_permission_and_prints_the_old_and_the_new_
     for how in ("longer", "longer in epochs"):
         assert damage[how]["error"] == ""
         assert (damage[how]["from"], damage[how]["to"]) == (6, 8)
-        assert "The run now ends after step 8 instead of 6." in damage[how]["said"]
+        assert "The run now has 8 steps instead of 6." in damage[how]["said"]
         assert "The learning rate of step 7 is 0.0025 instead of 0." in damage[how]["said"]
         assert "step_00000008" in damage[how]["left"]
     assert damage["longer"]["end"] == damage["longer in epochs"]["end"] != damage["straight"]["end"]
@@ -117,7 +117,7 @@ def test_a_longer_run_that_is_stopped_and_resumed_has_the_same_result(damage):
 def test_a_run_cannot_end_before_its_checkpoint(damage):
     assert damage["longer, then the old command"]["from"] is None
     error = damage["longer, then the old command"]["error"]
-    assert "--steps 6 ends the run after step 6, but the checkpoint is at step 8 already" in error
+    assert "--steps 6 stops the run after step 6, but the checkpoint is at step 8 already" in error
     assert "use --steps 8 or more" in error
     assert "accel-ddp export" in error
 

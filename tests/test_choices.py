@@ -142,7 +142,7 @@ def test_names_of_layers_are_separated_by_commas_or_spaces_and_all_linear_stands
     every = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert adapted() == adapted("--lora_targets", "all-linear") == every, "all except the head"
     for words in (["all-linear", "q_proj"], ["all-linear,q_proj"]):
-        with pytest.raises(UserError, match="Type it alone"):
+        with pytest.raises(UserError, match="Use it alone"):
             options("--lora_r", "2", "--lora_targets", *words)
     with pytest.raises(UserError, match="--lora_targets ,: names no layer"):
         options("--lora_r", "2", "--lora_targets", ",")

@@ -53,7 +53,7 @@ def test_the_version_is_printed(capsys):
         (["run", "unknown"], "'unknown' is not a recipe. The recipes are: classify,"),
         (["run", "kto"], "'kto' is not a recipe. Preferences are learned by `accel-ddp run dpo --loss kto`."),
         (["run", "--steps"], "needs a recipe"),
-        (["run", "recipes/classify.py"], "there is no such file. To run the recipe that comes with accel_ddp, type `classify`."),
+        (["run", "recipes/classify.py"], "there is no such file. To run the recipe that comes with accel_ddp, use `classify`."),
         (["run", "classify", "--num_processes"], "--num_processes needs a value"),
         (["run", "classify", "--num_processes", "two"], "--num_processes two: must be a whole number, 1 or more"),
         (["run", "--num-processes=0", "classify"], "--num_processes 0: must be a whole number, 1 or more"),

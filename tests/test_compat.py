@@ -513,3 +513,22 @@ def test_graphs_that_are_compiled_are_counted():
     before = compat.compiled_graphs()
     torch.compile(lambda x: (x * 7.25).sin(), options=compat.compile_options())(torch.ones(3))
     assert compat.compiled_graphs() == before + 1
+
+
+def test_layers_are_checkpointed_in_eval_mode_too_in_which_no_dropout_trains():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    model, ids, found = LlamaForCausalLM(LlamaConfig(**shape)).eval(), torch.arange(12).view(2, 6), []
+    calls = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()  # with the cache, which is the default
+        found.append((len(calls), model.lm_head.weight.grad.clone(), model.model.embed_tokens.weight.grad.clone()))
+        model.zero_grad(), calls.clear()
+        compat.checkpoint_layers(model)
+    assert [number for number, *_ in found] == [1, 2]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:]))
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert len(calls) == 1

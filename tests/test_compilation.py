@@ -38,7 +38,7 @@ def test_a_cache_file_is_used_only_if_it_is_whole_and_its_user_alone_can_write_i
         place.chmod(mode)
         found, reason = read_code(path)
         assert found is None
-        assert reason.endswith(f"Type: chmod go-w {place}")
+        assert reason.endswith(f"Run: chmod go-w {place}")
         place.chmod(usual)
     path.parent.chmod(0o770)
     assert "chmod go-w" in write_code(path, b"other")

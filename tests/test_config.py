@@ -182,7 +182,7 @@ def test_an_impossible_value_is_refused(argv, message):
     ("typed", "message"),
     [
         ("--steps many", "--steps many: must be a whole number."),
-        ("--steps 1e3", "--steps 1e3: must be a whole number. Type --steps 1000."),
+        ("--steps 1e3", "--steps 1e3: must be a whole number. Use --steps 1000."),
         ("--lr=high", "--lr high: must be a number. For example: --lr 2e-05."),
         ("--lr --steps 3", "--lr: needs a value: a number. For example: --lr 2e-05."),
         ("--output_dir", "--output_dir: needs a value."),
@@ -192,7 +192,7 @@ def test_an_impossible_value_is_refused(argv, message):
             "--optimizer adam: must be one of adamw, sgd, adamw8bit, adafactor, muon. Did you mean --optimizer adamw?",
         ),
         ("--preflight never", "--preflight never: must be one of on, off."),
-        ("--no_tf32 false", "--no_tf32 false: --no_tf32 takes no value. Type --no_tf32 or --tf32."),
+        ("--no_tf32 false", "--no_tf32 false: --no_tf32 takes no value. Use --no_tf32 or --tf32."),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_what_to_type(typed, message):
@@ -255,7 +255,7 @@ AXOLOTL = {
 }
 LLAMA_FACTORY = {
     "model_name_or_path: me/chat": "Did you mean --model ",
-    "stage: sft": "the recipe states it",
+    "stage: sft": "the recipe sets it",
     "finetuning_type: lora": "Use --lora_r 16 for LoRA",
     "lora_target: all": "Did you mean --lora_targets ",
     "dataset_dir: data": "Use --train_file FOLDER or FOLDER/FILE.",
@@ -299,12 +299,14 @@ def test_a_setting_without_a_counterpart_says_what_to_do_on_the_command_line_too
 
 def test_what_to_do_instead_names_options_that_exist():
     """A text is left out in recipes without its options, so a wrong name in it would never be seen."""
-    known = {name for path in (ROOT / "recipes").glob("*.py") for name in properties_of(load_recipe(path).Config)}
+    recipes = [properties_of(load_recipe(path).Config) for path in (ROOT / "recipes").glob("*.py")]
+    known = {name for properties in recipes for name in properties}
     named = {name for text in INSTEAD for name in re.findall(r"--(\w+)", text)}
     assert named <= {*known, "config_file", "cpu"}
     others = [name for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES) for names in table.values() for name in names.split()]
     assert not {name for name in others if others.count(name) > 1 or name in known - {"packing"}}, "sft has --packing"
-    assert not {*NOTES} - {*others, *known}
+    also = {name for properties in recipes for found in properties.values() for name in found.also}
+    assert not {*NOTES} - {*others, *known, *also}
     assert {name for text in (*NOTES.values(), *NO_EQUIVALENT) for name in re.findall(r"--(?:no_)?(\w+)", text)} <= known
 
 
@@ -405,7 +407,7 @@ def test_several_files_are_the_same_in_yaml_on_the_command_line_and_in_a_saved_r
 
 
 def test_a_second_value_of_an_option_is_refused_with_what_to_type():
-    with pytest.raises(UserError, match=r"--report_to wandb tensorboard: .* Type --report_to wandb,tensorboard\."):
+    with pytest.raises(UserError, match=r"--report_to wandb tensorboard: .* Use --report_to wandb,tensorboard\."):
         parse_config(TrainConfig, ["--report_to", "wandb", "tensorboard"])
     with pytest.raises(UserError, match=r"--run_name my run: .* Put a value with spaces into quotes\."):
         parse_config(TrainConfig, ["--run-name=my", "run"])

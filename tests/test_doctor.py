@@ -282,7 +282,7 @@ def test_2f_a_host_name_that_resolves_to_loopback_is_corrected_for_the_run(nodes
     assert ended.codes == {0: 0, 1: 0}, ended.texts
     assert "2 nodes x 1 rank" in ended.texts[0]
     assert "set GLOO_SOCKET_IFNAME=eth0 and NCCL_SOCKET_IFNAME=eth0 for this run" in ended.texts[1]
-    seconds = float(re.search(r"2 nodes are alike and reach each other over eth0 \(([\d.]+) s\)", ended.texts[0])[1])
+    seconds = float(re.search(r"2 nodes match and reach each other over eth0 \(([\d.]+) s\)", ended.texts[0])[1])
     assert seconds < ended.seconds / 2, "a preflight takes less time than the imports of a rank"
 
 

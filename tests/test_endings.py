@@ -123,7 +123,7 @@ def test_torchrun_does_not_undo_a_stop_of_a_single_rank(tmp_path):
     ended = running.ended()
     assert ended.codes == [75]
     assert ended.text.count("stopped: requested by the file") == 1, "the ranks were started again"
-    assert "the ranks are not started again, because a stop was requested" in ended.text
+    assert "the ranks are not restarted, because a stop was requested" in ended.text
     assert "resumed at step" not in ended.text
     (checkpoint,) = folder.glob("step_*")
     assert int(checkpoint.name[5:]) < 12

@@ -407,7 +407,7 @@ def messages(tmp_path_factory, tiny_model, cache) -> list[dict[str, str]]:
             "lists.jsonl cannot be used",
             "needs two or more candidates, and it has 1 candidate: row 10\n",
             "none of its candidates is relevant: row 11\n",
-            "its labels is not 0 or 1 (for other numbers, type --score_column labels): row 12",
+            "its labels is not 0 or 1 (for other numbers, use --score_column labels): row 12",
             "its docs and labels have different lengths: row 13 (2 and 1)",
             "its query is empty: row 14\n",
         ],
@@ -571,13 +571,13 @@ def test_a_second_ctrl_c_ends_all_ranks_with_one_line(tmp_path):
     time.sleep(1)  # rank 0 is in the all-reduce by now
     for rank in ranks.processes:
         os.killpg(rank.pid, signal.SIGINT)  # as a terminal does
-    ranks.until("Press Ctrl-C again to end at once")
+    ranks.until("Press Ctrl-C again to kill the job at once")
     time.sleep(0.5)  # a second one within 0.2 s counts as the same Ctrl-C
     for rank in ranks.processes:
         os.killpg(rank.pid, signal.SIGINT)
     ended = ranks.ended()
     assert ended.codes == [130, 130]
-    assert ended.text.count("Press Ctrl-C again to end at once") == 1
+    assert ended.text.count("Press Ctrl-C again to kill the job at once") == 1
     assert ended.text.count("interrupted: received a second Ctrl-C") == 1
     assert ended.text.count("interrupted") == 1
     assert "Traceback" not in ended.text

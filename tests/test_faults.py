@@ -696,7 +696,7 @@ def test_ranks_whose_variables_are_set_by_hand_find_their_nodes(two, tmp_path, p
         assert None not in job.codes()
         counts = f"{places.count(0)} on node0, {places.count(1)} on node1"
         assert f"6 items per step = 3 ranks ({counts}) x 2 per micro-batch" in job.text(0)
-        assert "preflight: 2 nodes are alike and reach each other" in job.text(0)
+        assert "preflight: 2 nodes match and reach each other" in job.text(0)
         for node in {node.name: node for node in job.nodes}.values():
             died = re.findall(r"RANK_DIED: (rank \d+ \(\w+), pid", job.text_of_node(node))
             assert died == [f"rank {dies} (node{places[dies]}"], job.all_output()

@@ -103,7 +103,7 @@ def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_
     description.write_text(yaml.safe_dump(keys))
     ended = run_all([[*launch, "--name", "many", description, CLASSIFY]], [on_gpu()])
     assert ended.codes == [2]
-    assert f"states {torch.cuda.device_count() + 1}" in ended.text
+    assert f"says {torch.cuda.device_count() + 1}" in ended.text
 
 
 @pytest.mark.parametrize("recipe", ["sft", "embed"])
@@ -171,10 +171,12 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
+    unequal = ("t5", "deberta")  # their biases are summed in another order each time, so they are not captured by default
     for kind in (kind for kind in found if kind != "dropout"):
-        assert found[kind]["padding-free"] < 0.05, found
-        assert found[kind]["captured"] == 0, found
-        assert found[kind]["accumulated"] == 0, found
+        assert found[kind]["padding-free"] < (0.3 if kind == "mixtral" else 0.05), found  # rounding changes experts
+        assert (found[kind]["captured"] == 0) == (kind not in unequal), found
+        assert (found[kind]["accumulated"] == 0) == (kind not in unequal), found
+        assert found[kind]["default"] == {"t5": "auto", "deberta": "off"}.get(kind, "graphs"), found
         assert found[kind]["compiled"] < 0.05, found
         assert found[kind]["compiled again"] == 0, found
     assert found["dropout"]["captured"] == 0, found
@@ -218,7 +220,7 @@ def test_the_kernel_of_adamw_steps_as_torch_does_and_leaves_a_skipped_step_out()
             optimizer.step()
         found.append([x for p in parameters for x in (p.detach(), *optimizer.state[p].values())])
     for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(a, b, rtol=1e-5, atol=5e-6)  # the rounding of six steps with lr 0.1
 
 
 def test_steps_skipped_by_the_fp16_scaler_are_counted(tmp_path):

@@ -572,7 +572,7 @@ def test_faults_of_the_cluster_are_explained_and_leave_nothing(api, command, tmp
     file = describe(tmp_path, env_file="secret.env")
     done = launch()
     refused(done, "env_file .*secret.env: its values would be readable in the manifest")
-    advised = re.search(r"Type: (kubectl .*?)  Then", done.stderr)[1]
+    advised = re.search(r"Run: (kubectl .*?)  Then", done.stderr)[1]
     subprocess.run(
         advised, shell=True, check=True, env={**os.environ, "KUBECONFIG": f"{tmp_path}/kubeconfig", "HOME": str(tmp_path)}
     )

@@ -130,7 +130,7 @@ def test_rsync_copies_what_git_does_not_ignore_and_deletes_only_what_it_has_copi
 def test_each_reason_why_a_node_does_not_receive_the_code_is_one_message(project):
     machines, laptop, node1 = project, project.laptop, project.nodes[1]
     one = ["node1"]
-    assert "the folder in which you type the command is copied" in copy(machines, script="../train.py", expected=1)
+    assert "the folder in which you run the command is copied" in copy(machines, script="../train.py", expected=1)
     assert "does not contain missing.py" in copy(machines, script="missing.py", expected=1)
     text = copy(machines, folder="~", expected=1)
     assert "node0: folder ~: is the home directory or the root on this node" in text

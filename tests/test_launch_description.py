@@ -152,10 +152,13 @@ def test_a_missing_file_and_a_wrong_change_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["recipes/own_model.py", "FILE"], "the description comes before the recipe: accel-ddp launch FILE recipes/own_model.py"),
+        (
+            ["recipes/own_model.py", "FILE"],
+            "the cluster file comes before the recipe: accel-ddp launch FILE recipes/own_model.py",
+        ),
         (
             ["FILE", "recipes/own_model.py", "--dry_run"],
-            "--dry_run: is an option of accel-ddp launch. Type it before the description",
+            "--dry_run: is an option of accel-ddp launch. Put it before the cluster file",
         ),
         (["FILE", "recipes/own_model.py", "--stepps", "4"], "--stepps: there is no such option. Did you mean --steps"),
         (["--nmae", "x", "FILE", "recipes/own_model.py"], "--nmae: accel-ddp launch has no such option. Did you mean '--name'"),

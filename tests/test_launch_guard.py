@@ -105,7 +105,7 @@ def test_stop_ends_a_guard_that_was_stopped(tmp_path):
     (tmp_path / "cluster.yaml").write_text("{backend: local, nodes: [here], gpus_per_node: 0}")
     words = [BIN / "accel-ddp", "stop", "--now", "cluster.yaml", "--name", "job"]
     done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
-    assert "here: ended with exit code 137" in done.stdout, done
+    assert "here: exited with code 137" in done.stdout, done
     assert guard.wait(60) == 0
 
 
@@ -145,11 +145,11 @@ def test_a_job_ends_although_the_kernel_blocks_a_rank_that_its_monitor_has_kille
             time.sleep(0.05)
         os.kill(pid, 9)
         kinds = {message["is"]: message for message in messages}
-        assert f"here: these processes of the job have not ended 3 s after they were killed: {pid}. " in kinds["left"]["text"], (
+        assert f"here: these processes of the job have not exited 3 s after they were killed: {pid}. " in kinds["left"]["text"], (
             kinds
         )
         assert kinds["end"]["left"].startswith(f"here: these processes of the job cannot be killed: {pid}. ")
-        assert kinds["end"]["why"] == "a process of the job does not end, although it was killed"
+        assert kinds["end"]["why"] == "a process of the job does not exit, although it was killed"
         assert guard.wait(60) == 0
     finally:
         disk.unfreeze()

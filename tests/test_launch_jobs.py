@@ -74,7 +74,7 @@ def test_a_detached_job_is_found_by_its_name_wherever_its_folder_is_and_stops_al
     stopped = shell(elsewhere, stop + "accel-ddp stop cluster.yaml --name far")
     assert "the nodes continue without this command" in stopped.stdout
     assert "130\n" in stopped.stdout
-    assert "node0: ended with exit code " in stopped.stdout
+    assert "node0: exited with code " in stopped.stdout
     assert stopped.returncode == 1
     assert "node1: the host cannot be reached" in stopped.stdout
     log = (node0.home / "an other/folder/launch/node0.log").read_text()
@@ -143,7 +143,7 @@ def test_stop_never_signals_a_process_that_is_not_the_guard_of_the_job(local):
     assert followed.codes == [1], "a job whose guard was killed has not ended well"
     assert "its guard was killed" in followed.text
     status = accel_ddp(folder, "status", "cluster.yaml").ended(60).well().text
-    assert "ended (?)" in status
+    assert "exited (?)" in status
     assert "its guard was killed, or the node was restarted" in status
 
 
@@ -215,7 +215,7 @@ def test_a_job_continues_while_nobody_reads_its_output_and_after_nohup(tmp_path)
     launched.send_signal(signal.SIGHUP)
     time.sleep(18)  # longer than guards wait for a heartbeat
     assert "--- " in log.read_text()
-    assert "ended with" not in log.read_text()
+    assert "exited with" not in log.read_text()
     (tmp_path / "go on").touch()
     text = launched.communicate(timeout=180)[0].decode()
     assert launched.returncode == 0, text

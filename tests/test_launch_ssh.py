@@ -292,7 +292,7 @@ def test_if_one_node_fails_all_are_stopped_and_the_cause_is_printed_last(machine
     *_, cause, last = ended.text.strip().splitlines()
     assert cause == "accel-ddp: the first cause: [node2] ValueError: this rank has failed", ended.text
     assert ended.text.count("the first cause") == 1
-    assert last.startswith("accel-ddp: job 'launched' has failed after"), ended.text
+    assert last.startswith("accel-ddp: job 'launched' failed after"), ended.text
     assert "exit code 7" in last
     assert ended.codes == [7]
     assert time.monotonic() - began < 60

@@ -340,7 +340,7 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
         (["--gpus", "2"], "needs a recipe"),
         (["--gpus", "0", "sft"], "--gpus 0: must be above 0"),
         (["nosuch"], "accel-ddp estimate nosuch: there is no such recipe"),
-        (["sft", "--gpus", "2"], "Type it before the recipe: accel-ddp estimate --gpus ... sft"),
+        (["sft", "--gpus", "2"], "Put it before the recipe: accel-ddp estimate --gpus ... sft"),
         (
             ["--config_file", "fsdp.yaml", "--gpus", "2", "sft", "--optimizer", "adafactor"],
             "--optimizer adafactor cannot be used",

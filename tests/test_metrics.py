@@ -47,9 +47,9 @@ def test_the_best_metric_is_one_that_the_recipe_declares(cls, argv, best):
         (Declared, "makro_f1", "does not measure makro_f1. Did you mean macro_f1? Use one of: macro_f1, bits_per_byte, my_metric."),
         (Declared, "eval_macro_f1:max", "Did you mean macro_f1?"),
         (Declared, "accuracy:max", "declared in `metric_directions` of its Config"),
-        (Declared, "macro_f1:best", "Type macro_f1:min or macro_f1:max"),
-        (Declared, "my_metric_f1", "Type --best_metric my_metric_f1:min or --best_metric my_metric_f1:max."),
-        (TrainConfig, "brier", "Type --best_metric brier:min or --best_metric brier:max."),
+        (Declared, "macro_f1:best", "Use macro_f1:min or macro_f1:max"),
+        (Declared, "my_metric_f1", "Use --best_metric my_metric_f1:min or --best_metric my_metric_f1:max."),
+        (TrainConfig, "brier", "Use --best_metric brier:min or --best_metric brier:max."),
     ],
 )  # fmt: skip
 def test_a_metric_that_is_not_measured_or_without_a_direction_is_refused(cls, metric, message):
@@ -60,7 +60,7 @@ def test_a_metric_that_is_not_measured_or_without_a_direction_is_refused(cls, me
 
 def test_a_switch_with_a_value_is_refused():
     for argv in (["--keep_best", "accuracy"], ["--keep_best=accuracy"], ["--keep-best", "accuracy", "--steps", "2"]):
-        with pytest.raises(UserError, match=r"takes no value\. Type --keep_best or --no_keep_best\."):
+        with pytest.raises(UserError, match=r"takes no value\. Use --keep_best or --no_keep_best\."):
             parse_config(TrainConfig, argv)
     assert parse_config(TrainConfig, ["--tf32=false", "--keep_best"]).tf32 is False
 

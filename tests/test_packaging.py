@@ -1,12 +1,17 @@
 """Tests of the source distribution, of the wheel that is built from it, and of an editable install."""
 
+import os
+import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_ddp import __version__
 from tests.conftest import ROOT, Ended, clean_environment, run_all
@@ -73,6 +78,43 @@ def test_the_version_is_written_in_one_place(wheel, installed, tmp_path):
     assert wheel.name.startswith(f"accel_ddp-{__version__}-")
     assert f"\nVersion: {__version__}\n" in zipfile.ZipFile(wheel).read(f"accel_ddp-{__version__}.dist-info/METADATA").decode()
     assert run_installed(installed, tmp_path, "--version").well().text == f"accel-ddp {__version__}\n"
+
+
+def test_another_copy_builds_the_same_bytes(wheel, tmp_path, monkeypatch):
+    """The copy has other times and permissions, and files that do not belong to the package."""
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (copy,) = tmp_path.iterdir()
+    (copy / "PKG-INFO").unlink()  # a clone has none
+    for path in copy.rglob("*"):
+        path.chmod(path.stat().st_mode & 0o700)
+        os.utime(path, (1e9, 1e9))
+    (copy / "accel_ddp" / "__pycache__").mkdir()
+    (copy / "accel_ddp" / "__pycache__" / "loop.pyc").write_text("of another machine")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", tmp_path / "dist"], cwd=copy, check=True, timeout=300)
+    assert (tmp_path / "dist" / sdist.name).read_bytes() == sdist.read_bytes()
+    assert (tmp_path / "dist" / wheel.name).read_bytes() == wheel.read_bytes()
+
+
+def test_the_metadata_is_complete_and_true(wheel):
+    names = zipfile.ZipFile(wheel)
+    metadata = message_from_bytes(names.read(f"accel_ddp-{__version__}.dist-info/METADATA"))
+    assert names.read(f"accel_ddp-{__version__}.dist-info/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Author"] == "accel_ddp contributors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert not re.findall(r"\]\((?!https://).*?\)|<img.*?>", metadata.get_payload()), "PyPI has no files of the repository"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    assert citation["license"] == metadata["License-Expression"]
+    assert [author["name"] for author in citation["authors"]] == [metadata["Author"]]
+
+
+@pytest.mark.slow
+def test_twine_accepts_the_distributions(wheel):
+    pytest.importorskip("twine", reason="pip install twine")
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *wheel.parent.iterdir()], check=True, timeout=300)
 
 
 def test_an_installed_recipe_runs_in_any_folder(installed, tmp_path, cache):

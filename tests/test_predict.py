@@ -467,7 +467,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_then_the_program(cache, tmp_pa
     child.sendline("/help")
     shown("/undo", "> ")
     child.sendintr()
-    shown("(Ctrl-C again or Ctrl-D ends)")
+    shown("(Ctrl-C again or Ctrl-D exits)")
     child.sendintr()
     child.expect(pexpect.EOF)
     assert child.wait() == 0

@@ -56,10 +56,10 @@ def test_the_steps_to_record_are_parsed(words, expected):
         (["--profile", "soon"], "--profile soon: must be a range of steps such as 10-14"),
         (["--profile", "-3"], "--profile -3"),
         (["--profile", "0-4"], "steps are counted from 1"),
-        (["--profile", "0"], "steps are counted from 1, and the first one comes first. Type --profile 1-5."),
-        (["--profile", "14-10"], "Type --profile 10-14."),
-        (["--profile", "1-9999"], "At most 100 are possible. Type --profile 1-5."),
-        (["--profile", "10-14", "--steps", "12"], "the run has 12 steps. Type --profile 8-12"),
+        (["--profile", "0"], "steps are counted from 1, and the first one comes first. Use --profile 1-5."),
+        (["--profile", "14-10"], "Use --profile 10-14."),
+        (["--profile", "1-9999"], "At most 100 are possible. Use --profile 1-5."),
+        (["--profile", "10-14", "--steps", "12"], "the run has 12 steps. Use --profile 8-12"),
         (["--profile_ranks", "0"], "needs the steps to record, for example --profile 10-14"),
         (["--profile", "--profile_ranks", "some"], "must be all, auto, or ranks with commas"),
         (["--profile", "--profile_ranks", "3-1"], "must be all, auto, or ranks with commas"),
@@ -107,7 +107,7 @@ def test_ranks_are_chosen():
     assert choose_ranks("1-2, 5", 8) == [1, 2, 5]
     assert choose_ranks("auto", 4, [0, 2]) == [0, 1, 2, 3]
     assert choose_ranks("auto", 32, [0, 8, 16, 24]) == [*range(9), *range(9, 13), 16, 24][:13] + [13, 16, 24]
-    with pytest.raises(UserError, match=r"there is no rank 4. This run has 4 ranks, from 0 to 3. Type --profile_ranks all."):
+    with pytest.raises(UserError, match=r"there is no rank 4. This run has 4 ranks, from 0 to 3. Use --profile_ranks all."):
         choose_ranks("0,4", 4)
 
 
@@ -422,7 +422,7 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
     assert not is_active()
     with recorder:
         pass
-    assert "nothing was stored, because the run has ended before steps 4-5" in capsys.readouterr().out
+    assert "nothing was stored, because the run stopped before steps 4-5" in capsys.readouterr().out
 
 
 def test_the_command_prints_the_summary_again_without_torch(two_nodes):
@@ -467,7 +467,7 @@ def test_a_run_without_a_profile_leads_to_what_to_type(tmp_path, capsys):
     ("words", "message"),
     [
         (["--profile", "--profile_ranks", "0,5"], "there is no rank 5. This run has 2 ranks, from 0 to 1"),
-        (["--profile", "20-30", "--steps", "0"], "the run has 25 steps. Type --profile 15-25"),
+        (["--profile", "20-30", "--steps", "0"], "the run has 25 steps. Use --profile 15-25"),
     ],
 )
 def test_ranks_and_steps_that_do_not_exist_end_every_rank_with_code_2(tmp_path, words, message):

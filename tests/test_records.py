@@ -15,9 +15,10 @@ import pytest
 
 from accel_ddp.records import files, run_log
 from accel_ddp.records.incidents import FILE, MOST_WAITING, Incident, IncidentWriter, read_incidents
+from accel_ddp.records.log_fields import EVENTS, INCIDENT
 from accel_ddp.records.run_log import LogWriter, last_step_of, last_step_of_attempt, read_log
 from tests.conftest import ROOT
-from tests.log_schema import PAGE, documented, require_fields
+from tests.log_schema import CODES_PAGE, PAGE, fields_of, require_fields
 
 
 def attempt(path: Path, first: int, last: int, ends: bool = False) -> None:
@@ -223,16 +224,11 @@ def test_nobody_waits_for_a_background_writer_that_has_failed():
 
 
 def test_the_page_describes_each_event_with_an_example():
-    examples = [json.loads(text) for text in re.findall(r"^```text\n(.*)\n```$", PAGE.read_text(), flags=re.MULTILINE)]
+    examples = [json.loads(line) for line in PAGE.read_text().split("## Example lines")[1].splitlines() if line.startswith("{")]
     for example in examples:
-        fields = (
-            documented()["every event"] | documented()[example["event"]]
-            if "event" in example
-            else documented()["incidents.jsonl"]
-        )
-        require_fields(example, fields)
-    events = {example.get("event", "incidents.jsonl") for example in examples}
-    assert events == documented().keys() - {"every event"}
+        require_fields(example, fields_of(example["event"]) if "event" in example else INCIDENT)
+    events = {example.get("event", "incident") for example in examples}
+    assert events == {*EVENTS, "incident"}
     assert events >= {*run_log.OF_STEPS, "start", "warm_up", "restart", "save", "end"}
 
 
@@ -245,6 +241,7 @@ def test_a_reader_that_follows_a_log_sees_complete_events_only_also_after_a_cras
     write = """
 import random, sys
 from pathlib import Path
+from accel_ddp.records.log_fields import EVENTS, INCIDENT
 from accel_ddp.records.run_log import LogWriter
 writer, first, last = LogWriter(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 writer.write("start", first)
@@ -276,7 +273,7 @@ writer.write("end", last)
 
 
 def test_every_kind_of_incident_in_the_code_is_documented():
-    kinds, page = set(), PAGE.read_text()
+    kinds, page = set(), CODES_PAGE.read_text()
     for path in (ROOT / "accel_ddp").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if (

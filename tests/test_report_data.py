@@ -377,20 +377,20 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["runs"], "runs is not a run: it has no log.jsonl. Below it are 2 runs: runs/classify/second, runs/classify/first. Type: "
+        (["runs"], "runs is not a run: it has no log.jsonl. Below it are 2 runs: runs/classify/second, runs/classify/first. Run: "
                    "accel-ddp report runs/classify/second"),
         (["runs/classify"], "For all of them: accel-ddp report runs/classify/*"),
         (["runs/clasify"], "runs/clasify: there is no such folder. The newest run in runs is runs/classify/second."),
         (["empty"], "empty is empty"),
         (["runs/classify/refused"], "the run has not begun to train, or it was refused"),
-        (["runs/classify/second/step_00000010"], "is a checkpoint of a run. Type: accel-ddp report runs/classify/second"),
-        (["runs/classify/second/log.jsonl"], "Type: accel-ddp report runs/classify/second"),
+        (["runs/classify/second/step_00000010"], "is a checkpoint of a run. Run: accel-ddp report runs/classify/second"),
+        (["runs/classify/second/log.jsonl"], "Run: accel-ddp report runs/classify/second"),
         (["notes.html"], "notes.html is a file"),
         (["notes.html", "empty"], "no run was given"),
         (["runs/classify/first", "runs/gone"], "runs/gone: there is no such folder"),
         (["runs/classify/first", "--out", "notes.html"], "--out notes.html: this file exists, and accel-ddp report has not written it"),
-        (["runs/classify/first", "--out", "empty"], "is a folder. Type: --out empty/report.html"),
-        (["runs/classify/first", "--out", "page"], "Type: --out page.html"),
+        (["runs/classify/first", "--out", "empty"], "is a folder. Use: --out empty/report.html"),
+        (["runs/classify/first", "--out", "page"], "Use: --out page.html"),
         (["runs/classify/first", "--out", "notes.html/x.html"], "--out notes.html/x.html"),
         (["runs/classify/first", "--csv", "numbers"], "--csv was removed. Read the numbers with pandas: "
                    "pandas.read_json('runs/classify/first/log.jsonl', lines=True)"),

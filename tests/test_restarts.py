@@ -259,7 +259,7 @@ def test_a_step_that_fails_three_times_ends_the_job(tmp_path):
     assert ended.codes == [1], ended.text
     assert ended.text.count("ValueError: a bug in this step\n") >= 3
     assert [line["restart"] for line in restarts_of(folder)] == [1, 2], "the third failure is not restarted"
-    assert "the ranks are not started again, because step 3 has failed 3 times" in ended.text
+    assert "the ranks are not restarted, because step 3 has failed 3 times" in ended.text
 
 
 def test_mistakes_of_a_program_without_run_are_not_restarted(tmp_path):
@@ -276,7 +276,7 @@ def test_a_user_error_is_not_restarted(tmp_path):
     ended = start_two_ranks(torchrun(), tmp_path, "--output_dir", tmp_path / "run", "--steps", -3).ended()
     assert ended.codes == [2], ended.text
     assert ended.text.count("--steps") <= 3, ended.text
-    assert "the ranks are not started again" in ended.text
+    assert "the ranks are not restarted" in ended.text
 
 
 def test_an_attempt_consists_of_exactly_the_processes_that_are_alive(tmp_path):

@@ -62,7 +62,7 @@ def test_rows_that_cannot_be_read_or_used_are_reported_with_their_numbers(files,
     broken = tmp_path / "d.jsonl"
     broken.write_text('{"text": "a"}\n{"text": \n')
     reader = row_stream._Reader(partial(row_stream._open, [str(broken)], "", "train"), 0, 4, lambda *row: row, "")
-    assert reader[0][0][1].startswith("--streaming: cannot read the row behind row")
+    assert reader[0][0][1].startswith("--streaming: cannot read the row after row")
 
     class Form:
         columns, kind, tokenizer = ("prompt", "answer"), "instructions", type("Tokenizer", (), {"pad_token_id": 7})

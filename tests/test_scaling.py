@@ -328,7 +328,7 @@ def test_interrupted_runs_end_and_what_was_measured_is_printed(tmp_path):
     os.kill(running.processes[0].pid, signal.SIGINT)
     ended = running.ended()
     assert ended.codes == [130], ended.text
-    assert "interrupted: the runs were ended." in ended.text
+    assert "interrupted: the runs were stopped." in ended.text
     assert "1.00 of 1" in ended.text
     assert "Some settings were not measured." in ended.text
     deadline = time.monotonic() + 90
@@ -353,7 +353,7 @@ def test_a_recipe_that_fails_is_shown_once_and_one_that_does_not_fit_gets_smalle
     assert "a micro-batch of 4 does not fit in memory, so 2 is used." in fits
     assert re.search(r"^ +1 +1 +8 +2 x 4 ", fits, flags=re.MULTILINE), fits
     assert "--epochs gives only 2 steps with this batch. The run is repeated with --steps." in fits
-    assert "the run has not ended after 1 s (--run_seconds)" in late
+    assert "the run did not finish within 1 s (--run_seconds)" in late
     assert list(tmp_path.glob("accel_ddp_scaling_*")) == [], "temporary folders are removed"
 
 

@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_during_a_save_leaves_the_checkpoint_absent_and_th
     ended = running.ended()
     assert ended.codes == [1, -signal.SIGKILL]
     assert "the checkpoint of step 4 could not be written on " in ended.text
-    assert "rank 1 has ended before its part was complete" in ended.text
+    assert "rank 1 exited before its part was complete" in ended.text
     assert sorted(path.name for path in (tmp_path / "run").glob("*step_*")) == ["step_00000002"]
 
 

@@ -328,16 +328,13 @@ def test_wrong_descriptions_are_refused(tmp_path):
 
 
 def test_the_page_shows_the_script_as_it_is(tmp_path, monkeypatch):
-    texts = dict(
-        re.findall(r"^```(yaml|text)\n(.*?)^```$", (ROOT / "docs" / "slurm.md").read_text(), re.MULTILINE | re.DOTALL)[:2]
-    )
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    keys, shown = (re.search(rf"^```{kind}(.*?)^```$", page, re.M | re.S)[1] for kind in (r"yaml\n", r"text\n(?=#!)"))
     monkeypatch.chdir(ROOT)
-    Path(tmp_path, "cluster.yaml").write_text(texts["yaml"])
+    Path(tmp_path, "cluster.yaml").write_text(keys)
     cluster = read_description(tmp_path / "cluster.yaml")
     script = render(cluster, make_job(cluster, "recipes/own_model.py", ["--steps", "6000", "--lr", "1e-3"]))
-    assert texts["text"] == script.replace(str(tmp_path / "cluster.yaml"), "cluster.yaml").replace(
-        str(ROOT), "/home/me/accel_ddp"
-    )
+    assert shown == script.replace(str(tmp_path / "cluster.yaml"), "cluster.yaml").replace(str(ROOT), "/home/me/accel_ddp")
 
 
 def launch_here(*words: object, **variables: str) -> subprocess.CompletedProcess:
@@ -458,7 +455,7 @@ def test_two_nodes_train_as_one_node_does_and_logs_follow_until_the_end(user, tm
     assert user.weights(12) == weights_of_one_node(tmp_path, 12)
     for words in (["status", file], ["status", file, "--name=job"]):
         assert (
-            f"job  job {number}  ended with exit code 0 (COMPLETED)  log {user.home}/runs/job/launch/slurm-"
+            f"job  job {number}  exited with code 0 (COMPLETED)  log {user.home}/runs/job/launch/slurm-"
             in user.run(*words).stdout
         )
     (user.home / "runs" / "job" / "launch" / f"slurm-{number}.log").rename(
@@ -482,7 +479,7 @@ def test_three_requeues_end_with_the_same_weights(user, tmp_path):
     first = user.step()
     assert 5 <= first < steps - 20, "the test needs steps that are left"
     assert "received SIGTERM" in user.log()
-    assert "the job is queued again: restart 1" in user.log()
+    assert "the job is requeued: restart 1" in user.log()
 
     user.wait_for_step(first + 5)
     user.cluster.run("scancel", "--signal=USR2", number)
@@ -525,7 +522,7 @@ def test_a_job_that_is_preempted_while_it_starts_is_queued_again(user):
     number = user.launch(user.describe())
     user.cluster.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     user.wait_for_requeue(number, 1)
-    assert "the job is queued again: restart 1" in user.log()
+    assert "the job is requeued: restart 1" in user.log()
     assert user.step() == 0, "it was preempted before its first step"
     assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
 
@@ -538,7 +535,7 @@ def test_a_stop_signal_while_the_launchers_start_queues_the_job_again(user):
     time.sleep(2)
     user.cluster.run("scancel", "--signal=USR2", number)
     user.wait_for_requeue(number, 1)
-    assert "the job is queued again: restart 1" in user.log()
+    assert "the job is requeued: restart 1" in user.log()
     assert user.step() == 0, "it was stopped before its first step"
     assert user.wait_for_end(number)["JobState"] == "COMPLETED", user.log()
 
@@ -596,7 +593,7 @@ def test_stop_saves_and_the_job_is_not_queued_again(user):
     assert len(user.run("logs", "-n", 2, file).stdout.splitlines()) == 2
     assert user.run("logs", "-n", 0, file).stdout == ""
     stopped = user.run("stop", file)
-    assert f"job {number} (job): ended with exit code 75 (FAILED). It has saved a checkpoint" in stopped.stdout
+    assert f"job {number} (job): exited with code 75 (FAILED). It has saved a checkpoint" in stopped.stdout
     job = user.cluster.job(number)
     assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
     assert list((user.home / "runs" / "job").glob("step_*"))

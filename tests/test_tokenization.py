@@ -156,7 +156,7 @@ def test_errors_of_workers_reach_the_run(tmp_path, monkeypatch):
         # The cache reports an OSError.
         with pytest.raises(RuntimeError if errors[0] is Odd else UserError, match="a"):
             map_once(numbers(12_000), fails, depends_on=errors[0].__name__, cfg=cfg)
-    with pytest.raises(RuntimeError, match=r"a worker process was ended \(-9\)"):
+    with pytest.raises(RuntimeError, match=r"a worker process was killed \(-9\)"):
         map_once(numbers(12_000), is_killed, depends_on=None, cfg=cfg)
 
 

@@ -434,7 +434,7 @@ def test_a_stop_request_waits_at_most_ten_seconds_for_trackers_that_hang(planted
     running.processes[1].send_signal(signal.SIGTERM)
     ended = running.ended()
     assert ended.codes == [75, 75], ended.text
-    assert "trackio has not ended within 10 s (start)" in ended.text
+    assert "trackio did not finish within 10 s (start)" in ended.text
     assert ended.seconds < 25
     assert f"Step {last_logged(folder)} of 400 is saved" in ended.text
 
@@ -466,7 +466,7 @@ def test_trackers_that_hang_or_fail_neither_stop_a_run_nor_its_exit(planted, tmp
     assert "mlflow: tracking has failed (start): AttributeError" in ended.text
     assert "waiting up to 15 s for trackio and dvclive and swanlab" in ended.text
     for name, doing in {"trackio": "start", "dvclive": "log", "swanlab": "finish"}.items():
-        assert f"{name} has not ended within 15 s ({doing})" in ended.text
+        assert f"{name} did not finish within 15 s ({doing})" in ended.text
     assert "swanlab has step 40" in ended.text, "a tracker that hangs does not delay the others"
     assert "wandb cannot log to its server" in ended.text
     assert f"Upload it later with: wandb sync {folder}/wandb/*run-*-" in ended.text

@@ -126,9 +126,9 @@ def test_a_trial_that_hangs_is_killed_and_the_tuning_continues():
     ("node", "signal_number", "codes", "message"),
     [
         (1, signal.SIGKILL, [1, -9], "machine_rank 1 ({host}) has closed the connection"),
-        (1, signal.SIGINT, [1, 130], "machine_rank 1 ({host}) was ended by Ctrl-C"),
-        (0, signal.SIGKILL, [-9, 1], "has closed the connection: `accel-ddp tune` ended there, or its network failed"),
-        (0, signal.SIGTERM, [130, 1], "machine_rank 0 ({host}) was ended by SIGTERM"),
+        (1, signal.SIGINT, [1, 130], "machine_rank 1 ({host}) was stopped by Ctrl-C"),
+        (0, signal.SIGKILL, [-9, 1], "has closed the connection: `accel-ddp tune` exited there, or its network failed"),
+        (0, signal.SIGTERM, [130, 1], "machine_rank 0 ({host}) was stopped by SIGTERM"),
     ],
 )
 def test_a_node_that_ends_is_named_on_the_other_node(node, signal_number, codes, message):

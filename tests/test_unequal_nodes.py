@@ -41,7 +41,7 @@ def test_two_ranks_on_a_node_and_one_on_another_give_the_result_of_one_rank(node
     arguments = [*OPTIONS, "--output_dir", folder, "--step_seconds", 0]
     with Jobs(nodes).launched("torchrun", 2, *arguments, ranks=[2, 1]) as job:
         assert job.codes() == [0, 0], job.all_output()
-        assert "preflight: 2 nodes are alike and reach each other" in job.text(0)
+        assert "preflight: 2 nodes match and reach each other" in job.text(0)
         assert "6 items per step = 3 ranks (2 on node0, 1 on node1) x 2 per micro-batch x 1 micro-batch " in job.text(0)
     assert difference(folder / "step_00000012", one_rank) < 1e-12
 

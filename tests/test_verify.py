@@ -41,7 +41,7 @@ def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
     assert count.text.count("PASS") == 2
     broken = run_all([verify(TRAINS, "--lr", "much"), verify("nowhere.py"), verify()], [environment] * 3)
     assert broken.codes == [2, 2, 2]
-    assert "the run 'killed' ended with exit code 2, 2: there is no checkpoint" in broken.texts[0]
+    assert "the run 'killed' exited with code 2, 2: there is no checkpoint" in broken.texts[0]
     assert "no such file" in broken.texts[1]
     assert "needs a recipe" in broken.texts[2]
     assert "Traceback" not in broken.text

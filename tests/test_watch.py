@@ -60,7 +60,7 @@ def test_a_stopped_rank_is_reported_after_5_s_and_ends_the_run_after_30():
     assert text.startswith(
         "rank 1 (node1, pid 101) has been stopped (SIGSTOP) for 6 s at step 19, in forward. Rank 0 waits for it."
     )
-    assert "`kill -CONT 101` on node1 continues it. The run ends in 24 s if nothing changes." in text
+    assert "`kill -CONT 101` on node1 continues it. The run stops in 24 s if nothing changes." in text
     assert "The innermost calls of rank 1:\n    compute (mine.py:7)" in text
     course.show(*at(30))
     assert course.kinds[1:] == [(ERROR, "RANK_STOPPED")]
@@ -71,7 +71,7 @@ def test_a_rank_that_is_stopped_for_20_s_is_reported_afterwards_and_the_run_cont
     course = Course().pass_time(20, lambda s: [rank(0, phases.BACKWARD, s), rank(1, phases.FORWARD, s, state="T", stopped=s)])
     course.show([rank(0, phases.DATA), rank(1, phases.DATA)])
     assert course.kinds == [(WARNING, "RANK_STOPPED"), (INFO, "RANK_STOPPED")]
-    assert "this fault ended after 20 s, at step 19" in course.events[1].text
+    assert "this fault was over after 20 s, at step 19" in course.events[1].text
 
 
 def test_the_duration_of_a_fault_is_not_learned_as_usual():
@@ -286,7 +286,7 @@ def test_code_of_the_user_outside_of_a_step_never_ends_a_run():
     assert Course().pass_time(900, lambda s: [rank(0, phases.OTHER, s)]).events == []
     course = Course().pass_time(900, lambda s: ([rank(0, phases.OTHER, s), rank(1, phases.BACKWARD, s)], [], {0: IN_USER_CODE}))
     assert course.kinds == [(WARNING, "RANK_HUNG")]
-    assert "The run ends" not in course.events[0].text
+    assert "The run stops" not in course.events[0].text
 
 
 @pytest.mark.parametrize("phase", [phases.METRICS, phases.HOOKS])
@@ -386,7 +386,7 @@ def test_a_page_contains_where_the_rank_is_and_what_is_usual(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("import os; os._exit(3)", "ended with exit code 3"), ("import os; os.kill(os.getpid(), 11)", "was killed by SIGSEGV")],
+    [("import os; os._exit(3)", "exited with code 3"), ("import os; os.kill(os.getpid(), 11)", "was killed by SIGSEGV")],
 )
 def test_the_end_of_a_process_is_read_before_its_parent_reads_it(code, expected):
     child = subprocess.Popen([sys.executable, "-S", "-c", code])

@@ -18,7 +18,7 @@ class ChatConfig(RecipeConfig):
     answer_column: str = option("", "column of answers; default: answer, output, completion or response", group="data")
     separator: str = option("", r"text between prompt and answer without a chat template, for example '\n'", group="data")
     max_length: int | Literal["auto"] = option(
-        "auto", "tokens per row; longer rows are truncated; auto: as the data need, up to the model's limit", group="data", at_least=1,
+        "auto", "tokens per row; longer rows are truncated; auto: from the data, up to the model's limit", group="data", at_least=1,
         legacy="auto",
     )  # fmt: skip
     chat_template: str = option(
@@ -27,10 +27,10 @@ class ChatConfig(RecipeConfig):
     template_date: str = option(
         "auto", "YYYY-MM-DD, for chat templates that write the date; auto: today", group="data", legacy="auto"
     )
-    lora_targets: tuple[str, ...] = option(("all-linear",), "names of layers that get adapters; all-linear: all except the head")
+    lora_targets: tuple[str, ...] = option(("all-linear",), "layers that get adapters; all-linear: all except the head")
     micro_batch_size: int | Literal["auto"] = "auto"
     eval_batch_size: int | Literal["auto"] = option(
-        "auto", "items per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
+        "auto", "examples per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
     )
     gradient_checkpointing: bool | Literal["auto"] = option(
         "auto",

@@ -33,26 +33,26 @@ class OptimizerConfig:
     """The options that decide how gradients change the weights."""
 
     optimizer: Literal["adamw", "sgd", "adamw8bit", "adafactor", "muon"] = option(
-        "adamw", "optimizer; docs/optimizers.md compares their memory; adamw8bit needs torchao"
+        "adamw", "optimizer (docs/optimizers.md compares their memory); adamw8bit needs torchao"
     )
-    lr: float = option(2e-5, "highest learning rate of the run")
+    lr: float = option(2e-5, "peak learning rate")
     lr_of: tuple[str, ...] = option(
-        (), "other highest learning rates, for parameters whose names contain a word: classifier=1e-3; if several match, the last"
+        (), "peak learning rate of parameters whose names contain a word: classifier=1e-3; the last match wins"
     )
     lr_schedule: Literal["linear", "cosine", "wsd", "constant"] = option(
-        "linear", "linear and cosine fall from the warm-up to the end; wsd is constant and falls during --decay_ratio"
+        "linear", "linear and cosine decay from the warm-up to the end; wsd is constant, then decays for --decay_ratio"
     )
-    warmup_steps: int = option(0, "updates until --lr is reached")
-    warmup_ratio: float = option(0.0, "the same as a fraction of all updates; used if --warmup_steps is 0")
-    min_lr_ratio: float = option(0.0, "learning rate at the end, as a fraction of --lr; not with --lr_schedule constant")
-    decay_ratio: float = option(0.1, "fraction of all updates in which the learning rate of --lr_schedule wsd falls")
-    weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none")
+    warmup_steps: int = option(0, "steps until --lr is reached")
+    warmup_ratio: float = option(0.0, "warm-up as a fraction of all steps, if --warmup_steps is 0")
+    min_lr_ratio: float = option(0.0, "final learning rate as a fraction of --lr; not with --lr_schedule constant")
+    decay_ratio: float = option(0.1, "fraction of all steps in which --lr_schedule wsd decays")
+    weight_decay: float = option(0.01, "weight decay of weight matrices; biases and norms have none")
     momentum: float = option(0.9, "momentum of --optimizer sgd and muon")
-    beta1: float = option(0.9, "decay of the mean of gradients in adamw, adamw8bit and muon")
-    beta2: float = option(0.999, "decay of the mean of their squares")
-    eps: float = option(1e-8, "number added to the denominator of adamw, adamw8bit and muon")
+    beta1: float = option(0.9, "decay of the first moment in adamw, adamw8bit and muon")
+    beta2: float = option(0.999, "decay of the second moment")
+    eps: float = option(1e-8, "term added to the denominator in adamw, adamw8bit and muon")
     ema_decay: float = option(
-        0.0, "evaluate and export a moving average of the weights with this decay, such as 0.999; 0: the weights"
+        0.0, "evaluate and export an exponential moving average of the weights with this decay, such as 0.999; 0: off"
     )
 
     def check_optimizer(self) -> None:

@@ -53,7 +53,7 @@ def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> 
     name, colon, given = text.partition(":")
     name = name or next(iter(declared))
     if colon and given not in ("min", "max"):
-        raise UserError(f"--best_metric {text}: after the colon, min or max is expected. Type {name}:min or {name}:max.")
+        raise UserError(f"--best_metric {text}: after the colon, min or max is expected. Use {name}:min or {name}:max.")
     open_names = tuple(f"{prefix}_" for prefix, direction in declared.items() if direction == "")
     if is_closed and name not in declared and not name.startswith(open_names):
         raise UserError(
@@ -64,7 +64,7 @@ def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> 
     direction = given or declared.get(name, "")
     if direction not in ("min", "max"):
         raise UserError(
-            f"--best_metric {text}: whether a lower or a higher {name} is better is not known. Type --best_metric {name}:min or "
+            f"--best_metric {text}: whether a lower or a higher {name} is better is not known. Use --best_metric {name}:min or "
             f"--best_metric {name}:max."
         )
     return BestMetric(name, direction)
@@ -108,11 +108,11 @@ def parse_steps(text: str) -> Window | Literal["auto"] | None:
     window = Window(int(found[1]), int(found[2] or found[1]))
     if window.first < 1 or window.last < window.first:
         example = f"{max(1, window.last)}-{max(1, window.first)}" if window.last < window.first else "1-5"
-        raise UserError(f"--profile {text}: steps are counted from 1, and the first one comes first. Type --profile {example}.")
+        raise UserError(f"--profile {text}: steps are counted from 1, and the first one comes first. Use --profile {example}.")
     if window.last - window.first >= MAX_STEPS:
         raise UserError(
             f"--profile {text}: selects {window.last - window.first + 1:,} steps, of which each needs some megabytes. At most "
-            f"{MAX_STEPS} are possible. Type --profile {window.first}-{window.first + NUM_STEPS - 1}."
+            f"{MAX_STEPS} are possible. Use --profile {window.first}-{window.first + NUM_STEPS - 1}."
         )
     return window
 
@@ -123,7 +123,7 @@ def check_end(text: str, total_steps: int) -> None:
     if isinstance(window, Window) and window.last > total_steps:
         first = max(1, min(window.first, total_steps - (window.last - window.first)))
         raise UserError(
-            f"--profile {text}: the run has {counted(total_steps, 'step')}. Type --profile {first}-{total_steps}, or "
+            f"--profile {text}: the run has {counted(total_steps, 'step')}. Use --profile {first}-{total_steps}, or "
             "train for more --steps."
         )
 
@@ -208,7 +208,7 @@ def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) 
         return sorted([*first_of_nodes, *others][:MAX_RANKS])
     if ranks[-1] >= num_ranks:
         have = f"{num_ranks} ranks, from 0 to {num_ranks - 1}" if num_ranks > 1 else "one rank, which is rank 0"
-        raise UserError(f"--profile_ranks {text}: there is no rank {ranks[-1]}. This run has {have}. Type --profile_ranks all.")
+        raise UserError(f"--profile_ranks {text}: there is no rank {ranks[-1]}. This run has {have}. Use --profile_ranks all.")
     return ranks
 
 

@@ -51,7 +51,15 @@ def option(
     legacy: Any = None,
     also: tuple[str, ...] | None = None,
 ) -> Any:
-    """Return a dataclass field with these properties. A field that overrides an inherited one keeps what is not given."""
+    """Return a dataclass field for an option of a recipe. A field that overrides an inherited one keeps what is not given.
+
+    - `help` and `group` (a key of GROUPS) are shown by `--help`.
+    - `affects_result`: whether the option changes what is learned. `--resume` then refuses another value. Default: True.
+    - `per_node`: whether nodes may have different values. Default: False.
+    - `at_least`: the smallest valid number.
+    - `legacy`: the value of runs from before the option existed.
+    - `also`: names of the option in other toolkits, for suggestions.
+    """
     given = {
         "help": help, "group": group, "affects_result": affects_result, "per_node": per_node, "at_least": at_least, "legacy": legacy,
         "also": also,

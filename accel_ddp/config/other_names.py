@@ -61,7 +61,7 @@ INSTEAD = {
     "pad_to_multiple_of packing_strategy train_sampling_strategy length_column_name sample_packing_bin_size "
     "sample_packing_group_size multipack_real_batches",
     "leave it out; it follows from --global_batch_size and --micro_batch_size": "gradient_accumulation_steps",
-    "leave it out; the recipe states it: accel-ddp run sft": "stage do_train do_eval rl reward_model",
+    "leave it out; the recipe states it: accel-ddp run sft, dpo or reward": "stage do_train do_eval rl reward_model",
     "use --lora_r 16 for LoRA, with --quantize 4bit for QLoRA; without them all weights are trained": "adapter finetuning_type",
     "use --quantize 4bit, or leave it out": "load_in_4bit", "use --quantize 8bit, or leave it out": "load_in_8bit",
     "use --lora_targets all-linear": "lora_target_linear",
@@ -76,7 +76,7 @@ INSTEAD = {
     "use --train_file FOLDER or FOLDER/FILE": "dataset_dir",
     "leave it out; a row may have a column chat_template_kwargs": "enable_thinking",
     "leave it out; --train_file is tokenized once and cached": "overwrite_cache preprocessing_num_workers dataset_processes "
-    "dataset_num_proc preprocessing_batch_size dataset_keep_in_memory shuffle_merged_datasets",
+    "dataset_num_proc preprocessing_batch_size dataset_keep_in_memory",
     "leave it out; accel-ddp report draws the curves": "plot_loss",
     "leave it out; a run needs a new --output_dir, or --resume": "overwrite_output_dir auto_resume_from_checkpoints",
     "leave it out; the config of --model states it": "model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer "
@@ -121,7 +121,8 @@ INSTEAD = {
     "leave it out; longer texts lose their end (--max_length)": "truncation_mode",
     "leave it out; 4bit is nf4 with double quantization (--quantize)": "bnb_4bit_quant_type use_bnb_nested_quant "
     "quantization_type double_quantization bnb_4bit_quant_storage quantization_method bnb_config_kwargs",
-    "leave it out; the order of rows follows from --seed": "shuffle_dataset", "use --optimizer muon": "use_muon",
+    "leave it out; the order of rows follows from --seed": "shuffle_dataset shuffle_merged_datasets",
+    "use --optimizer muon": "use_muon",
 }  # fmt: skip
 # Why a setting of another toolkit has no equivalent, and what that changes.
 NO_EQUIVALENT = {
@@ -174,8 +175,8 @@ NO_EQUIVALENT = {
     "the system text comes from the rows": "default_system_message default_system drop_system_message",
     "rows are not removed or changed; filter the file before": "dataset_exact_deduplication min_sample_len dataset_shard_num "
     "dataset_shard_idx skip_prepare_dataset",
-    "its benchmarks are missing; accel-ddp evaluate measures your own rows": "do_bench_eval bench_dataset bench_split "
-    "do_causal_lm_eval eval_causal_lm_metrics compute_accuracy eval_on_each_dataset",
+    "sft measures loss and perplexity on one set of rows": "do_bench_eval bench_dataset bench_split do_causal_lm_eval "
+    "eval_causal_lm_metrics compute_accuracy eval_on_each_dataset",
     "this tracker is missing; --report_to has wandb, tensorboard, trackio and mlflow": "use_comet comet_project_name "
     "comet_workspace comet_mode use_swanlab swanlab_mode swanlab_workspace",
     "the id of a run in wandb is chosen, so that --resume continues it": "wandb_run_id",
@@ -227,11 +228,12 @@ NOTES = {
     "optimizer": "the 8-bit ones are adamw8bit (torchao); no paging", "loss_type": "sigmoid is dpo; nll is sft itself",
     "pref_loss": "sigmoid is dpo", "use_peft": "0: all weights are trained",
     "gradient_checkpointing": "default auto in sft, dpo and reward: if a step does not fit otherwise",
-    "lr_groups": "PART_OF_NAME=LR", "learning_rate": "auto by default in sft, dpo and reward: by the size of the model",
-    "bfloat16": "bfloat16", "pure_bf16": "bfloat16", "eval_on_start": "on by default",
-    "rpo_alpha": "mean over each answer's tokens", "pref_ftx": "mean over each answer's tokens",
-    "dataset_prepared_path": "one cache for all runs, by content", "tokenized_path": "one cache for all runs, by content",
-    "lora_target": "all is all-linear", "padding_free": "auto by default, without flash-attn", "dataset_streaming": "needs --steps",
+    "lr_groups": "a part of the names, = and the learning rate",
+    "learning_rate": "auto by default in sft, dpo and reward: by the size of the model", "bfloat16": "bfloat16",
+    "pure_bf16": "bfloat16", "eval_on_start": "on by default", "rpo_alpha": "mean over each answer's tokens",
+    "pref_ftx": "mean over each answer's tokens", "dataset_prepared_path": "one cache for all runs, by content",
+    "tokenized_path": "one cache for all runs, by content", "lora_target": "all is all-linear",
+    "padding_free": "auto by default, without flash-attn", "dataset_streaming": "needs --steps",
     "early_stopping_steps": "evaluations without a better --best_metric",
     "dtype": "float32 by default, as there; with --lora_r as in the files", "lora_alpha": "default 16", "lora_dropout": "default 0",
 }  # fmt: skip

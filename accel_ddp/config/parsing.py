@@ -1,4 +1,4 @@
-"""The reader of a run's options: defaults, then `--config` (a YAML file or the name of an example), then the command line. A later value wins.
+"""The reader of a run's options: defaults, then `--config` (a YAML file or an example), then the command line. A later value wins.
 
 This module needs the standard library, yaml and tyro only, so a mistyped option is reported before torch is imported.
 """
@@ -30,9 +30,9 @@ MAY_BE_OFF = ("balance", "tuned")  # options with any text, for which `off` is a
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
-    """Return the options of this run. Raise UserError, or let tyro print its own message and exit with code 2.
+    """Return the options of this run, from `argv` or the command line. Raise UserError or exit with code 2 for a mistake.
 
-    `script` is the recipe that messages name, where another program reads its options.
+    `script` is the recipe that messages name, if another program reads its options.
     """
     import tyro
 
@@ -151,11 +151,11 @@ def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[st
         if not values and kind is not bool and (typing.get_origin(kind) is not tuple or name.endswith("_file")):
             raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
         if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
-            meant = f"Type --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
+            meant = f"Use --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
             raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
         for value in (one for one in values if not _is_valid(one, kind)):
             if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
-                example = f" Type --{name} {int(float(value))}."
+                example = f" Use --{name} {int(float(value))}."
             elif meant := did_you_mean(value.lower(), _choices(kind), f"--{name} {{}}"):
                 example = meant
             raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
@@ -286,13 +286,13 @@ def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
         kind, word = types.get(name), values[0].lower() if values else ""
         plain = name.removeprefix("no_")
         if values and plain != name and name not in types:
-            raise UserError(f"--{name} {values[0]}: --{name} takes no value. Type --{name} or --{plain}.")
+            raise UserError(f"--{name} {values[0]}: --{name} takes no value. Use --{name} or --{plain}.")
         if bool in typing.get_args(types.get(plain)) and (not values or word in ("true", "false", "on", "off")):
             words += [f"--{plain}", str(word not in ("false", "off") and name == plain), *values[1:]]
             continue
         if kind is bool and values:
             if word not in ("true", "false"):
-                raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Type --{name} or --no_{name}.")
+                raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Use --{name} or --no_{name}.")
             words += [f"--{name}" if word == "true" else f"--no_{name}", *values[1:]]
         elif word in ("true", "false") and "on" in _choices(kind):
             words += [f"--{name}", "on" if word == "true" else "off", *values[1:]]

@@ -43,7 +43,7 @@ ALL_LINEAR = "all-linear"  # a value of --lora_targets: all linear layers except
 class TrainConfig(
     EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig, OptimizerConfig
 ):
-    """The options that every recipe has."""
+    """The options that every recipe has. Extend it with your own, and override the methods below where you need to."""
 
     def validate_sharded(self) -> None:
         """Raise UserError if a run cannot have these values with a sharded model (FSDP). Recipes extend it."""
@@ -228,26 +228,26 @@ class ModelConfig(TrainConfig):
     model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "type of the weights; 16 bits lose small updates; auto: float32, and with --lora_r and mixed precision that of the files",
+        "dtype of the weights; 16 bits lose small updates; auto: float32; with --lora_r and mixed precision, as stored",
         legacy="float32",
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
-        "auto", "attention of transformers; auto: its default", affects_result=False
+        "auto", "attention implementation of transformers; auto: its default", affects_result=False
     )
-    lora_r: int = option(0, "train LoRA adapters of this rank instead of the weights; 0: train the weights")
-    lora_alpha: int = option(16, "scale of the adapters")
-    lora_dropout: float = option(0.0, "dropout before the adapters")
+    lora_r: int = option(0, "train LoRA adapters with this r instead of all weights; 0: train all weights")
+    lora_alpha: int = option(16, "LoRA alpha: adapters are scaled by alpha / r")
+    lora_dropout: float = option(0.0, "dropout on the input of the adapters")
     lora_targets: tuple[str, ...] = option(
-        (), "names of layers that get adapters, or all-linear; default: those that peft chooses, or all linear layers", legacy=()
+        (), "layers that get adapters, or all-linear; default: what peft chooses, or all linear layers", legacy=()
     )
     merge_adapters: Literal["auto", "on", "off"] = option(
-        "auto", "export the whole model, with merged adapters; auto: if the base model is not on the Hub", affects_result=False
+        "auto", "merge the adapters into the exported model; auto: if the base model is not on the Hub", affects_result=False
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "type of exported weights; auto: as in the files of --model; adapters: as they were trained", affects_result=False
+        "auto", "dtype of exported weights; auto: as stored in --model; adapters: as trained", affects_result=False
     )
     quantize: Literal["no", "8bit", "4bit"] = option(
-        "no", "quantize the weights under --lora_r (QLoRA); needs bitsandbytes, a GPU"
+        "no", "quantize the base model of --lora_r (QLoRA); needs bitsandbytes and a GPU"
     )
 
     def __post_init__(self) -> None:
@@ -260,39 +260,39 @@ class ModelConfig(TrainConfig):
 @dataclass(kw_only=True)
 @of_group("data", at_least=0)
 class RecipeConfig(ModelConfig):
-    """The options that name a recipe's model and rows. Recipes change the defaults and add their own options."""
+    """`TrainConfig` with options for a pretrained model, adapters and rows. Recipes change defaults and add their own options."""
 
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
     file_endings: ClassVar[tuple[str, ...]] = (TABLE_FILES, ".txt")
     train_file: tuple[str, ...] = option(
         (),
-        f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or of save_to_disk; a mixture: PATH:WEIGHT",
+        f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or save_to_disk folders; a mixture: PATH:WEIGHT",
         per_node=True,
     )
     eval_file: tuple[str, ...] = option(
-        (), "default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True
+        (), "evaluation files; default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True
     )
     train_split: str = option("train", "training split of --dataset")
     eval_split: str = option("", "evaluation split of --dataset; default: validation, dev or test", affects_result=False)
     eval_fraction: float = option(
-        0.0, "evaluate on this fraction of the training rows, chosen by their content; 0: on other data, as above", legacy=0.0
+        0.0, "evaluate on this fraction of the training rows, chosen by content; 0: --eval_split or --eval_file", legacy=0.0
     )
-    max_train_items: int = option(0, "use a sample of so many training rows, which --seed draws; 0: all")
-    max_eval_items: int = option(0, "the same for the evaluation rows", affects_result=False)
+    max_train_items: int = option(0, "train on a random sample of this many rows, drawn with --seed; 0: all")
+    max_eval_items: int = option(0, "evaluate on a random sample of this many rows; 0: all", affects_result=False)
     log_predictions: int = option(
         0,
-        "so many correct, wrong and worst predictions in a table of each evaluation; they contain your data",
+        "store this many correct, wrong and worst predictions of each evaluation in a table; they contain your data",
         group="logging",
         affects_result=False,
     )
     show_example: int = option(
         0,
-        "print so many training rows as the model receives them, with the trained tokens marked",
+        "print this many training rows as the model receives them, with the trained tokens marked",
         group="logging",
         affects_result=False,
     )
-    skip_broken: bool = option(False, "leave out rows that cannot be used and report their number; default: stop and report them")
-    eval_batch_size: int = option(64, "items per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
+    skip_broken: bool = option(False, "skip rows that cannot be used and report how many; default: stop and report them")
+    eval_batch_size: int = option(64, "examples per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -329,7 +329,7 @@ class RecipeConfig(ModelConfig):
             instead = "After the run, `accel-ddp export RUN FOLDER --merge on` merges the adapters into the original weights"
             raise UserError(f"--quantize {self.quantize} --merge_adapters on: would round merged weights again. {instead}.")
         if ALL_LINEAR in self.lora_targets and len(self.lora_targets) > 1:
-            raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: {ALL_LINEAR} includes the others. Type it alone.")
+            raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: {ALL_LINEAR} includes the others. Use it alone.")
         if self.lora_targets != type(self).lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.lora_alpha != type(self).lora_alpha and not self.lora_r:

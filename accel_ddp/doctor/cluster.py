@@ -226,7 +226,7 @@ def run_preflight(cfg: TrainConfig) -> None:
         print_findings(outcome.findings)
     if topology.local_rank == 0 and outcome.node_rank == 0:
         over = f" over {outcome.interface}" if outcome.interface else ""
-        print(f"preflight: {len(outcome.roster)} nodes are alike and reach each other{over} ({time.monotonic() - began:.1f} s)")
+        print(f"preflight: {len(outcome.roster)} nodes match and reach each other{over} ({time.monotonic() - began:.1f} s)")
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:

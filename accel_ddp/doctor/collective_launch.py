@@ -152,7 +152,7 @@ def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -
             return [str(line) for line in report["lines"]], findings, report["figures"]
     findings = []
     for rank, code, output in [(one["rank"], one["code"], one["output"]) for one in events if one["event"] == "worker_exit"]:
-        end = f"was still running at the time limit ({states[rank]})" if rank in states else f"ended with exit code {code}"
+        end = f"was still running at the time limit ({states[rank]})" if rank in states else f"exited with code {code}"
         saw = f"its process {end} and wrote no report{f'; its last line of output: {output}' if output else ''}"
         findings.append(Finding("E_COLLECTIVE_FAILED", saw, _FIX, host=HOST, node=workers.node, rank=rank))
     return [], findings, {}

@@ -24,7 +24,7 @@ from accel_ddp.doctor.host import HOST, port_answers
 from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.text import counted, format_si
 
-STEPS = ("import torch", "initialise", "all-reduce is right", "bandwidth", "transport", "gradient synchronisation", "report")
+STEPS = ("import torch", "initialize", "all-reduce is right", "bandwidth", "transport", "gradient synchronization", "report")
 REPORT = len(STEPS) - 1
 POLL_SECONDS = 0.5
 SILENT_SECONDS = 2.0  # without progress messages, until a rank is reported as silent
@@ -317,12 +317,12 @@ class CollectiveChecks(CollectiveWorker):
         reference, mine = make_model(0), make_model(self.rank)
         devices = [device] if device.type == "cuda" else None
         ddp = self.collective(lambda: nn.parallel.DistributedDataParallel(mine, device_ids=devices))
-        compare("the weights are not those of rank 0 after DDP has sent them", mine.parameters(), reference.parameters())
+        compare("the weights differ from rank 0 after DDP has sent them", mine.parameters(), reference.parameters())
         for model, rank in ((reference, 0), (mine, self.rank)):
             for buffer in model.buffers():
                 buffer.fill_(rank + 1)
         loss = self.collective(lambda: compute_loss(ddp, self.rank))
-        compare("the buffers (BatchNorm) are not those of rank 0 after a forward pass", mine.buffers(), reference.buffers())
+        compare("the buffers (BatchNorm) differ from rank 0 after a forward pass", mine.buffers(), reference.buffers())
         self.collective(lambda: torch.autograd.backward([loss]))
         weights = list(reference.parameters())
         local = [torch.autograd.grad(compute_loss(reference, rank), weights) for rank in range(self.num_ranks)]
@@ -339,7 +339,7 @@ class CollectiveChecks(CollectiveWorker):
         self.store.set(f"weights/{self.rank}", json.dumps(hashlib.sha256(content).hexdigest()))
         hashes = self._gather("weights") if self.rank == 0 else []
         for rank in [rank for rank, value in enumerate(hashes) if value != hashes[0]]:
-            self.add_finding("E_COLLECTIVE_WRONG", f"DDP: after a step, the weights of rank {rank} are not those of rank 0", rank)
+            self.add_finding("E_COLLECTIVE_WRONG", f"DDP: after a step, the weights of rank {rank} differ from rank 0", rank)
         text = f"DDP: gradients are the average of all ranks' (relative difference on rank 0: {max(errors):.0e}), and every rank has "
         self.add_line(f"{text}rank 0's buffers and, after a step, its weights", unless="E_COLLECTIVE_WRONG")
 

@@ -21,13 +21,13 @@ from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, top
 from accel_ddp.text import did_you_mean
 from accel_ddp.words import script_at
 
-ABOUT = """Finds out what is wrong with the cluster. Run the same command on every node, each with its own --machine_rank.
+ABOUT = """Find out what is wrong with a cluster. Run the same command on every node, each with its own --machine_rank.
 
 The checks go from the simple to the complex: this machine alone, the connection to the main node, what differs between
-the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronisation, latency
+the nodes, every data path, the disk. Collectives with torch follow: device placement, gradient synchronization, latency
 and bandwidth (`accel-ddp scaling` measures how a recipe scales with them). Options of `accelerate launch` and of torchrun
-are accepted as they are. Values that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and those of
-torchrun, mpirun, Slurm and Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an
+are accepted as they are. Values that are not given come from the environment (MASTER_ADDR, NODE_RANK ... and the variables
+of torchrun, mpirun, Slurm and Kubeflow), and then from --config_file. Exit codes: 0 no error (there may be warnings), 1 an
 error, 2 an invalid command line."""
 
 
@@ -38,8 +38,8 @@ def add_shared_options(parser: argparse.ArgumentParser) -> Any:
     add = lambda *names, **more: node.add_argument(*spellings(*names), dest=names[0], **more)
     add("machine_rank", "node_rank", type=int, help="0 on the main node; 1, 2 ... on the others")
     add("num_machines", "nnodes", help="number of nodes")
-    add("num_processes", type=int, help="number of ranks of accelerate, the total over all nodes, the same on each")
-    add("nproc_per_node", help="number of ranks of torchrun on this node, which may be another one on each node")
+    add("num_processes", type=int, help="total number of ranks over all nodes, as for accelerate launch")
+    add("nproc_per_node", help="number of ranks on this node, as for torchrun; nodes may differ")
     add("main_process_ip", "master_addr", help="address of the main node")
     add("main_process_port", "master_port", type=int, help="a port of the main node that the others can reach (29500)")
     add("rdzv_backend", help="c10d: the nodes need no --machine_rank")

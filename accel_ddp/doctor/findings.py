@@ -125,7 +125,8 @@ CODES = {
         "machine_rank is not smaller than num_machines.", "use --machine_rank 0 to num_machines - 1, a different one on each node"
     ),
     "E_MAIN_ELSEWHERE": Code(
-        "This node is machine_rank 0, but lacks the main address.", "use --machine_rank 1, or its address as --main_process_ip"
+        "This node is machine_rank 0, but does not have the main address.",
+        "use --machine_rank 1, or its address as --main_process_ip",
     ),
     "E_MAIN_PUBLIC": Code(
         "The main address is a public one, which node 0 itself does not have.", "use its private address as --main_process_ip"
@@ -159,7 +160,9 @@ CODES = {
     ),
     "W_DISK": Code("The disk of the output folder is almost full.", "delete files, or use another disk"),
     "E_DISK": Code("The output folder has too little space for the checkpoints.", "delete files, or use another --output_dir"),
-    "E_DISK_STUCK": Code("A disk or a program of this node does not answer.", "try `df`, `git status` and `nvidia-smi`"),
+    "E_DISK_STUCK": Code(
+        "A disk or a program of this node does not answer.", "run `df`, `git status` and `nvidia-smi` there: one of them hangs"
+    ),
     "E_OUTPUT_DIR": Code(
         "The output folder of the main node cannot be written.", "choose another --output_dir, or correct its permissions"
     ),
@@ -176,7 +179,7 @@ CODES = {
         "restart the node, update the driver, or install a torch for the CUDA version of the driver",
     ),
     "W_GPU_DRIVER": Code("The GPUs of this node could not be checked.", "restart the node, or install the NVIDIA driver"),
-    "W_GPU_BUSY": Code("Another process uses a GPU.", "end leftovers of an earlier run (kill PID), or set CUDA_VISIBLE_DEVICES"),
+    "W_GPU_BUSY": Code("Another process uses a GPU.", "stop processes of an earlier run (kill PID), or set CUDA_VISIBLE_DEVICES"),
     # The way to the main node.
     "E_REFUSED": Code("The main address is up, but nothing listens on the port.", "start node 0, or correct port and address"),
     "E_DROPPED": Code(
@@ -185,7 +188,7 @@ CODES = {
     "E_UNREACHABLE": Code("The network cannot reach the main address.", "correct --main_process_ip, or start that node"),
     "E_PORT_BUSY": Code(
         "Another program, or the doctor of another run, has the main port.",
-        "end what is left of an earlier run there, or use another --main_process_port; script, --token and version of accel_ddp "
+        "stop processes of an earlier run there, or use another --main_process_port; script, --token and version of accel_ddp "
         "must be the same on every node",
     ),
     "E_PORT_BLOCKED": Code(
@@ -193,15 +196,15 @@ CODES = {
     ),
     "I_RENDEZVOUS": Code("A rendezvous is running at the main port. This node joins it if it belongs to this job.", "nothing"),
     "E_MAIN_LOST": Code(
-        "The connection to the main node was lost before the verdict.", "read the output of the main node; start all nodes again"
+        "The connection to the main node was lost before the verdict.", "read the output of the main node; restart all nodes"
     ),
     # All nodes together.
     "E_MISSING": Code("A node or rank did not connect in time.", "start the same command there, and open the main port"),
     "E_LATE": Code(
-        "A node connected after the others had been checked.", "use the same num_machines on every node; start all of them again"
+        "A node connected after the others had been checked.", "use the same num_machines on every node; restart all of them"
     ),
     "E_SILENT": Code("A node did not answer in time, or closed its connection.", "read the output of that node"),
-    "E_DUPLICATE": Code("Several nodes have the same machine_rank, or processes the same RANK.", "use different ones"),
+    "E_DUPLICATE": Code("Several nodes have the same machine_rank, or processes the same RANK.", "give each its own"),
     "E_COUNTS": Code(
         "The number of nodes differs between the nodes, or the numbers of ranks contradict the total.",
         "use the same num_machines and num_processes on every node; for different numbers of ranks on the nodes, use torchrun with its "
@@ -210,7 +213,9 @@ CODES = {
     "E_VERSIONS": Code("Package versions differ between the nodes.", "run `pip install -c constraints.txt -e .` on every node"),
     "W_PYTHON": Code("Python versions differ between the nodes.", "results are the same; use one version when you can"),
     "E_CODE": Code("The code differs between the nodes.", "check out the same commit on every node, or share one folder"),
-    "E_OPTIONS": Code("Options differ between the nodes, or a node ended because of its options.", "use the same options"),
+    "E_OPTIONS": Code(
+        "Options differ between the nodes, or a node exited because of its options.", "start every node with the same options"
+    ),
     "E_ACCELERATE_CONFIG": Code(
         "The accelerate configs differ between the nodes, for example FSDP on one and DDP on another, or a config is not supported.",
         "use the same accelerate config and options of `accelerate launch` on every node",
@@ -240,7 +245,7 @@ CODES = {
     "W_PATH_SLOW": Code("A path is slower than a quarter of the median of all paths.", "check that link (ethtool, ip -s link)"),
     # Collectives.
     "E_COLLECTIVE_STUCK": Code(
-        "A collective does not end.",
+        "A collective does not finish.",
         "NCCL_DEBUG=INFO shows the interface NCCL uses; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose another; "
         "NCCL_IB_DISABLE=1 rules out InfiniBand",
     ),
@@ -249,7 +254,7 @@ CODES = {
         "read what this rank printed; NCCL_DEBUG=INFO shows more; NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME choose the interface",
     ),
     "E_COLLECTIVE_WRONG": Code(
-        "An all-reduce returned wrong sums, or DDP's weights, buffers or gradients are not those of a single process.",
+        "An all-reduce returned wrong sums, or DDP's weights, buffers or gradients differ from a single process.",
         "use the same torch, NCCL and driver on every node; NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 and NCCL_ALGO=Ring narrow it down",
     ),
     "E_GPU_PLACEMENT": Code(

@@ -206,7 +206,7 @@ def check_topology(topology: Topology, ip: str) -> list[Finding]:
     kind, uses_cpu = (topology.accelerate_config.get(name) for name in ("distributed_type", "cpu"))
     if num_nodes > 1 and (str(kind) in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
         given = f"{'--cpu' if uses_cpu else f'distributed_type {kind}'} with num_machines {num_nodes}"
-        saw = f"accelerate was given {given}: every node would start one process that trains alone and ends with exit code 0"
+        saw = f"accelerate was given {given}: every node would start one process that trains alone and exits with code 0"
         add("E_TRAINS_ALONE", saw)
     if node_rank is not None and node_rank >= num_nodes and (num_nodes > 1 or not is_here):
         saw = f"{topology.describe('machine_rank')}, but {nodes}: machine ranks go from 0 to {num_nodes - 1}"

@@ -226,7 +226,7 @@ def return_exit_code_of_ranks() -> None:
         elif isinstance(error, SignalException):  # sent to the launcher, which has forwarded it and waited for its ranks
             codes = _find_in_frames(traceback.walk_tb(trace), "agent", compat.exit_codes_of) or []
             if codes and {*codes} <= {-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}:  # the ranks did not handle signals yet
-                print_progress(f"stopped: the launcher received {error.sigval.name}, and its ranks ended before they could save")
+                print_progress(f"stopped: the launcher received {error.sigval.name}, and its ranks exited before they could save")
                 codes = [INTERRUPTED if error.sigval == signal.SIGINT else STOPPED]
         if not (code := choose_exit_code(codes)):
             return hook_before(kind, error, trace)
@@ -300,7 +300,7 @@ class RestartingRendezvous:
         if max_restarts and not restart_files.read_run(self.pid):
             print_progress(
                 f"warning: --max_restarts {max_restarts}: no file can be written in {tempfile.gettempdir()}. A restart cannot find the "
-                "checkpoints of this run then, so that the run ends after a failure. Make space there, or set TMPDIR to another folder."
+                "checkpoints of this run then, so the run stops after a failure. Make space there, or set TMPDIR to another folder."
             )
         self._open()
 
@@ -378,7 +378,7 @@ class RestartingRendezvous:
         last, failed_steps = self.num_rounds - 1, restart_files.read_run(self.pid).get("failed_steps", [])
         if self.is_forced:  # the ranks were healthy, and stopped because of the agent's SIGTERM
             text = "another node has joined"
-            print_progress(f"{text}. The ranks are started again from their checkpoint.")
+            print_progress(f"{text}. The ranks restart from their checkpoint.")
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
             restart_files.write_outcome(self.pid, joined, replaced=last)
             return
@@ -388,14 +388,14 @@ class RestartingRendezvous:
         while (ended := restart_files.read_outcome(self.pid, last)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if ended and (reason := restart_files.why_not_restarted(ended, failed_steps)):
-            print_progress(f"the ranks are not started again, because {reason}")
+            print_progress(f"the ranks are not restarted, because {reason}")
             sys.exit(ended["exit_code"] or 1)
         # Programs that end before `accel_ddp.start`, or without it, store no outcome. Their launcher sends SIGTERM to the remaining
         # ranks, which may then return the code of a stop.
         codes = set(_find_in_frames(traceback.walk_stack(sys._getframe()), "self", compat.exit_codes_of) or []) - {0, None}
         codes = {USER_ERROR} if USER_ERROR in codes else codes
         if ended is None and len(codes) == 1 and codes <= {USER_ERROR, STOPPED, UNSAVED, INTERRUPTED}:
-            print_progress(f"the ranks are not started again, because of their exit code {min(codes)}")
+            print_progress(f"the ranks are not restarted, because of their exit code {min(codes)}")
             sys.exit(min(codes))
 
     # ---- the rendezvous
@@ -418,7 +418,7 @@ class RestartingRendezvous:
                     self.connection.setblocking(False)
             return info
         except RendezvousClosedError:
-            print_progress("the job has ended on another node")
+            print_progress("the job stopped on another node")
             sys.exit(1)
         except (RendezvousError, RuntimeError, ValueError) as error:
             if self.is_elastic or time.monotonic() > deadline or (self.num_rounds == 1 and not self.joins_running_job):

@@ -19,7 +19,7 @@ from accel_ddp.tasks.chat_rows import Chat, UnusableRow, read_tools
 HELP = """/reset         forget the conversation
 /system TEXT   set the system prompt; without a text, remove it
 /undo          forget the last question and its answer
-/exit          end, as Ctrl-D does; Ctrl-C stops an answer"""
+/exit          exit, as Ctrl-D does; Ctrl-C stops an answer"""
 CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\[?\{")  # where the calls of an answer begin
 
 
@@ -182,4 +182,4 @@ def _talk(chat: Conversation) -> None:
             if was_interrupted or not is_terminal:
                 return
             was_interrupted = True
-            print("(Ctrl-C again or Ctrl-D ends)")
+            print("(Ctrl-C again or Ctrl-D exits)")

@@ -37,7 +37,7 @@ Evaluate a model with the metrics of its recipe, on all GPUs of this machine. No
 
 MODEL_OR_RUN comes first. --eval_file replaces the evaluation rows, --output writes the metrics as JSON, and --recipe names the recipe
 (or the path of your script) of a model that accel-ddp has not trained. Options of the recipe, such as --eval_batch_size, and options
-for processes, such as --num_processes 2 or --config_file fsdp.yaml, are those of `accel-ddp run`."""
+for processes, such as --num_processes 2 or --config_file fsdp.yaml, work as in `accel-ddp run`."""
 
 OF_TRAINING = {"saving", "logging", "multi-node"}  # groups of options that an evaluation does not need
 # The model's files state these, or they name files of another machine.

@@ -101,7 +101,7 @@ def at_the_end(
 
     `example` is Python code that uses the exported {folder}. With `best`, export the checkpoint of this step instead of the weights
     in memory. A sharded model is always exported from a checkpoint, so no rank gathers it. The run must be over: weights of the
-    best step are copied into the model of the main rank, and adapters are merged in place.
+    best step are copied into the model of rank 0, and adapters are merged in place.
     """
     sharded = is_sharded(model)
     if sharded and ending.unsaved and best is None:

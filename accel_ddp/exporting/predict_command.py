@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         add(f"--{name}", default="", metavar="NAME", help="default: as in training, or the usual name")
     add("--columns", nargs="*", metavar="NAME", help="columns of the input to keep in the output; default: all")
     add("--prefix", help="text before each input; default: as in training")
-    add("--max_length", type=int, default=0, help="tokens of a text, which is truncated; default: as in training")
+    add("--max_length", type=int, default=0, help="tokens per text; longer texts are truncated; default: as in training")
     add("--top_k", type=int, default=1, help="labels, or tokens of a mask, to return for each row")
     add("--batch_size", type=int, default=0, help="rows that are computed at once; default: by their length")
     add("--num_processes", type=int, default=0, help="default: one for each GPU, or one on CPUs")
@@ -93,10 +93,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help="an exported folder, adapters, a run, a checkpoint, or any folder or Hub name")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: as stored; float32 on CPUs")
     add("--chat_template", default="", help="for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file")
-    add("--max_new_tokens", type=int, default=0, help="tokens of an answer; default: what the model states, or 256")
+    add("--max_new_tokens", type=int, default=0, help="tokens of an answer; default: from the model's generation config, or 256")
     add("--temperature", type=float, default=0.0, help="0: the most probable answer; above 0: sample")
-    add("--top_p", type=float, default=1.0, help="sample from the most probable tokens with this probability together")
-    add("--seed", type=int, default=0, help="of sampled answers, which depend on it and on the number of the row")
+    add("--top_p", type=float, default=1.0, help="sample from the most probable tokens with this total probability")
+    add("--seed", type=int, default=0, help="seed of sampled answers, which also depend on the row number")
 
 
 def check_options(given: argparse.Namespace) -> None:

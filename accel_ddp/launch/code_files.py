@@ -107,7 +107,7 @@ def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
 
     A file that only some hosts have is a difference in folders without git. In a repository it is a file that is not committed.
     """
-    advice = "Update the code there, for example with `git pull`, or write copy: rsync in the description."
+    advice = "Update the code there, for example with `git pull`, or write copy: rsync in the cluster file."
     usual_commit = _most_frequent([one.get("commit") for one in facts.values()])
     candidates = [one for one in facts.values() if not usual_commit or one.get("commit") == usual_commit]
     usual_total = _most_frequent([one.get("total") for one in candidates])
@@ -122,7 +122,7 @@ def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
         return f"the code differs: {'; '.join(parts[:5])}. {advice}"
     usual_package = _most_frequent([one.get("package") for one in facts.values()])
     if others := [host for host, one in facts.items() if one.get("package") and one["package"] != usual_package]:
-        return f"the package accel_ddp of {listed(others)} differs from that of the other nodes. Install the same version there."
+        return f"the package accel_ddp of {listed(others)} differs from the other nodes. Install the same version there."
     return None
 
 
@@ -174,7 +174,7 @@ def find_source(script: str) -> Path:
     inside = not Path(script).is_absolute() and ".." not in Path(script).parts
     if not inside or not Path(script).is_file():
         raise UserError(
-            f"copy: rsync: the folder in which you type the command is copied to the nodes, but {source} does not contain {script}. "
+            f"copy: rsync: the folder in which you run the command is copied to the nodes, but {source} does not contain {script}. "
             "Change to the folder of your code, or write copy: none."
         )
     if source in (Path("/"), Path.home()):
@@ -299,7 +299,7 @@ class _Copier:
             largest, size = sizes.most_common(1)[0]
             note(
                 f"copy: rsync: {len(self.names)} files with {format_bytes(total)} are copied to each node, if the nodes do not have "
-                f"them already. {largest} has {format_bytes(size)} of them. What .gitignore contains is not copied."
+                f"them already. {largest} has {format_bytes(size)} of them. Files that .gitignore lists are not copied."
             )
 
 

@@ -55,13 +55,13 @@ def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
         what = f"{f'{node.venv}/bin/python' if node.venv else 'python3'} does not exist in {node.folder or '~'}"
         return f"{host}: {what} on this node. Correct `venv` in {file}, or install it there."
     if cluster.backend == "local":
-        return f"{host}: the guard of this node has ended ({end}): {last or 'it printed nothing'}."
+        return f"{host}: the agent of this node exited ({end}): {last or 'it printed nothing'}."
     if "No module named" in text and "accel_ddp" in text:
         name = node.venv or "the Python of this node"
         venv = f"Correct `venv` in {file}" if node.venv else f"Write `venv` into {file}"
         return f"{host}: accel_ddp is missing or too old in {name}. {venv}, or run `pip install -c constraints.txt -e .` there."
     if code not in (None, 255):  # 255 is an error of ssh itself
-        return f"{host}: the command on this node has ended ({end}): {last or 'it printed nothing'}. {try_it}"
+        return f"{host}: the command on this node exited ({end}): {last or 'it printed nothing'}. {try_it}"
     unreachable = f"the host cannot be reached: {last}. Check that it runs and that its ssh port is open. {try_it}"
     reasons = {
         "IDENTIFICATION HAS CHANGED": "the host key has changed, so this may be another machine. Check it, then run "
@@ -129,7 +129,7 @@ class Connection:
             try:
                 line = await self.process.stdout.readline()
             except ValueError:  # a line without an end
-                raise Lost(f"{self.node.host}: the answer is not that of accel_ddp.") from None
+                raise Lost(f"{self.node.host}: the answer does not come from accel_ddp.") from None
             if not line:
                 code = await self._exit_code(5)
                 await asyncio.wait(self._tasks[:1], timeout=1)

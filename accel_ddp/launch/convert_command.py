@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.config.options import properties_of
-from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES
-from accel_ddp.config.train_config import TABLE_FILES, TrainConfig
+from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES
+from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.recipe_files import recipe_path
-from accel_ddp.text import counted
+from accel_ddp.text import counted, shorten
 
 TITLES = {"axolotl": "axolotl", "llama_factory": "LLaMA-Factory"}
 # What a toolkit uses if its file does not say so, and we do not.
@@ -36,10 +36,9 @@ SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 ROLES = {"system", "user", "assistant", "tool", "human", "gpt", "bot", "chatgpt", "observation", "function", "function_call"}
 # The columns of their datasets. The option of a chat is `messages_column`, and of pairs and prompts `prompt_column`.
 COLUMNS = {
-    "field_messages": "messages_column", "messages": "messages_column", "field": "text_column", "text_column": "text_column",
-    "field_prompt": "prompt_column", "field_instruction": "prompt_column", "prompt": "prompt_column", "field_output": "answer_column",
-    "field_completion": "answer_column", "response": "answer_column", "field_chosen": "chosen_column", "chosen": "chosen_column",
-    "field_rejected": "rejected_column", "rejected": "rejected_column", "field_label": "label_column", "kto_tag": "label_column",
+    "messages": "field_messages messages", "text": "field text_column", "prompt": "field_prompt field_instruction prompt",
+    "answer": "field_output field_completion response", "chosen": "field_chosen chosen", "rejected": "field_rejected rejected",
+    "label": "field_label kto_tag",
 }  # fmt: skip
 # Further columns that are read if they have these names, and keys of a dataset with their usual values, which need no option.
 USUAL = {
@@ -86,15 +85,16 @@ class Conversion:
             self.notes[option] = note
 
     def lose(self, name: str, value: Any, reason: str) -> None:
-        self.lost[f"{name}: {value if isinstance(value, str | int | float) else json.dumps(value, default=str)}"] = reason
+        shown = value if isinstance(value, str | int | float) else json.dumps(value, default=str)
+        self.lost[shorten(" ".join(f"{name}: {shown}".split()), 100)] = " ".join(reason.split())
 
     def _choose_recipe(self) -> str:
         key = "stage" if self.toolkit == "llama_factory" else "rl"
         method = self.take(key) or ("rm" if self.toolkit == "axolotl" and self.take("reward_model") else "sft")
         if method not in RECIPES or self.left.get("process_reward_model"):
             raise UserError(
-                f"{self.file}: {key}: {method} has no recipe here. `convert` knows {', '.join(RECIPES)}. {TITLES[self.toolkit]} can "
-                "export what it trains, and sft, dpo and reward train that model further."
+                f"{self.file}: {key}: {method} has no recipe here. `convert` knows {', '.join(RECIPES)}. {TITLES[self.toolkit]} "
+                "can export what it trains, and sft, dpo and reward train that model further."
             )
         self.is_text = method == "pt" or bool(self.left.get("pretraining_dataset"))
         if RECIPES[method] == "dpo":
@@ -107,11 +107,13 @@ class Conversion:
 
     def _convert_model(self) -> None:
         self.put("model", self.take("base_model", "model_name_or_path"))
+        if "model" not in self.options:
+            raise UserError(f"{self.file}: has neither base_model nor model_name_or_path.")
         method = self.take("adapter", "finetuning_type") or ("lora" if self.toolkit == "llama_factory" else "")
-        rank, alpha, targets = self.take("lora_r", "lora_rank") or 8, self.take("lora_alpha"), self.take("lora_target_modules", "lora_target")
-        dropout, bits, all_linear = self.take("lora_dropout"), self.take("quantization_bit"), self.take("lora_target_linear")
-        in_4, in_8 = self.take("load_in_4bit") or bits == 4, self.take("load_in_8bit") or bits == 8
-        if method in ("freeze", "oft") or method not in ("lora", "qlora", "full", ""):
+        rank, alpha, dropout = self.take("lora_r", "lora_rank") or 8, self.take("lora_alpha"), self.take("lora_dropout")
+        targets, all_linear = self.take("lora_target_modules", "lora_target"), self.take("lora_target_linear")
+        in_4, in_8, bits = self.take("load_in_4bit"), self.take("load_in_8bit"), self.take("quantization_bit")
+        if method not in ("lora", "qlora", "full", ""):
             self.lose("adapter", method, "only LoRA and QLoRA are adapters here; this file trains all weights")
         if adapters := self.take("lora_model_dir", "adapter_name_or_path"):
             self.put("model", adapters, "adapters, which are trained further; their adapter_config.json names the base model")
@@ -122,29 +124,29 @@ class Conversion:
             names = targets.replace(",", " ").split() if isinstance(targets, str) else targets or []
             all_linear = all_linear or names in (["all"], ["all-linear"]) or (not names and self.toolkit == "llama_factory")
             self.put("lora_targets", ["all-linear"] if all_linear else names or None)
-            self.put("quantize", "4bit" if in_4 or method == "qlora" else "8bit" if in_8 else None)
+            self.put("quantize", "4bit" if in_4 or bits == 4 or method == "qlora" else "8bit" if in_8 or bits else None)
         elif self.toolkit == "axolotl" and not self.left.get("bfloat16"):
-            self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, and dtype: bfloat16 does so too"
+            self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, as dtype: bfloat16 does"
         if self.take("pure_bf16", "bfloat16"):
             self.put("dtype", "bfloat16", "16 bits lose small updates")
         fp16, bf16 = self.take("fp16"), self.take("bf16")
         self.put("mixed_precision", "fp16" if fp16 is True else "bf16" if bf16 is True else None)
-        template = str(self.left.get("chat_template") or "")
-        if template in ("jinja", "tokenizer_default") or template.startswith("tokenizer_default"):
-            self.take("chat_template")
-            self.not_needed[f"chat_template: {template}"] = "the model's own template is the default"
-        if name := self.take("template"):
-            self.not_needed[f"template: {name}"] = NOTES["template"].removeprefix("leave it out; ")
+        if self.left.get("chat_template") == "jinja":  # the file is in chat_template_jinja
+            del self.left["chat_template"]
+        if "template" in self.left or str(self.left.get("chat_template")).startswith("tokenizer_default"):
+            self.not_needed[f"template: {self.take('template', 'chat_template')}"] = NOTES["template"].partition("; ")[2]
 
     def _convert_batch(self) -> None:
         length = self.take("sequence_len", "cutoff_len")
         drops = self.toolkit == "axolotl" and self.take("excess_length_strategy") in (None, "drop")
-        self.put("max_length", length, NOTES["sequence_len"] if drops and self.recipe == "sft" else "")
-        micro, parts = self.take("micro_batch_size", "per_device_train_batch_size") or 1, self.take("gradient_accumulation_steps") or 1
+        note = "longer rows are refused; skip_broken: true leaves them out" if self.recipe == "reward" else ""
+        self.put("max_length", length, note or (NOTES["sequence_len"] if drops else ""))
+        micro = self.take("micro_batch_size", "per_device_train_batch_size")
+        parts = self.take("gradient_accumulation_steps") or 1
         total = self.take("batch_size") or micro * parts * self.gpus
-        sizes = f"{micro} per GPU x {parts} micro-batches x {counted(self.gpus, 'GPU')}"
+        sizes = f"{micro} per GPU x {counted(parts, 'micro-batch')} x {counted(self.gpus, 'GPU')}"
         if self.is_packed or self.is_text:
-            self.put("global_batch_tokens", total * length, f"{sizes} x {length} tokens: each of its items is a full pack of rows")
+            self.put("global_batch_tokens", total * length, f"{sizes} x {length} tokens: its items are full packs of rows")
             self.put("micro_batch_tokens", micro * length)
         else:
             self.put("global_batch_size", total, sizes)
@@ -157,12 +159,11 @@ class Conversion:
         self.put("lr_schedule", schedule)
         if given not in SCHEDULES:
             self.lose("lr_scheduler", given, f"the schedule is {schedule}")
-        steps = self.left.pop("warmup_steps", 0)
-        ratio = steps if 0 < steps < 1 else 0 if steps else self.take("warmup_ratio")
-        self.left.pop("warmup_ratio", None)
-        if given != "constant":  # which has no warm-up in transformers
-            self.put("warmup_steps", steps if steps >= 1 else None)
-        self.put("warmup_ratio", 0 if given == "constant" or steps >= 1 else ratio)
+        steps, ratio = self.left.pop("warmup_steps", 0), self.take("warmup_ratio")
+        if given == "constant" or steps:  # transformers: `constant` has no warm-up, and a number below 1 is a ratio
+            ratio = steps if 0 < steps < 1 and given != "constant" else 0
+        self.put("warmup_steps", steps if steps >= 1 and given != "constant" else None)
+        self.put("warmup_ratio", ratio)
         kwargs = self.take("lr_scheduler_kwargs") or {}
         self.put("min_lr_ratio", kwargs.pop("min_lr_rate", None) or self.take("cosine_min_lr_ratio"))
         for name, value in kwargs.items():
@@ -170,8 +171,7 @@ class Conversion:
         self.put("epochs", self.take("num_epochs", "num_train_epochs"))
         if (steps := self.take("max_steps") or 0) > 0:
             self.put("steps", steps)
-        decay = self.take("weight_decay")
-        self.put("weight_decay", decay or 0.0)
+        self.put("weight_decay", self.take("weight_decay") or 0.0)
         self.put("seed", self.left.pop("seed", 42))
         optimizer = str(self.take("optimizer", "optim") or "adamw_torch")
         known = next((ours for part, ours in OPTIMIZERS.items() if part in optimizer), "")
@@ -180,16 +180,13 @@ class Conversion:
             self.lose("optimizer", optimizer, f"{known or 'adamw'} is used" + ", without paging" * ("paged" in optimizer))
 
     def _convert_saving(self) -> None:
-        for ours, per_epoch, strategy, steps in (
-            ("eval_every", "evals_per_epoch", "eval_strategy", "eval_steps"), ("save_every", "saves_per_epoch", "save_strategy", "save_steps"),
-        ):  # fmt: skip
-            times, how = self.take(per_epoch), self.take(strategy, "evaluation_strategy" if ours == "eval_every" else strategy)
-            given = self.left.pop(steps, None)
-            every = given or (DEFAULTS[self.toolkit].get(steps) if how in (None, "steps") and not times else None)
+        for kind, other in (("eval", "evaluation_strategy"), ("save", "save_strategy")):
+            ours, per_epoch, strategy, steps = f"{kind}_every", f"{kind}s_per_epoch", f"{kind}_strategy", f"{kind}_steps"
+            times, how, every = self.take(per_epoch), self.take(strategy, other), self.take(steps)
             if isinstance(every, float) and every < 1:
                 self.lose(steps, every, f"a fraction of the run: write {ours}: N with the number of updates")
             else:
-                self.put(ours, every if how in (None, "steps") else 0)
+                self.put(ours, every if how in (None, "steps") and not times else 0 if how else None)
             if times and times > 1:
                 self.lose(per_epoch, times, f"once per epoch here; {ours}: N is a number of updates")
             if how in ("no", False):
@@ -201,7 +198,8 @@ class Conversion:
         if best:
             name = str(best).removeprefix("eval_")
             self.put("best_metric", name if greater is None or name == "loss" else f"{name}:{'max' if greater else 'min'}")
-        uses = [name for name in ("wandb", "tensorboard", "mlflow") if self.take(f"use_{name}") or self.left.get(f"{name}_project")]
+        known = ("wandb", "tensorboard", "mlflow")
+        uses = [name for name in known if self.take(f"use_{name}") or self.left.get(f"{name}_project")]
         given = self.take("report_to")
         trackers = [given] if isinstance(given, str) else given or uses
         self.put("report_to", ",".join(trackers) if trackers not in ([], ["none"]) else None)
@@ -210,16 +208,15 @@ class Conversion:
 
     def _is_sharded(self) -> bool:
         """Return whether the command shards the model."""
-        given = {name: self.take(name) for name in ("deepspeed", "fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type")}
-        given = {name: value for name, value in given.items() if value}
-        if "offload" in str(given).replace("offload_params': False", "").replace("offload_params': 'false", ""):
+        names = [name for name in self.left if name == "deepspeed" or name.startswith("fsdp")]
+        given = {name: value for name in names if (value := self.take(name))}
+        if re.search("offload(?!_params': (False|'false'))", str(given)):
             self.lose("offload", "true", "weights stay on the GPUs; fsdp_offload_params in a copy of fsdp.yaml changes that")
         if given and self.options.get("quantize"):
             reason = "quantized weights are not sharded here: every GPU holds them, and the command uses DDP"
             self.lose(min(given), given[min(given)], reason)
             return False
-        for name in given:
-            self.not_needed[name] = "the command shards the model with FSDP2; its config has no further settings"
+        self.not_needed |= dict.fromkeys(given, "the command shards the model with FSDP2, which needs no further settings")
         return bool(given)
 
     def _convert_data(self) -> None:
@@ -235,13 +232,16 @@ class Conversion:
         elif fraction:
             self.put("eval_fraction", fraction)
         else:
-            self.lose("val_size", 0, "here a tenth of the rows, at most 2,000, is not trained but evaluated; eval_fraction: 0.01 sets fewer aside")
+            reason = "here a tenth of the rows, at most 2,000, is evaluated and not trained; eval_fraction: 0.01 takes fewer"
+            self.lose("val_size", 0, reason)
 
     def _put_rows(self, kind: str, given: Any) -> bool:
         """Write where the rows of training or evaluation are, and their columns. Return whether they are on the Hub."""
-        files, hub = [], []
+        files: list[str] = []
+        hub: list[tuple[str, str]] = []
         for name, path, entry in self._entries(given):
-            is_file = Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or _ending(path) in (*TABLE_FILES.split(), ".txt")
+            ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
+            is_file = ending in (*TABLE_FILES.split(), ".txt") or path.startswith(("/", ".", "~")) or Path(path).exists()
             paths = entry.get("data_files") or path
             if entry.get("data_files") or is_file or entry.get("file_name"):
                 files += paths if isinstance(paths, list) else [paths]
@@ -272,8 +272,8 @@ class Conversion:
                 yield "datasets", str(entry["path"]), entry
             return
         folder = self.take("dataset_dir") or "data"
-        places = [Path(self.info)] if self.info else [base / folder / "dataset_info.json" for base in (Path(), *self.file.parents)]
-        place = next((place for place in places if place.is_file()), None)
+        usual = (base / folder / "dataset_info.json" for base in (Path(), *self.file.parents))
+        place = next((place for place in ([Path(self.info)] if self.info else usual) if place.is_file()), None)
         if self.info and not place:
             raise UserError(f"--dataset_info {self.info}: there is no such file.")
         known = json.loads(place.read_text()) if place else {}
@@ -284,59 +284,70 @@ class Conversion:
                 self.lose("dataset", name, f"{reason}: correct its path in train_file")
             entry = dict(entry or {"file_name": f"{name}.json"})
             entry["name"] = entry.pop("subset", None)
-            path = entry.get("hf_hub_url") if not entry.get("file_name") else str((place.parent if place else Path(folder)) / entry["file_name"])
-            yield f"dataset {name}", str(path or entry.get("ms_hub_url") or entry.get("script_url")), entry
+            hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url")
+            yield f"dataset {name}", str(hub or (place.parent if place else Path(folder)) / entry["file_name"]), entry
 
     def _put_columns(self, where: str, entry: dict[str, Any]) -> None:
         kind = entry.get("type")
         flat = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {}), **(kind if isinstance(kind, dict) else {})}
         flat |= flat.pop("message_property_mappings", None) or {}
         flat |= {f"roles.{role}": names for role, names in (flat.pop("roles", None) or {}).items()}
-        if isinstance(kind, str) and kind.startswith("alpaca"):
-            self.lose(f"{where} type", kind, "the model's chat template writes the prompt, without Alpaca's text around it")
+        if str(kind).startswith("completion") and not self.is_packed:
+            self.put("packing", "off")
+        if str(kind).startswith("alpaca"):
+            self.lose(
+                f"{where} type",
+                kind,
+                "the model's chat template writes the prompt, without Alpaca's text (without one: chat_template: plain)",
+            )
         for name, value in flat.items():
-            option = "text_column" if self.is_text and name == "prompt" else COLUMNS.get(name)
+            column = next((ours for ours, names in COLUMNS.items() if name in names.split()), "")
+            option = "text_column" if self.is_text and name == "prompt" else column and f"{column}_column"
             if option == "messages_column" and self.recipe != "sft" and self.options.get("loss") != "kto":
                 option = "prompt_column"
             is_usual = value in USUAL.get(name, ()) or value in (None, "", [], {}) or name in ELSEWHERE
-            is_role = (name.endswith("_tag") or name.startswith("roles.")) and {*([value] if isinstance(value, str) else value)} <= ROLES
+            is_role = name.endswith("_tag") or name.startswith("roles.")
+            is_usual = is_usual or (is_role and {*([value] if isinstance(value, str) else value)} <= ROLES)
             if option and self.options.get(option, value) == value:
                 self.put(option, value)
             elif option:
                 self.lose(f"{where} {name}", value, f"all files need the same columns, and another has {self.options[option]}")
-            elif not is_usual and not is_role:
+            elif not is_usual:
                 self.lose(f"{where} {name}", value, "has no option; see docs/own_data.md for the rows that are read")
 
     def _convert_others(self) -> None:
         """Convert what only has another name, and sort the rest."""
-        known = properties_of(_config_class(self.recipe))
+        known = properties_of(type(load_recipe_config([str(recipe_path(self.recipe))])))
         ours = {name: option for option, found in known.items() for name in (option, *found.also)}
-        alone = {"auto": None, "resume": "checkpoints of other toolkits cannot be resumed"}
         reasons = {name: text for text, names in NO_EQUIVALENT.items() for name in names.split()}
         instead = {name: text for text, names in INSTEAD.items() for name in names.split()}
         for name, value in list(self.left.items()):
             option = ours.get(name)
             if name == "ddp_timeout" or option in ("attn_implementation", "cache_dir"):
-                self.not_needed[f"{name}: {value}"] = NOTES.get(name, "").removeprefix("leave it out; ") or "padding-free is the default"
-            elif option in alone:
-                self.lose(name, value, alone[option] or "")
+                note = NOTES.get(name, "padding-free is the default")
+                self.not_needed[f"{name}: {value}"] = note.removeprefix("leave it out; ")
+            elif option == "resume":
+                self.lose(name, value, "checkpoints of other toolkits cannot be resumed")
             elif value is False and (name in reasons or name in instead or option is None):
                 self.empty.append(name)
             elif value is True and (use := re.match(r"use --(\w+) ([\w-]+)", instead.get(name, ""))) and use[1] in known:
                 self.put(use[1], use[2])
             elif instead.get(name, "").startswith("leave"):
-                self.not_needed[f"{name}: {value if isinstance(value, str | int | float) else '...'}"] = instead[name].partition("; ")[2]
+                shown = value if isinstance(value, str | int | float) else "..."
+                self.not_needed[f"{name}: {shown}"] = instead[name].partition("; ")[2]
             elif option and option not in self.options:
                 self.put(option, value == "true" or value, NOTES.get(name, "") if option != name else "")
             else:
-                self.lose(name, value, reasons.get(name) or instead.get(name) or "`convert` does not know it")
+                is_known = any(name in names.split() for names in OTHER_NAMES.values())
+                other = f"{self.recipe} has no such option" if is_known else "`convert` does not know it"
+                self.lose(name, value, reasons.get(name) or instead.get(name) or other)
 
     def _check(self) -> None:
         """Parse the file as a run does. An option that the recipe refuses is removed and listed."""
         while True:
             try:
                 with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-                    file.write("\n".join(self._lines()))
+                    file.write(self.text(""))
                     file.flush()
                     cfg = load_recipe_config([str(recipe_path(self.recipe)), "--config", file.name])
                     if cfg and self.is_sharded:
@@ -345,39 +356,35 @@ class Conversion:
                 return
             except UserError as error:
                 message = str(error).replace(file.name, str(self.file))
-                option = next((word for word in re.findall(r"\w+", message) if word in self.options), "")
+                words = [*re.findall(r"--(\w+)", message), *re.findall(r"\w+", message)]
+                option = next((word for word in words if word in self.options), "")
                 if not option:
                     raise UserError(f"{self.file}: cannot be converted: {message}") from error
                 self.lose(option, self.options.pop(option), message)
 
     def text(self, out: str) -> str:
         """Return the YAML file."""
-        lines = [f"# From {self.file.name} of {TITLES[self.toolkit]}, for {counted(self.gpus, 'GPU')}. Run it:"]
-        lines += [f"#   {self.command(out)}", f"recipe: {self.recipe}"]
-        return "\n".join([*lines, *self._lines(), *(f"# {line}" for line in self.summary())]) + "\n"
-
-    def _lines(self) -> list[str]:
         import yaml
 
-        lines = []
+        lines = [f"# From {self.file.name} of {TITLES[self.toolkit]}, for {counted(self.gpus, 'GPU')}. Run it:"]
+        lines += [f"#   {self.command(out)}", f"recipe: {self.recipe}"]
         for name, value in self.options.items():
-            line = yaml.safe_dump({name: value}, default_flow_style=isinstance(value, list), width=10_000, allow_unicode=True).strip()
-            line = f"{name}: {line[len(name) + 3 : -1]}" if isinstance(value, list) else line
+            line = yaml.safe_dump({name: value}, default_flow_style=True, width=10_000, allow_unicode=True).strip()[1:-1]
             lines.append(line + (f"  # {self.notes[name]}" if self.notes.get(name) else ""))
-        return lines
+        return "\n".join([*lines, *(f"# {line}" for line in self.summary())]) + "\n"
 
     def summary(self) -> list[str]:
         """Return what has no equivalent, and what needs none."""
-        lines = self.list_lost()
-        lines += ["Not needed:", *(f"  {name}: {why}" for name, why in self.not_needed.items())] if self.not_needed else []
+        lines = _listed(f"No equivalent ({len(self.lost)}):", self.lost) + _listed("Not needed:", self.not_needed)
         return [*lines, f"Empty or off: {', '.join(sorted(self.empty))}"] if self.empty else lines
-
-    def list_lost(self) -> list[str]:
-        return [f"No equivalent ({len(self.lost)}):", *(f"  {name}: {why}" for name, why in self.lost.items())] if self.lost else []
 
     def command(self, out: str) -> str:
         more = " --config_file fsdp.yaml" * self.is_sharded + f" --num_processes {self.gpus}" * (self.gpus > 1)
         return f"accel-ddp run {self.recipe} --config {shlex.quote(out or 'FILE')}{more}"
+
+
+def _listed(title: str, reasons: dict[str, str]) -> list[str]:
+    return [title, *(f"  {name}: {why}" for name, why in reasons.items())] if reasons else []
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -399,14 +406,6 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", value) else value
 
 
-def _ending(path: str) -> str:
-    return Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
-
-
-def _config_class(recipe: str) -> type[TrainConfig]:
-    return type(load_recipe_config([str(recipe_path(recipe))]))
-
-
 def detect(file: Path, values: dict[str, Any]) -> str:
     """Return the toolkit of a file. Raise UserError if it is of none."""
     if "base_model" in values:
@@ -418,8 +417,8 @@ def detect(file: Path, values: dict[str, Any]) -> str:
     if "model" in values or "train_file" in values:
         raise UserError(f"{file}: is already a file of accel_ddp. Run it: accel-ddp run RECIPE --config {file}.")
     raise UserError(
-        f"{file}: is neither a file of axolotl (it has no base_model) nor of LLaMA-Factory (it has no model_name_or_path). If it is, "
-        "add --from axolotl or --from llama_factory."
+        f"{file}: is neither a file of axolotl (it has no base_model) nor of LLaMA-Factory (it has no model_name_or_path). If it "
+        "is, add --from axolotl or --from llama_factory."
     )
 
 
@@ -432,7 +431,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("file", help="the YAML file of the other toolkit")
     parser.add_argument("--out", default="", metavar="FILE", help="the file to write (default: stdout); it must not exist")
     parser.add_argument("--from", dest="toolkit", choices=tuple(TITLES), help="its toolkit (default: found out)")
-    help = "GPUs on which the file ran; with the batch per GPU they give --global_batch_size (default: those of this machine, or 1)"
+    help = "GPUs that the file ran on; with its batch per GPU they give --global_batch_size (default: this machine's, or 1)"
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help=help)
     help = "dataset_info.json of LLaMA-Factory (default: in dataset_dir, next to the file or above it)"
     parser.add_argument("--dataset_info", default="", metavar="FILE", help=help)
@@ -445,7 +444,10 @@ def main(words: list[str]) -> int:
     if gpus < 1:
         raise UserError(f"--gpus {gpus}: must be a whole number, 1 or more.")
     values = _read_yaml(file)
-    done = Conversion(given.toolkit or detect(file, values), values, gpus, file, given.dataset_info)
+    try:
+        done = Conversion(given.toolkit or detect(file, values), values, gpus, file, given.dataset_info)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file}: a value has a wrong type: {error}") from error
     text = done.text(given.out)
     if given.out and Path(given.out).exists():
         raise UserError(f"--out {given.out}: exists. Choose another name, or remove it.")
@@ -454,5 +456,6 @@ def main(words: list[str]) -> int:
     else:
         print(text, end="")
     told = "" if given.gpus else f" ({'the GPUs of this machine' if gpus > 1 else 'the default'}; --gpus N for another number)"
-    print(*done.list_lost(), f"for {counted(gpus, 'GPU')}{told}", f"run it: {done.command(given.out)}", sep="\n", file=sys.stderr)
+    lines = [*_listed(f"No equivalent ({len(done.lost)}):", done.lost), f"for {counted(gpus, 'GPU')}{told}"]
+    print(*lines, f"run it: {done.command(given.out)}", sep="\n", file=sys.stderr)
     return 0

@@ -1,6 +1,6 @@
 """The description of a cluster and of how jobs run there: the keys of cluster.yaml, and their reader.
 
-docs/launch.md contains the texts of the keys.
+docs/cluster.md shows the texts of the keys.
 """
 
 import re
@@ -133,7 +133,7 @@ KEYS = {
     "image": Key(_text, "`kubernetes`: the container image"),
     "output": Key(_text, "folder of all runs, relative to `folder` or absolute; a job uses OUTPUT/NAME (default: runs)"),
     "env": Key(_variables, "variables of the ranks on every node"),
-    "env_file": Key(_text, "a file with lines of NAME=VALUE, beside the description, for variables that are secret "
+    "env_file": Key(_text, "a file with lines of NAME=VALUE, next to the cluster file, for variables that are secret "
                     "(`kubernetes`: `secrets` instead)"),
     "main_address": Key(_HOST, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
                         "reached it"),
@@ -154,7 +154,7 @@ NODE_KEYS = {
     "gpus": Key(_number(0, 64), "GPUs of this node, instead of `gpus_per_node`"),
     "processes": Key(_number(1, 1024), "ranks of this node; nodes with different numbers are started with torchrun, which takes only "
                      "FSDP and mixed precision from the accelerate config"),
-    "env": Key(_variables, "variables of this node, which replace those of all nodes"),
+    "env": Key(_variables, "variables of this node; they override the variables of all nodes"),
     "env_file": Key(_text, "a file with variables of this node"),
     "folder": Key(_text, "the code folder of this node"),
     "venv": Key(_text, "the virtual environment of this node"),
@@ -173,7 +173,7 @@ TABLES = {
         "cpu": Key(_number(1), "CPUs of each node, `--cpus-per-task`; without this key, most clusters give one"),
         "memory": Key(_text, "memory of each node, `--mem`, for example 128G"),
         "signal_seconds": Key(_number(10, 65535), "how long before the time limit the job is asked to save (120)"),
-        "requeue": Key(_FLAG, "whether the job is queued again after a preemption or the time limit (true)"),
+        "requeue": Key(_FLAG, "whether the job is requeued after a preemption or the time limit (true)"),
         "options": Key(_WORDS, "further options of sbatch, for example [--exclusive]"),
     },
     "kubernetes": {
@@ -302,7 +302,7 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=Loader)
     except FileNotFoundError:
-        raise UserError(f"{file}: there is no such file. Give the path of a cluster description (cluster.yaml).") from None
+        raise UserError(f"{file}: there is no such file. Give the path of a cluster file (cluster.yaml).") from None
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UserError(f"{file}: the file cannot be read as YAML: {where}{error.problem}") from None
@@ -329,7 +329,7 @@ def _apply(values: dict[str, Any], change: str) -> None:
     elif isinstance(values.setdefault(table, {}), dict):
         values[table][inner] = value
     else:
-        raise UserError(f"--set {change}: {table} is not a table of keys in the description.")
+        raise UserError(f"--set {change}: {table} is not a table of keys in the cluster file.")
 
 
 def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fail: Callable) -> dict[str, Any]:

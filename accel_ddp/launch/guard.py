@@ -162,7 +162,7 @@ class JobOnNode:
 
     def _report_left(self) -> None:
         if left := self._descendants():
-            what = f"have not ended {REPORT_SECONDS:.0f} s after they were killed"
+            what = f"have not exited {REPORT_SECONDS:.0f} s after they were killed"
             self.channel.send("left", text=self._describe_left(left, what))
 
     def _describe_left(self, left: list[psutil.Process], what: str = "cannot be killed") -> str:
@@ -183,7 +183,7 @@ class JobOnNode:
             await asyncio.wait({ended, given_up}, timeout=self.look_seconds, return_when=asyncio.FIRST_COMPLETED)
             before, killed = killed, {process.pid for process in self._descendants() if is_pending(process.pid, signal.SIGKILL)}
             if before & killed and not self.is_killed:  # the monitors have killed a rank; the launcher would wait for it forever
-                self.kill("a process of the job does not end, although it was killed")
+                self.kill("a process of the job does not exit, although it was killed")
         code = ended.result() if ended.done() else -signal.SIGKILL
         left = await self._end_descendants()
         for timer in self.timers:
@@ -193,7 +193,7 @@ class JobOnNode:
         if code == INTERRUPTED and self.why and not self.is_interrupted and not self.is_killed:
             code = STOPPED
         self.record.write(state="ended", code=code, why=self.why or left, ended=time.time())
-        self.log.header(f"ended with exit code {code}" + "".join(f": {text}" for text in (self.why, left) if text))
+        self.log.header(f"exited with code {code}" + "".join(f": {text}" for text in (self.why, left) if text))
         if self.log.failed:
             self.channel.send("notice", text=f"{self.record.log}: not all of the output could be written: {self.log.failed}")
         self.channel.send("end", code=code, why=self.why, left=left)

@@ -34,7 +34,7 @@ async def ask_all(cluster: Cluster, kind: str, answer: str, limit: float, **valu
 
 
 def status(cluster: Cluster, job: Job | None) -> int:
-    """Print the state of a job, or of all jobs of the description, on every node. Return 1 if a node does not answer."""
+    """Print the state of a job, or of all jobs of the cluster file, on every node. Return 1 if a node does not answer."""
     request = _where(cluster, job) if job else {"run_folder": "", "job": "", "output": cluster.output}
     answers = asyncio.run(ask_all(cluster, "status", "status", 60, **request))
     rows = []
@@ -58,7 +58,7 @@ def _describe(state: dict[str, Any]) -> tuple[str, str]:
     if state["state"] == "ended":
         why = f": {state['why']}" if state.get("why") else ""
         when = clock(state["ended"]) if state.get("ended") else ""
-        return f"ended ({'?' if state.get('code') is None else state['code']})", f"{when}{step}{why}".lstrip(",: ")
+        return f"exited ({'?' if state.get('code') is None else state['code']})", f"{when}{step}{why}".lstrip(",: ")
     how = "detached" if state.get("detached") else "attached"
     return state["state"], f"since {clock(state.get('began', 0))}, pid {state.get('pid')}, {how}{step}"
 
@@ -134,11 +134,11 @@ async def _wait_for_closed_output() -> None:
 def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
     """Stop a job on all nodes and wait for its end. Return 0 if no node runs it any more."""
     how = "at once" if is_now else "after a checkpoint, which takes as long as a step and a save"
-    print(f"asking all nodes to end job {job.name!r} {how} ...", flush=True)
+    print(f"asking all nodes to stop job {job.name!r} {how} ...", flush=True)
     try:
         answers = asyncio.run(stop_all(cluster, job, is_now))
     except KeyboardInterrupt:
-        print(f"the nodes continue without this command. `accel-ddp status {cluster.file}` shows when the job has ended.")
+        print(f"the nodes continue without this command. `accel-ddp status {cluster.file}` shows when the job has stopped.")
         return INTERRUPTED
     found = [answer for answer in answers if isinstance(answer, dict) and answer["was_running"]]
     has_failed = any(isinstance(answer, str) or answer.get("is_running") for answer in answers)
@@ -148,7 +148,7 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
         elif not answer["was_running"]:
             print(f"{node.host}: not running")
         else:
-            print(f"{node.host}: " + ("still running" if answer["is_running"] else f"ended with exit code {answer['code']}"))
+            print(f"{node.host}: " + ("still running" if answer["is_running"] else f"exited with code {answer['code']}"))
     if not found and not has_failed:
         raise UserError(f"no node runs a job named {job.name!r}. `accel-ddp status {cluster.file}` lists the jobs.")
     return int(has_failed)

@@ -25,11 +25,11 @@ options:
   --dry_run        print the commands of each node, and start nothing
   --print          print the Slurm script or the Kubernetes manifest, and submit nothing
   --detach         return as soon as the job runs; `accel-ddp status`, `logs -f` and `stop` find it again
-  --name NAME      name of the job and of its folder (default: `name` of the description, else the name of the recipe)
-  --set KEY=VALUE  replace a key of the description, for example --set main_port=29600 or --set slurm.partition=short
+  --name NAME      name of the job and of its folder (default: `name` of the cluster file, else the name of the recipe)
+  --set KEY=VALUE  replace a key of the cluster file, for example --set main_port=29600 or --set slurm.partition=short
 
-Exit codes: 0 ended, 2 a mistake in the description or the options, 75 stopped with a checkpoint, 130 ended by a second Ctrl-C,
-otherwise that of the rank that failed first."""
+Exit codes: 0 finished, 2 a mistake in the cluster file or the options, 75 stopped with a checkpoint, 130 killed by a second
+Ctrl-C, otherwise the exit code of the rank that failed first."""
 
 _OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
 
@@ -78,7 +78,7 @@ def check_options(cluster: Cluster, job: Job) -> None:
         if option in _OPTIONS and "no such option" in str(error):
             value = {"--name": " NAME", "--set": " KEY=VALUE"}.get(option, "")
             raise UserError(
-                f"{option}: is an option of accel-ddp launch. Type it before the description: "
+                f"{option}: is an option of accel-ddp launch. Put it before the cluster file: "
                 f"accel-ddp launch {option}{value} {cluster.file} {job.script}"
             ) from None
         raise
@@ -98,14 +98,14 @@ def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
         else:
             files.append(word)
     if len(files) < 2:
-        what, example = "a recipe after the description", f"{''.join(files)} recipes/classify.py"
+        what, example = "a recipe after the cluster file", f"{''.join(files)} recipes/classify.py"
         if not files:
-            what, example = "a cluster description and a recipe", "cluster.yaml recipes/classify.py"
+            what, example = "a cluster file and a recipe", "cluster.yaml recipes/classify.py"
         elif files[0].endswith(".py") or files[0] in recipe_files.recipe_names():
-            what, example = "a cluster description before the recipe", f"cluster.yaml {files[0]}"
+            what, example = "a cluster file before the recipe", f"cluster.yaml {files[0]}"
         raise UserError(f"accel-ddp launch needs {what}: accel-ddp launch {example}")
     if files[0].endswith(".py") and files[1].endswith((".yaml", ".yml")):
-        raise UserError(f"the description comes before the recipe: accel-ddp launch {files[1]} {files[0]}")
+        raise UserError(f"the cluster file comes before the recipe: accel-ddp launch {files[1]} {files[0]}")
     return own, files[0], files[1], rest
 
 
@@ -117,7 +117,7 @@ def check_name(name: str) -> None:
 
 def status(words: list[str]) -> int:
     """Run `accel-ddp status` and return its exit code."""
-    parser = _parser("status", "Print the state of a job on every node, or of all jobs of the description.")
+    parser = _parser("status", "Print the state of a job on every node, or of all jobs of the cluster file.")
     cluster, job = _find(parser.parse_args(words), needs_name=False)
     return _module(cluster, "host_jobs").status(cluster, job)
 
@@ -125,7 +125,7 @@ def status(words: list[str]) -> int:
 def logs(words: list[str]) -> int:
     """Run `accel-ddp logs` and return its exit code."""
     parser = _parser("logs", "Print the logs of a job from all nodes.")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends, and return its exit code")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the job until it stops, and return its exit code")
     parser.add_argument("-n", "--lines", type=int, default=100, help="number of lines of each node (default: 100)")
     given = parser.parse_args(words)
     if given.lines < 0:
@@ -136,8 +136,8 @@ def logs(words: list[str]) -> int:
 
 def stop(words: list[str]) -> int:
     """Run `accel-ddp stop` and return its exit code."""
-    parser = _parser("stop", "Stop a job on all nodes: its ranks save a checkpoint and end.")
-    parser.add_argument("--now", action="store_true", help="end at once, without a checkpoint")
+    parser = _parser("stop", "Stop a job on all nodes: its ranks save a checkpoint and exit.")
+    parser.add_argument("--now", action="store_true", help="kill the job at once, without a checkpoint")
     given = parser.parse_args(words)
     cluster, job = _find(given)
     return _module(cluster, "host_jobs").stop(cluster, job, given.now)
@@ -145,10 +145,10 @@ def stop(words: list[str]) -> int:
 
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"accel-ddp {verb}", description=description)
-    parser.add_argument("file", metavar="CLUSTER.yaml", help="the description that the job was launched with")
-    parser.add_argument("--name", default="", help="name of the job (default: `name` of the description; status: all jobs)")
+    parser.add_argument("file", metavar="CLUSTER.yaml", help="the cluster file that the job was launched with")
+    parser.add_argument("--name", default="", help="name of the job (default: `name` of the cluster file; status: all jobs)")
     parser.add_argument("--output_dir", default="", help="the folder of the job, if it was launched with --output_dir")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the description")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="replace a key of the cluster file")
     return parser
 
 

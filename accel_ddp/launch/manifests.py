@@ -81,7 +81,7 @@ def read_settings(cluster: Cluster) -> dict[str, Any]:
     if "volume_claim" not in settings:
         raise UserError(
             f"{cluster.file}: the key kubernetes.volume_claim is missing. Name a PersistentVolumeClaim with the access mode "
-            "ReadWriteMany. It stores the folder of the run, from which a pod that is started again continues."
+            "ReadWriteMany. It stores the run folder, from which a restarted pod continues."
         )
     if not settings["mount"].startswith("/") or settings["mount"].rstrip("/") in ("", "/dev/shm"):
         wrong("mount", settings["mount"], "must be an absolute path in the container, for example /data")
@@ -115,7 +115,7 @@ def _refuse_secrets(cluster: Cluster, settings: dict[str, Any]) -> None:
     for what, pronoun, source in found:
         raise UserError(
             f"{cluster.file}: {what} would be readable in the manifest. Store {pronoun} as a secret instead, and remove the key. "
-            f"Type: kubectl --namespace {namespace} create secret generic {secret} --from-{source}  "
+            f"Run: kubectl --namespace {namespace} create secret generic {secret} --from-{source}  "
             f"Then write `kubernetes: {{secrets: [{secret}]}}`."
         )
 
@@ -130,7 +130,7 @@ def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Jo
             options[option.end - 1] = options[option.end - 1].removesuffix(option.value or "") + folder
     if not f"{folder}/".startswith(f"{mount}/") or {"..", "~"} & set(Path(folder).parts):
         raise UserError(
-            f"the output folder {job.run_folder} is not on the volume, which is mounted at {mount}. A pod that is started again would "
+            f"the output folder {job.run_folder} is not on the volume, which is mounted at {mount}. A restarted pod would "
             f"not find its checkpoints. Use a relative path, or one below {mount}, for the key output or for --output_dir."
         )
     if uses_package(job.script):

@@ -194,7 +194,7 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
     if node.gpus and found["gpus"] is not None and found["gpus"] < node.gpus:
         have = counted(found["gpus"], "GPU") if found["gpus"] else "no GPU"
         errors.append(
-            f"{host}: has {have}, and {file} states {node.gpus}. Correct it (0: train on CPUs). {found['gpu_error']}".strip()
+            f"{host}: has {have}, but {file} says {node.gpus}. Correct it (0: train on CPUs). {found['gpu_error']}".strip()
         )
     elif node.gpus and found["gpus"] is None:
         errors.append(f"{host}: {found['gpu_error']}. Repair the driver, or leave this node out.")
@@ -202,7 +202,7 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(running.get("began", 0)))
         stop = f"accel-ddp stop {file} --name {job.name}"
         errors.append(
-            f"{host}: a job named {job.name!r} is running since {since} (pid {running.get('pid')}). Type `{stop}`, or use --name."
+            f"{host}: a job named {job.name!r} is running since {since} (pid {running.get('pid')}). Run `{stop}`, or use --name."
         )
     elif found["disk_error"]:
         errors.append(
@@ -232,7 +232,7 @@ async def check_reach(connections: list[Any], address: str, port: int) -> list[s
     file = connections[0].cluster.file
     opened = await connections[0].ask("listen", "listening", port=port, word=word)
     if opened["error"]:
-        advice = f"Write another main_port into {file}, or type --set main_port={port + 1}."
+        advice = f"Write another main_port into {file}, or use --set main_port={port + 1}."
         return [f"{main}: main_port {port}: {opened['error']}. {advice}"]
     ask = lambda connection: connection.ask("connect", "connected", address=address, port=port, word=word)
     answers = await asyncio.gather(*map(ask, connections))

@@ -112,15 +112,15 @@ class Session:
         elif not self.has_started:
             self.work.cancel()
         elif self.is_detached:  # `_run` ends the job as soon as all nodes have started it
-            self.console.note("ending the job, which is just starting.")
+            self.console.note("stopping the job, which is just starting.")
         elif self.interrupts == 1:
-            self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to end at once.")
+            self.console.note("stopping: all ranks save a checkpoint. Press Ctrl-C again to kill the job at once.")
             self.is_stopping = True
             seconds = STOP_SECONDS if number == signal.SIGHUP else None
             why = "the terminal was closed" if seconds else "a stop was requested"
             self._send_all("stop", why=why, seconds=seconds, is_interrupt=self.is_ctrl_c)
         else:
-            self.console.note("ending at once. Press Ctrl-C again to return before all processes have ended.")
+            self.console.note("killing the job. Press Ctrl-C again to return before all processes have exited.")
             self._send_all("kill", why="the end was requested")
 
     async def _leave(self) -> None:
@@ -234,7 +234,7 @@ class Session:
         try:
             codes = await asyncio.gather(*map(check, self.connections))
         except Lost as error:
-            raise UserError(f"the doctor did not end: {error}") from None
+            raise UserError(f"the doctor did not finish: {error}") from None
         await asyncio.gather(*(connection.close() for connection in self.connections))
         if failed := [node for node, code in zip(self.cluster.nodes, codes) if code]:
             self.console.note(f"the doctor has found errors. Logs: {self._log_paths(failed)}")
@@ -270,7 +270,7 @@ class Session:
         if len(self.codes) < len(self.connections):
             self._stop_others(node.host, self.codes[node.rank], delay=0 if self.lost else 2)
         if is_silent:  # a guard that was stopped (SIGSTOP) would stay, because it does not see that this command has ended
-            self.console.note(f"{node.host}: ending what may still run there (up to a minute)")
+            self.console.note(f"{node.host}: killing what may still run there (up to a minute)")
             await stop_all(dataclasses.replace(self.cluster, nodes=(node,)), self.job, is_now=True)
 
     async def _receive(self, connection: Connection) -> dict[str, Any]:
@@ -294,7 +294,7 @@ class Session:
         loop = asyncio.get_running_loop()
         if code in (0, STOPPED, INTERRUPTED) or self.interrupts:  # all nodes end together; the main node may write for longer
             if code:
-                why = f"{host} has ended"
+                why = f"{host} has exited"
                 loop.call_later(_FOLLOW_SECONDS, lambda: self._send_all("stop", why=why, seconds=STOP_SECONDS))
         elif not self.is_stopping:
             self.is_stopping = True
@@ -320,13 +320,13 @@ class Session:
             was_signal = self.reasons.get(first) and "SignalException" in self.console.exceptions.get(first, "")
             code = INTERRUPTED if was_signal else self.console.exit_codes.get(first) or 1
         seconds = time.monotonic() - self.began
-        causes = [*self.lost, f"{first} ended with exit code {code}; its log has the reason"]
+        causes = [*self.lost, f"{first} exited with code {code}; its log has the reason"]
         if code not in (0, STOPPED, INTERRUPTED):
             causes.insert(0, self.console.first_cause(first))
         if len(causes) > 1:
             self.console.note(f"the first cause: {next(filter(None, causes))}")
         logs = self._log_paths(self.cluster.nodes)
-        how = {0: "has ended", STOPPED: "has stopped with a checkpoint", INTERRUPTED: "was ended"}.get(code, "has failed")
+        how = {0: "finished", STOPPED: "stopped with a checkpoint", INTERRUPTED: "was killed"}.get(code, "failed")
         self.console.note(f"job {self.job.name!r} {how} after {seconds:.0f} s, exit code {code}. Logs: {logs}")
         return code
 

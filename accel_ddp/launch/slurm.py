@@ -74,14 +74,14 @@ class SlurmJob:
         return self.state in ACTIVE
 
     def describe(self) -> str:
-        """Return the state in words, for example `ended with exit code 75`."""
+        """Return the state in words, for example `exited with code 75`."""
         if self.state == "PENDING":
             return f"waiting ({self.reason})"
         if self.is_active:
             return f"{self.state.lower()} on {self.nodes} for {self.run_time}"
         if self.state == "CANCELLED":
             return "cancelled"
-        return f"ended with exit code {self.code} ({self.state})"
+        return f"exited with code {self.code} ({self.state})"
 
 
 # ---- commands
@@ -300,7 +300,7 @@ def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.
         return subprocess.run(words, text=True, timeout=CALL_SECONDS, env=environment, **pipes)
     except FileNotFoundError:
         raise UserError(
-            f"{words[0]} is not installed on this machine. Type the command on a login node of the Slurm cluster, or use --print and "
+            f"{words[0]} is not installed on this machine. Run the command on a login node of the Slurm cluster, or use --print and "
             "submit the script there."
         ) from None
     except subprocess.TimeoutExpired:

@@ -80,7 +80,7 @@ train() {
 }
 
 on_each_node() {
-    # With --kill-on-bad-exit=1, the first launcher that ends would end the others while they save, and srun returns 143.
+    # With --kill-on-bad-exit=1, the first launcher that exits would kill the others while they save, and srun returns 143.
     # With --cpu-bind=none, the ranks use all CPUs of the job on their node. The ranks do not use MPI.
     srun --nodes=@nodes --ntasks=@nodes --ntasks-per-node=1 --nodelist="$nodes" \\
         --export=ALL --kill-on-bad-exit=0@label \\
@@ -118,7 +118,7 @@ _REQUEUE = _Script("""\
 state=$(scontrol show job "$SLURM_JOB_ID")
 if [ "$code" = @stopped ] || { [ "$code" != 0 ] && [[ $state == *" PreemptTime="[0-9]* ]]; } &&
     [[ $state == *" Requeue=1 "* ]]; then
-    echo "the job is queued again: restart $((${SLURM_RESTART_COUNT:-0} + 1))"
+    echo "the job is requeued: restart $((${SLURM_RESTART_COUNT:-0} + 1))"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """)
@@ -201,10 +201,10 @@ def _directives(cluster: Cluster, job: Job) -> list[str]:
     comments = {
         "ntasks-per-node": "One launcher runs on each node, and starts the ranks of this node.",
         "signal": f"{seconds} s before the time limit, the ranks save a checkpoint and stop.",
-        "requeue": "A job that is queued again has the same id and continues its log file.",
+        "requeue": "A requeued job has the same id and continues its log file.",
     }
     # Slurm ends a job whose log it cannot create, without any message.
-    lines = [f"# Before you submit this file yourself, create the folder of its log: mkdir -p {_quote(folder)}"]
+    lines = [f"# Before you submit this file yourself, create its log folder: mkdir -p {_quote(folder)}"]
     for name, value in options.items():
         if value is not None:
             lines += [f"# {comments[key]}"] if (key := name.removeprefix("no-")) in comments else []

@@ -32,9 +32,9 @@ class Agent:
         try:
             await asyncio.wait([following, interrupted], return_when=asyncio.FIRST_COMPLETED)
             if interrupted.done():
-                reason = f"was ended by {interrupted.result()}"
+                reason = f"was stopped by {interrupted.result()}"
                 await client.stream.send({"event": "leaving", "reason": reason}, 2)
-                print(f"Ended by {interrupted.result()}. The tuning ends on the other nodes too.", flush=True)
+                print(f"Stopped by {interrupted.result()}. Tuning stops on the other nodes too.", flush=True)
                 return INTERRUPTED
             ended = following.result()
             code = int(ended["code"])
@@ -43,7 +43,7 @@ class Agent:
             return code
         except (OSError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as error:
             print(
-                f"The main node ({ip}:{port}) {describe_loss(error, SILENCE_SECONDS)}: `accel-ddp tune` ended there, or its network "
+                f"The main node ({ip}:{port}) {describe_loss(error, SILENCE_SECONDS)}: `accel-ddp tune` exited there, or its network "
                 "failed. Read its output, then start `accel-ddp tune` again on every node.",
                 flush=True,
             )

@@ -325,8 +325,8 @@ def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_g
             else "The ranks of a node share its cores, caches and memory bandwidth, and gloo uses the same cores. On more nodes, or on "
             "GPUs, this loss is smaller."
         )
-    same_work = "It has the same work on every rank, so that other processes or shared cores are the cause."
-    all_work = "Every rank updates all parameters, so that this time does not shrink with the items of a rank."
+    same_work = "It has the same work on every rank, so other processes or shared cores are the cause."
+    all_work = "Every rank updates all parameters, so this time does not shrink with the items of a rank."
     return {
         "data": f"data: ranks wait {lost} longer for their batches than the ideal. Increase --num_workers, or use a faster disk.",
         "optimizer": f"optimizer: clipping and the optimizer step cost {lost}. {all_work if mode == STRONG else same_work}",

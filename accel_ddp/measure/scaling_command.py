@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
         try:
             code = scaling.measure_all()
         except KeyboardInterrupt:
-            show("interrupted: the runs were ended.")
+            show("interrupted: the runs were stopped.")
             code = INTERRUPTED
     summary = scaling.summary(is_complete=code == 0)
     if options.given.json:
@@ -118,7 +118,7 @@ class Scaling:
         if not self.on_gpu:
             cores, threads = f" on {self.cores} cores" if self.cores else "", counted(self.threads, "thread")
             self.show(
-                f"CPU ranks{cores}: every rank has {threads} in every run, so that runs are comparable. The ranks of a node share its "
+                f"CPU ranks{cores}: every rank has {threads} in every run, so runs are comparable. The ranks of a node share its "
                 "cores and its memory bandwidth."
             )
         for number, setting in enumerate(self.plan):
@@ -127,7 +127,7 @@ class Scaling:
             if number:
                 continue
             if not result.measured:
-                self.show("The first run has failed, so that there is nothing to compare with.")
+                self.show("The first run failed, so there is nothing to compare with.")
                 return self.code
             if runs > 1:
                 self.show(f"This run took {seconds:.0f} s. About {rough_seconds(seconds * (runs - 1))} are left.")

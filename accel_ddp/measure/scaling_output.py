@@ -103,7 +103,7 @@ def format_summary(summary: Summary) -> str:
         lines.append(f"predicted: by the doctor, from {measured} on {where}.")
     if any(result.measured and result.measured.spread > LARGE_SPREAD for result in summary.results):
         lines.append(
-            f"Some steps vary by more than {LARGE_SPREAD:.0%}, so that these numbers are uncertain. Other processes use this machine, "
+            f"Some steps vary by more than {LARGE_SPREAD:.0%}, so these numbers are uncertain. Other processes use this machine, "
             "or batches differ, for example in the lengths of texts. More --steps help."
         )
     if not summary.is_complete:

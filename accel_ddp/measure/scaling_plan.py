@@ -174,10 +174,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ranks", default="", metavar="1,2,4", help=f"numbers of ranks (default: {ranks})")
     modes = "strong: the same global batch on more ranks; weak: the global batch grows with the ranks (default: both)"
     add("--mode", choices=(STRONG, WEAK, "both"), default="both", help=modes)
-    cluster = "run on the nodes of a cluster description, as `accel-ddp launch` does"
+    cluster = "run on the nodes of a cluster file, as `accel-ddp launch` does"
     add("--cluster", default="", metavar="CLUSTER.yaml", help=cluster)
     add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
-    add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="end a run that takes longer (default: 1800)")
+    add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="stop a run that takes longer (default: 1800)")
     add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
     add("--json", action="store_true", help="print one JSON document instead of text")
     return parser
@@ -205,7 +205,7 @@ def read_options(words: list[str]) -> ScalingOptions:
         where = "options of accel-ddp scaling stand before the recipe"
         raise UserError(f"{unknown}: {where}: accel-ddp scaling {unknown} ... {recipe}") from error
     if cfg is None:
-        raise UserError(f"{recipe}: does not use accel_ddp, so that it writes no log from which its speed could be read.")
+        raise UserError(f"{recipe}: does not use accel_ddp, so it writes no log from which its speed could be read.")
     if cfg.resume:
         raise UserError(f"--resume {cfg.resume}: every run of accel-ddp scaling begins a new training. Leave --resume out.")
     given.ranks = parse_ranks(given.ranks) if given.ranks else []
@@ -232,7 +232,7 @@ def _read_launch(words: list[str], cluster: str) -> tuple[list[str], list[str], 
         if name_of(word) in _OF_NODES:
             raise UserError(
                 f"{word}: accel-ddp scaling starts the runs on several nodes itself. Describe the nodes in a file, as for accel-ddp "
-                "launch, and type: accel-ddp scaling --cluster cluster.yaml RECIPE"
+                "launch, and run: accel-ddp scaling --cluster cluster.yaml RECIPE"
             )
         # 0.85: `--rank` and `--warm_up` are misspelt, and `--module` of accelerate launch is not `--mode`.
         if meant := did_you_mean(name_of(word), vars(build_parser().parse_args([])), "--{}", cutoff=0.85):

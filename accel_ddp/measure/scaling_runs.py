@@ -157,7 +157,7 @@ def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = 
         except subprocess.TimeoutExpired:
             _end(process, is_remote)
             code = TIMED_OUT
-            file.write(f"\nerror: the run has not ended after {limit:.0f} s (--run_seconds).\n")
+            file.write(f"\nerror: the run did not finish within {limit:.0f} s (--run_seconds).\n")
         except BaseException:
             _end(process, is_remote)
             raise

@@ -90,7 +90,7 @@ class TuneCoordinator(Coordinator):
         elif lost and self.inbox.empty():  # everything that it has sent is handled first
             reason = lost.lost + (": its process was killed, or its network failed" if "closed" in lost.lost else "")
         if lost and reason:
-            text = f"machine_rank {lost.hello['node']} ({lost.hello['host']}) {reason}. The tuning ends on every node."
+            text = f"machine_rank {lost.hello['node']} ({lost.hello['host']}) {reason}. Tuning stops on every node."
             raise TuningEnded(1, text)
         return (received[0].hello["node"], received[1]) if received else None
 
@@ -162,7 +162,7 @@ class TrialRunner:
         """Kill the trial at its deadline. Raises TuningEnded if its processes do not end."""
         if state.is_killed:
             nodes = ", ".join(self.coordinator.name(node) for node in range(self.nodes) if node not in state.done_nodes)
-            text = f"Worker processes on {nodes} did not end within {KILL_SECONDS:.0f} s after they were killed."
+            text = f"Worker processes on {nodes} did not exit within {KILL_SECONDS:.0f} s after they were killed."
             raise TuningEnded(1, f"{text} Check `dmesg` and `nvidia-smi` there.")
         if not state.failure:
             missing = self._missing_ranks(state)
@@ -182,7 +182,7 @@ class TrialRunner:
             output = event["output"]
             if state.failure and output.startswith("NCCL: ") and output not in state.failure:
                 state.failure += f" | {output}"
-            reason = f"rank {rank} ended with exit code {event['code']}{f': {output}' if output else ''}"
+            reason = f"rank {rank} exited with code {event['code']}{f': {output}' if output else ''}"
             state.failure = state.failure or reason
         elif kind == "worker_report":
             report, state.last_report_at = event["report"], now

@@ -100,7 +100,7 @@ async def connect_and_tune(outcome: Outcome, own_keys: NodeKeys, options: TuneOp
     try:
         keys = {peer["node"]: shared(peer) for peer in outcome.roster}
     except ValueError as error:
-        raise UserError(f"a node has sent an invalid key: {error}. Type the same command again on every node.") from None
+        raise UserError(f"a node has sent an invalid key: {error}. Run the same command again on every node.") from None
     coordinator, tuning = TuneCoordinator(keys), None
     try:
         if node == 0:

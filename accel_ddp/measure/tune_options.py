@@ -12,13 +12,13 @@ from accel_ddp.nodes.launcher import stated_precision
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.words import find_options, name_of
 
-DESCRIPTION = """Finds the fastest communication settings for this cluster in a few minutes.
+DESCRIPTION = """Find the fastest communication settings for a cluster in a few minutes.
 Run the same command on every node, each with its own --machine_rank.
 
 The doctor's preflight checks run first. Then all-reduce is timed with different socket settings of NCCL, each in new processes
 on every node. Then a DDP step of your model is timed with the best of these settings and different bucket sizes and
-communication hooks. Every node prints the same table. Later runs on these nodes use the fastest settings and bucket size by
-themselves (--tuned off ignores them). A hook changes the result, so it is only suggested. The best values are also written to
+communication hooks. Every node prints the same table. Later runs on these nodes use the fastest settings and bucket size
+automatically (--tuned off ignores them). A hook changes the result, so it is only suggested. The best values are also written to
 OUT/tuned.env (environment variables; use it with `set -a; . OUT/tuned.env; set +a` on every node) and OUT/tuned.yaml (for --config
 of the recipes). The number of nodes and the address of the main node come from the same options and environment variables as for
 `accel-ddp doctor`."""
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_shared_options(parser)
     tuning = parser.add_argument_group("tuning")
     tuning.add_argument("--model", default="", metavar="NAME",
-                        help="hub name or folder of the model, or builtin:NAME; default: the recipe's model")  # fmt: skip
+                        help="Hub name or folder of the model, or builtin:NAME; default: the recipe's model")  # fmt: skip
     tuning.add_argument("--model_bytes", type=int, default=0, metavar="BYTES",
                         help="size of the gradients in float32, instead of a model")  # fmt: skip
     tuning.add_argument("--tokens", type=int, default=0, metavar="N",

@@ -229,7 +229,7 @@ def all_reduce_row(trial: Trial, sizes: list[int], default_score: float) -> str:
     largest = max(trial.milliseconds)
     bandwidth = f"{largest / trial.milliseconds[largest] / 1e6:8.2f}"
     speedup = f"{'slower' if trial.ended_early else format(default_score / trial.score, '.2f'):>11}"
-    return f"{trial.number:5}{times}{bandwidth}{speedup}  {trial.label}" + (" (ended early)" if trial.ended_early else "")
+    return f"{trial.number:5}{times}{bandwidth}{speedup}  {trial.label}" + (" (stopped early)" if trial.ended_early else "")
 
 
 DDP_HEADING = "bucket_cap_mb  comm_hook  bucket_view    ms/step  communication    speedup  effect on the gradients"
@@ -243,7 +243,7 @@ def ddp_row(config: DdpConfig, timing: DdpTiming, compute_ms: float, default_ms:
         return f"{head}  {'-':>9}  {'-':>13}  {'failed':>9}  {timing.failure}"
     communication = max(0.0, 1 - compute_ms / timing.milliseconds) if compute_ms else math.nan
     speedup = "slower" if timing.ended_early else f"{default_ms / timing.milliseconds:.2f}"
-    effect = HOOK_EFFECTS[config.comm_hook] + " (ended early)" * timing.ended_early + " (repeated)" * config.is_repeat
+    effect = HOOK_EFFECTS[config.comm_hook] + " (stopped early)" * timing.ended_early + " (repeated)" * config.is_repeat
     return f"{head}  {format_time(timing.milliseconds):>9}  {communication:13.0%}  {speedup:>9}  {effect}"
 
 

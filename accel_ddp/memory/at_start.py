@@ -51,7 +51,7 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     Call it on every rank, when `cfg.max_length` is known and before the model is loaded. `rows` are the tokenized rows for training and
     for evaluation, of which the longest are assumed to come together. Without them all have `--max_length` tokens. Raise UserError on
     every rank if the states of the model alone do not fit. A micro-batch that is too large is only reported, because others are
-    smaller. Whatever fails in the estimate itself does not end the run. Without `model_class`, and on CPUs without `--gpu_memory_gb`,
+    smaller. Whatever fails in the estimate itself does not stop the run. Without `model_class`, and on CPUs without `--gpu_memory_gb`,
     nothing is estimated.
     """
     found = Verdict()

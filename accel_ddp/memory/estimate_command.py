@@ -25,15 +25,15 @@ def build_parser() -> argparse.ArgumentParser:
         "Texts are assumed to have --max_length tokens. docs/memory.md explains the rows.",
     )
     parser.add_argument(
-        "--config_file", default="", help="an accelerate config: its GPUs, its settings of FSDP and its precision"
+        "--config_file", default="", help="an accelerate config, for its number of GPUs, FSDP settings and precision"
     )
     parser.add_argument(
         "--gpus",
         type=int,
         nargs="+",
-        help="numbers of GPUs (default: those of the config, or of 1 2 4 8 those that divide the batch)",
+        help="numbers of GPUs (default: from the config, or those of 1 2 4 8 that divide the batch)",
     )
-    parser.add_argument("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB of a GPU (default: 24 40 80 141)")
+    parser.add_argument("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB per GPU (default: 24 40 80 141)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
@@ -91,7 +91,7 @@ def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
     own = next((word for word in words[at + 1 :] if word.partition("=")[0] in parser._option_string_actions), "")
     if own not in ("", "-h", "--help"):
         raise UserError(
-            f"{own}: belongs to accel-ddp estimate. Type it before the recipe: accel-ddp estimate {own} ... {words[at]}."
+            f"{own}: is an option of accel-ddp estimate. Put it before the recipe: accel-ddp estimate {own} ... {words[at]}."
         )
     for name, values in (("gpus", given.gpus or [1]), ("memory", given.memory)):
         if wrong := [value for value in values if not 0 < value < math.inf]:

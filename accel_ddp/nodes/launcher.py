@@ -181,7 +181,7 @@ def check_rank_variables() -> None:
     if is_world_of_mpi():
         raise UserError(
             f"mpirun has started {num_ranks} ranks on several nodes, but {missing[0]} is not set, so they cannot find the node of "
-            "rank 0. Type mpirun -x MASTER_ADDR=10.0.0.1 with the address of the first host."
+            "rank 0. Run mpirun -x MASTER_ADDR=10.0.0.1 with the address of the first host."
         )
     raise UserError(
         f"WORLD_SIZE is {num_ranks}, but {missing[0]} is not set. Start with `accelerate launch` or torchrun, which set both."

@@ -41,7 +41,7 @@ def recipe_path(word: str) -> Path:
         if Path(word).is_file():
             return Path(word)
         name = Path(word).stem
-        hint = f"To run the recipe that comes with accel_ddp, type `{name}`." if name in recipe_names() else "Check the path."
+        hint = f"To run the recipe that comes with accel_ddp, use `{name}`." if name in recipe_names() else "Check the path."
         raise UserError(f"{word}: there is no such file. {hint}")
     if word in (*LOSSES, *PREFERENCES) and word not in recipe_names():
         raise UserError(

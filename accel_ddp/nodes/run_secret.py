@@ -26,9 +26,9 @@ def read_secret() -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{TOKEN_FILE} {path}: cannot be read: {getattr(error, 'strerror', None) or 'not a text'}.") from None
     if mode & 0o077:
-        raise UserError(f"{TOKEN_FILE} {path}: other users may read or change it (mode {mode:04o}). Type: chmod 600 {path}")
+        raise UserError(f"{TOKEN_FILE} {path}: other users may read or change it (mode {mode:04o}). Run: chmod 600 {path}")
     if not secret:
-        raise UserError(f"{TOKEN_FILE} {path}: is empty. Type: openssl rand -hex 32 > {path}")
+        raise UserError(f"{TOKEN_FILE} {path}: is empty. Run: openssl rand -hex 32 > {path}")
     return secret
 
 

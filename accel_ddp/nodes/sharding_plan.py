@@ -231,7 +231,7 @@ def _wrong_sizes(replicas: int, shards: int, num_ranks: int, num_nodes: int) -> 
     copies = num_nodes if num_ranks % num_nodes == 0 else 1
     what = "one copy of the model on each node" if copies > 1 else "a single copy of the model"
     return (
-        f"The accelerate config has {sizes}, but there are {num_ranks} ranks. Use sizes whose product is {num_ranks}. For {what} type "
+        f"The accelerate config has {sizes}, but there are {num_ranks} ranks. Use sizes whose product is {num_ranks}. For {what} use "
         f"--parallelism_config_dp_replicate_size {copies} --parallelism_config_dp_shard_size {num_ranks // copies}."
     )
 

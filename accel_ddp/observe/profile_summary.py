@@ -346,7 +346,7 @@ def main(words: list[str]) -> int:
         description="Print the summary of a run that was recorded with --profile: where the time of a step goes, and which options "
         "would save time.",
     )
-    parser.add_argument("run", help="the folder of the run (runs/...), or its folder profile/")
+    parser.add_argument("run", help="the run folder (runs/...), or its folder profile/")
     parser.add_argument("--json", action="store_true", help="print summary.json instead of a text")
     parser.add_argument("--analyze", action="store_true", help="read the traces of all ranks again, and store the new summary")
     given = parser.parse_args(words)
@@ -363,7 +363,7 @@ def main(words: list[str]) -> int:
 
 def read_summary(folder: Path, run: Path) -> dict[str, Any]:
     """Return the content of summary.json. Raise UserError if there is none."""
-    path, hint = folder / traces.SUMMARY, "Type the folder of a run, for example: accel-ddp profile runs/my_run"
+    path, hint = folder / traces.SUMMARY, "Name a run folder, for example: accel-ddp profile runs/my_run"
     if not run.is_dir():
         raise UserError(f"{run}: there is no such folder. {hint}")
     if not path.is_file() and not (run / run_log.FILE).is_file():

@@ -245,7 +245,7 @@ class Recorder(Hook):
     def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
         self.close()
         if kind is None and not self.is_complete:
-            print_on_main(f"--profile {self.cfg.profile}: nothing was stored, because the run has ended before {self.window}.")
+            print_on_main(f"--profile {self.cfg.profile}: nothing was stored, because the run stopped before {self.window}.")
 
     def close(self) -> None:
         """Stop torch.profiler and discard what it has recorded. This involves no other rank."""

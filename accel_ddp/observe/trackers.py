@@ -130,7 +130,7 @@ def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:
                 is_reported = True
     for thread in threads:
         if not thread.is_done.is_set():
-            text = f"{thread.name} has not ended within {seconds:.0f} s ({thread.doing}). log.jsonl contains everything."
+            text = f"{thread.name} did not finish within {seconds:.0f} s ({thread.doing}). log.jsonl contains everything."
             thread.report(f"{text} {thread.tracker.how_to_upload_later()}".rstrip())
         if thread.rows_dropped:
             print(f"{thread.name}: {thread.rows_dropped:,} rows were dropped in total.", file=sys.stderr, flush=True)

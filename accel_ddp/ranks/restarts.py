@@ -54,8 +54,8 @@ def newest_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     known = [run for run in runs if run.get("output_dir")]
     if not known and any(run.get("is_lost") for run in runs):
         raise UserError(
-            f"This is a restart, but the files about the run in {tempfile.gettempdir()} were removed or could not be written, so that "
-            "its folder is not known. A restart would begin at step 0. Type the same command with --resume --output_dir FOLDER."
+            f"This is a restart, but the files about the run in {tempfile.gettempdir()} were removed or could not be written, so "
+            "its folder is not known. A restart would begin at step 0. Run the same command with --resume --output_dir FOLDER."
         )
     failures = [run["failure"] for run in runs if run.get("failure")]
     found = dict(known[0]) if known else {}

@@ -140,8 +140,8 @@ def _handle(number: signal.Signals, was_interrupted: bool) -> None:
     if is_repeated or not stop.can_save:
         failure = Failure(
             "interrupted" if is_interrupt else "stopped",
-            f"received {name} on {this_rank.host}. Every rank ends now. If there is a checkpoint, --resume continues from it. "
-            "Otherwise type the same command again.",
+            f"received {name} on {this_rank.host}. Every rank exits now. If there is a checkpoint, --resume continues from it. "
+            "Otherwise run the same command again.",
         )
         if is_orphan:
             failure = Failure("died", f"{name} before the first step. Start it again.")
@@ -153,7 +153,7 @@ def _handle(number: signal.Signals, was_interrupted: bool) -> None:
         if number in (signal.SIGTERM, signal.SIGINT) and is_under_torchrun:
             threading.Thread(target=_exit_before_the_launcher_kills, args=(name,), daemon=True).start()
         if this_rank.is_local_main and not is_orphan:  # the monitor reports the death of the launcher
-            more = " Press Ctrl-C again to end at once without saving." if is_interrupt else ""
+            more = " Press Ctrl-C again to kill the job at once without saving." if is_interrupt else ""
             text = f"\n{this_rank.host}: received {name}; saving {stop.when}, then stopping.{more}"
             print(text, file=sys.stderr, flush=True)
 
@@ -182,7 +182,7 @@ def _exit_before_the_launcher_kills(name: str) -> None:
         _exit_now(
             Failure(
                 "stopped",
-                f"received {name} on {this_rank.host}, and the step did not end within {seconds:.0f} s, so that nothing was saved. "
+                f"received {name} on {this_rank.host}, and the step did not finish within {seconds:.0f} s, so nothing was saved. "
                 "Another rank may have died (see above), or TORCH_ELASTIC_SHUTDOWN_TIMEOUT is too short. Continue from the last "
                 "checkpoint with --resume.",
             ),

@@ -145,7 +145,7 @@ def _fail(error: BaseException, cfg: TrainConfig) -> int:
             text = f"RANK_FAILED: {_this_rank()} left{_where()}, with code 0, before the run was complete. Look for sys.exit."
         return _leave(report_failure(Failure("failed", text, code=code)))
     if isinstance(error, KeyboardInterrupt):  # only in a program without `run`
-        return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {this_rank.host}. Every rank ends now.")))
+        return _leave(report_failure(Failure("interrupted", f"received Ctrl-C on {this_rank.host}. Every rank exits now.")))
     if isinstance(error, UserError):
         text = str(error).rpartition("UserError: ")[2].strip()  # a DataLoader puts the traceback of its worker before it
         return _leave(report_failure(_with_unsaved(Failure("error", text))))
@@ -214,7 +214,7 @@ def _find_finished_rank() -> Failure | None:
             if links.store.check([f"finished/{rank}"]):
                 return Failure(
                     "failed",
-                    f"RANK_FAILED: {_this_rank()} still waited for rank {rank}, whose program has ended without an error. "
+                    f"RANK_FAILED: {_this_rank()} still waited for rank {rank}, whose program has exited without an error. "
                     "Every rank must do the same updates and evaluations. Look for a return or an exit on some ranks only.",
                 )
     return None

@@ -33,7 +33,7 @@ SYSTEM = {
     "gpu_power": ("GPU power", "W", "The sum of the GPUs of each node."),
     "cpu": ("Processor cores in use", "cores", "The ranks of each node and their data workers."),
     "memory": ("Memory of the run", "GiB", "The ranks of each node and their data workers."),
-    "host_memory": ("Memory of the node in use", "%", "All processes. Close to 100 % the kernel ends processes."),
+    "host_memory": ("Memory of the node in use", "%", "All processes. Close to 100 % the kernel kills processes."),
 }
 PARTS = {
     "forward": "forward",

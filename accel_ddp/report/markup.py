@@ -59,10 +59,10 @@ def require_page(path: Path, given: str, option: str, command: str) -> None:
     `given` is what the user has typed, and `option` is the option that chooses another path.
     """
     if path.is_dir():
-        raise UserError(f"{given}: is a folder. Type: {option} {path / f'{command}.html'}")
+        raise UserError(f"{given}: is a folder. Use: {option} {path / f'{command}.html'}")
     if path.suffix.lower() not in (".html", ".htm"):
         raise UserError(
-            f"{given}: a browser opens files that end with .html. Type: {option} {path.with_name(path.name + '.html')}"
+            f"{given}: a browser opens files that end with .html. Use: {option} {path.with_name(path.name + '.html')}"
         )
     try:
         is_own = not path.exists() or generator(command).encode() in path.read_bytes()[:4096]
@@ -70,9 +70,9 @@ def require_page(path: Path, given: str, option: str, command: str) -> None:
         raise UserError(f"{given}: cannot be read: {error.strerror}.") from error
     if not is_own:
         raise UserError(
-            f"{given}: this file exists, and accel-ddp {command} has not written it. Move it away, or type another name: "
+            f"{given}: this file exists, and accel-ddp {command} has not written it. Move it away, or use another name: "
             f"{option} {path.with_name(f'accel_ddp_{command}.html')}"
         )
     parent = next(one for one in (path.absolute().parent, *path.absolute().parents) if one.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{given}: {parent} cannot be written. Type another path, for example {option} ~/{command}.html.")
+        raise UserError(f"{given}: {parent} cannot be written. Use another path, for example {option} ~/{command}.html.")

@@ -54,23 +54,21 @@ def _require_run(folder: Path, word: str) -> None:
     parent = folder.parent if folder.name else folder.resolve().parent
     if (parent / run_log.FILE).is_file():
         what = "a checkpoint of a run" if checkpoint_format.is_checkpoint_name(folder) else "part of a run"
-        raise UserError(f"{word} is {what}. Type: accel-ddp report {shlex.quote(str(parent))}")
+        raise UserError(f"{word} is {what}. Run: accel-ddp report {shlex.quote(str(parent))}")
     if not folder.is_dir():
-        raise UserError(f"{word} is a file. Give the folder of a run, which contains {run_log.FILE}.")
+        raise UserError(f"{word} is a file. Give a run folder, which contains {run_log.FILE}.")
     if below := _runs_below(folder):
         names = listed((shlex.quote(str(one)) for one in below), _MOST_SHOWN)
         is_flat = len(below) > 1 and all(one.parent == folder for one in below)
         everything = f". For all of them: accel-ddp report {shlex.quote(str(folder))}/*" if is_flat else ""
         raise UserError(
             f"{word} is not a run: it has no {run_log.FILE}. Below it {'is a run' if len(below) == 1 else f'are {len(below)} runs'}: "
-            f"{names}. Type: accel-ddp report {shlex.quote(str(below[0]))}{everything}"
+            f"{names}. Run: accel-ddp report {shlex.quote(str(below[0]))}{everything}"
         )
     if (folder / ".accel_ddp").exists() or (folder / ".lock").exists():
         raise UserError(f"{word} has no {run_log.FILE}: the run has not begun to train, or it was refused. Give another run.")
     reason = "is empty" if not any(folder.iterdir()) else f"is not a run: it has no {run_log.FILE}, and no run is below it"
-    raise UserError(
-        f"{word} {reason}. Give the folder of a run, which is its --output_dir, for example runs/classify/20260131-120000."
-    )
+    raise UserError(f"{word} {reason}. Give a run folder, the --output_dir of a run, for example runs/classify/20260131-120000.")
 
 
 def _runs_below(folder: Path) -> list[Path]:
@@ -92,7 +90,7 @@ def _suggest_beside(folder: Path) -> str:
         there = there.parent
     newest = _runs_below(there) if there.is_dir() and there != Path("/") else []
     if not newest:
-        return " Give the folder of a run, which is its --output_dir."
+        return " Give a run folder, the --output_dir of a run."
     return f" The newest run in {there} is {shlex.quote(str(newest[0]))}."
 
 
@@ -100,7 +98,7 @@ _EXAMPLES = """examples:
   accel-ddp report runs/classify/20260131-120000        one run: the page is report.html in its folder
   accel-ddp report runs/classify/* --out compare.html   several runs on one page, with their differences
 
-A run that has not ended is shown as it is now. docs/report.md describes the page."""
+A run that is still running is shown as it is now. docs/report.md describes the page."""
 _NO_CSV = (
     "--csv was removed. Read the numbers with pandas: "
     "pandas.read_json('{}', lines=True).query(\"event == 'update'\"). docs/log.md describes the events."
@@ -117,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run (its --output_dir)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder (its --output_dir)")
     default = "RUN/report.html; for several runs report.html in the current folder"
     parser.add_argument("--out", default="", metavar="FILE", help=f"the file to write (default: {default})")
     parser.add_argument("--csv", nargs="?", const="", help=argparse.SUPPRESS)  # removed

@@ -36,7 +36,7 @@ MAX_WAIT_OF_FAILED = 20  # seconds
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every rank has this object. Only the main rank writes, or each rank its part of a sharded model.
+    """The checkpoints of a run. Every rank has this object. Only rank 0 writes, or each rank its part of a sharded model.
 
     A save copies the state into host memory, which is all that training waits for. A thread writes it from there. The host
     memory is about as large as the state. It is reused by the next save, and pinned on a GPU.
@@ -112,7 +112,7 @@ class Checkpoints:
     @torch.no_grad()
     @phases.phase(SAVE)
     def save(self, step: int, is_last: bool = False) -> None:
-        """Pass the state after `step` updates to the writer. A save that fails is reported and does not end the run."""
+        """Pass the state after `step` updates to the writer. A save that fails is reported and does not stop the run."""
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
         if not self._is_due(step, is_last):
             return
@@ -285,7 +285,7 @@ class Checkpoints:
         """
         pending = list(self._pending)
         if futures.wait(pending, 2).not_done:
-            text = f"{self._being_written()}. This process ends when that is done, or after {limit} s."
+            text = f"{self._being_written()}. This process exits when that is done, or after {limit} s."
             print(text, file=sys.stderr, flush=True)
             if futures.wait(pending, limit).not_done:
                 text = f"The disk of {self.folder} did not answer within {limit} s. The file may be missing."

@@ -300,7 +300,7 @@ def _wait_for_parts(save: PartialSave, partial: Path) -> dict[int, dict[str, Any
             is_dead = failure is not None and failure.kind == "died" and failure.rank in missing
             if is_dead or now - failed_at > MAX_WAIT_AFTER_FAILURE:
                 rank = failure.rank if is_dead and failure else next(iter(missing))
-                raise PartError(f"rank {rank} has ended before its part was complete", missing[rank])
+                raise PartError(f"rank {rank} exited before its part was complete", missing[rank])
         if now - reported > REPORT_EVERY:
             reported = now
             who = ", ".join(f"rank {rank} ({host})" for rank, host in list(missing.items())[:4])

@@ -24,7 +24,7 @@ from accel_ddp.saving import checkpoint_format
 from accel_ddp.watch.restart_files import LAUNCHER, MOST_FAILURES_OF_A_STEP, find_repeated_step, launcher_pid, store_run
 
 FILE = "restarts.jsonl"
-NO_REASON = "the ranks of every node ended without a message"
+NO_REASON = "the ranks of every node exited without a message"
 
 
 def begin_attempt(cfg: TrainConfig) -> None:

@@ -138,7 +138,7 @@ def _check_one_run(shares: list[tuple[str, list]], folder: Path) -> None:
     if hosts:
         raise UserError(
             f"--resume: the nodes {' and '.join(hosts)} have checkpoints of different runs in {folder}. Name the right one with "
-            "--resume PATH, or remove those of the other run."
+            "--resume PATH, or remove the checkpoints of the other run."
         )
 
 
@@ -210,8 +210,8 @@ def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
     if 0 < total < step:
         length = f"--steps {cfg.steps}" if cfg.steps else f"--epochs {cfg.epochs:g}"
         raise UserError(
-            f"--resume: {length} ends the run after step {total}, but the checkpoint is at step {step} already. To continue, use "
-            f"--steps {max(step, total_before)} or more. To use the model as it is, type: accel-ddp export "
+            f"--resume: {length} stops the run after step {total}, but the checkpoint is at step {step} already. To continue, use "
+            f"--steps {max(step, total_before)} or more. To use the model as it is, run: accel-ddp export "
             f"{cfg.output_dir if cfg.resume == 'auto' else cfg.resume} FOLDER"
         )
     # A longer run needs no permission, because its user has asked for it. `fit` prints how the learning rate changes.

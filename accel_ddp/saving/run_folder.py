@@ -154,7 +154,7 @@ def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
         if cfg.resume and not Path(cfg.resume).exists():
             raise UserError(
                 f"--resume {cfg.resume}: there is no such checkpoint or run. To continue the run in --output_dir {folder} "
-                f"({checkpoints[-1].name}), type --resume without a path."
+                f"({checkpoints[-1].name}), use --resume without a path."
             )
         raise UserError(
             f"--output_dir {folder} holds another run ({checkpoints[-1].name}). Add --resume without a path to continue it, or "
@@ -181,7 +181,7 @@ def _lock(folder: Path) -> IO[str]:
             if time.monotonic() > deadline:
                 file.seek(0)
                 raise UserError(
-                    f"--output_dir {folder} is in use by another run ({file.read().strip() or 'just starting'}). Wait until it ends "
+                    f"--output_dir {folder} is in use by another run ({file.read().strip() or 'just starting'}). Wait until it stops "
                     "(after a Ctrl-C it may still be saving), or choose another folder."
                 ) from None
             time.sleep(0.2)

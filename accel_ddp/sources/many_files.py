@@ -100,7 +100,7 @@ def _decompress(option: str, file: Path, folder: Path) -> None:
             try:
                 block = stream.read(BLOCK)
             except (OSError, EOFError, lzma.LZMAError) as error:
-                reason = f"is truncated or damaged behind line {num_lines:,} ({error})"
+                reason = f"is truncated or damaged after line {num_lines:,} ({error})"
                 raise UserError(f"{option} {file}: {reason}. Copy it again.") from error
             if not block:
                 return
@@ -116,7 +116,7 @@ def expand(option: str, arguments: Sequence[str], endings: Sequence[str], quiet:
     for number, file in found:
         if (before := seen.setdefault(Path(file).resolve(), number)) != number:
             reason = f"{file} is named by {paths[before]} and by {paths[number]}"
-            raise UserError(f"{option}: {reason}. Name each file once. Weights state how often it is used: PATH:NUMBER.")
+            raise UserError(f"{option}: {reason}. Name each file once. Weights say how often it is used: PATH:NUMBER.")
     return found
 
 

@@ -40,11 +40,11 @@ def check_config(task: str, name: str, config: Any) -> None:
         (
             "AutoModelForCausalLM",
             is_causal is False,
-            f"is an encoder ({kind}): a token sees those behind it, so it {READS}",
+            f"is an encoder ({kind}): a token sees the tokens after it, so it {READS}",
             "encoder",
         ),
         ("AutoModelForMaskedLM", is_pair, f"{pair} decoder would be given masked tokens", "pair"),
-        ("AutoModelForMaskedLM", is_causal, "is causal: a masked token would not see the tokens behind it", "decoder"),
+        ("AutoModelForMaskedLM", is_causal, "is causal: a masked token would not see the tokens after it", "decoder"),
         (
             "AutoModelForSequenceClassification",
             is_causal,
@@ -140,7 +140,7 @@ def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name:
     """Raise UserError if the outputs of a language model depend on later tokens. `name` is the value of `--model`."""
     if is_causal(model, tokenizer, device) is False:
         raise UserError(
-            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens behind it, so "
+            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens after it, so "
             f"it {READS}. {INSTEAD['AutoModelForCausalLM']}."
         )
 
@@ -179,7 +179,7 @@ def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: 
             f"{first_token}: --model {name}: {reason}, so its first token sees no other token and is the same for all texts. "
             f"{INSTEAD['embeddings']}."
         )
-    warn(f"--model {name}: {reason}: a token does not see the tokens behind it. Encoders are usually better for this task.")
+    warn(f"--model {name}: {reason}: a token does not see the tokens after it. Encoders are usually better for this task.")
 
 
 def report_router_loss(model: nn.Module) -> None:

@@ -239,8 +239,7 @@ def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module
             in_config = links.sharding and links.sharding.activation_checkpointing
             name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"
             raise UserError(f"{name}: {type(model).__name__} does not support it. Leave it out.")
-        # Reentrant checkpointing fails with find_unused_parameters of DDP, and if the first layers are frozen.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compat.checkpoint_layers(model)
     if cfg.lora_r or getattr(model, "_adapters", None):
         model = add_adapters(model, cfg, lora_task)
     elif cfg.lora_dropout:

@@ -183,7 +183,7 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
                     error, trace = errors.get()
                     raise error from RuntimeError(trace)
                 raise RuntimeError(
-                    f"{progress.doing}: a worker process was ended ({failed.exitcode}), often because the memory is used up. "
+                    f"{progress.doing}: a worker process was killed ({failed.exitcode}), often because the memory is used up. "
                     "A restarted run continues with the remaining rows."
                 )
             if not running:

@@ -77,7 +77,7 @@ class FlopCounter:
         configs = [getattr(module, "config", None) for module in model.modules()]
         config = next((one for one in configs if hasattr(one, "num_hidden_layers")), None)
         if not isinstance(heads := getattr(config, "num_attention_heads", None), int):
-            raise NeedsPadding("its config does not state how many attention heads its layers have")
+            raise NeedsPadding("its config does not say how many attention heads its layers have")
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         causal = any(getattr(module, "is_causal", False) for layer in layers for module in layer.modules())
         # Attention scores and their use: two products of [s, size] and [s, s] per head, and twice that in the backward pass.
@@ -187,6 +187,9 @@ class Speed:
         if missing:
             self._refuse_to_compile(f"triton is not installed on {', '.join(missing)}")
             return
+        if cfg.compile == "auto" and self.graphs and (self.padding_free.is_fixed or not self.padding_free.is_plain):
+            self._check_captured_layers()
+            return
         self.compilation = Compilation(cfg.cache_dir, self.accelerator.device, self.model)
         if cfg.compile == "auto":
             choices.choose(cfg, "compile", *self._when_to_compile(step))
@@ -264,6 +267,31 @@ class Speed:
         self.plain_calls = self.padding_free.calls
         self._capture([compiled(call) for call in self.plain_calls])
         self._set_softmax(compiled(linear_cross_entropy.fused_softmax))
+
+    def _check_captured_layers(self) -> None:
+        """Keep CUDA graphs of layers that get more than a row of texts only if they compute the bits of plain layers.
+
+        The bias of T5's first layer is summed in another order each time, for example.
+        """
+        was_training = self.model.training
+        self.model.train(self.cfg.dropout)
+
+        def gradients() -> tuple[torch.Tensor | None, ...]:
+            seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
+            return rehearse(self.model, batch, self.loss_sum)
+
+        with together("compare captured layers with plain ones"):
+            batch = self._warm_up_batch()
+            with self._plain_layers():
+                plain = [None if one is None else one.clone() for one in gradients()]
+            gradients(), gradients()  # the second pass captures graphs
+            is_same = all(a is b or torch.equal(a, b) for a, b in zip(plain, gradients()))
+        self.model.train(was_training)
+        if all(gather_everywhere(is_same)):
+            choices.choose(self.cfg, "compile", "graphs", "CUDA graphs of this model give the same bits; on: compile layers too")
+            return
+        self.padding_free.run, self.graphs = None, []
+        choices.choose(self.cfg, "compile", "off", "CUDA graphs of this model give other bits than plain layers")
 
     def _when_to_compile(self, step: int) -> tuple[int | str, str]:
         """Return the first step with compiled layers, or "graphs" for none, and the reason. It is the same on every rank."""
@@ -366,8 +394,8 @@ class Speed:
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
             is_fixed = getattr(batch, "sizes", None) is None
-            if is_fixed and (not self._on_gpu or self.cfg.compile in ("auto", "off") or not isinstance(batch, Mapping)):
-                return NO_TEXTS  # by default, because captured layers of images were not compared on a GPU yet
+            if is_fixed and (not self._on_gpu or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
+                return NO_TEXTS
             kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
@@ -413,9 +441,6 @@ class Speed:
         """Capture the layers as CUDA graphs if there is a GPU."""
         if not self.padding_free:
             self._refuse_to_compile("texts are padded, so every batch has a different shape")
-        elif self._on_gpu and self.cfg.compile == "auto" and not (is_sharded(self.model) or self.padding_free.is_plain):
-            why = "captured layers of this kind were not compared on a GPU yet; graphs: use CUDA graphs, on: compile them too"
-            choices.choose(self.cfg, "compile", "off", why)
         elif self._on_gpu and self.cfg.compile != "off":
             self._capture(self.padding_free.calls)
             if is_sharded(self.model):

@@ -62,7 +62,7 @@ class PaddingFree:
         if any(getattr(config, name, 0) for config in self.configs.values() for name in dropped):
             raise NeedsPadding("it skips layers at random (layerdrop)")
         if self.attentions and len(stacks) > 1:
-            raise NeedsPadding("its attention is not that of transformers")
+            raise NeedsPadding("its attention is not an attention of transformers")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
         has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
@@ -373,13 +373,17 @@ class PaddingFree:
                     out = last[0] if isinstance(last, tuple) else last
                     results.append((value, out.float()))
             if self.mask is None:
-                return "its attention mask is not that of the batch"
+                return "its attention mask is not the mask of the batch"
         except torch.OutOfMemoryError:
             raise
         except NeedsPadding as error:
             return str(error)
         except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
+            return (
+                f"its layers cannot compute without padding ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
+                    :200
+                ]
+            )
         finally:
             padding_free.windows_seen.reset(token)
             self.is_enabled, self.outputs, self.longest = True, None, longest

@@ -91,7 +91,7 @@ class Format:
         self.controls = any_of(special_tokens(tokenizer))
         self.first_ids, last = ([], []) if uses_template else tokens_around(tokenizer)
         if last:
-            behind = f"--model {cfg.model}: its tokenizer puts {tokenizer.decode(last)} behind every text."
+            behind = f"--model {cfg.model}: its tokenizer puts {tokenizer.decode(last)} after every text."
             warn(f"{behind} Prompts are trained without it, so remove it from the end of a prompt before you generate.")
         self.template: Template | None = None
         if uses_template:
@@ -237,7 +237,7 @@ class Format:
             log.info(f"the template rewrites earlier turns: {chats:,} chats become {number[SPLIT]:,} examples, one per answer")
         if number[THOUGHTS]:
             log.info(
-                f"the template removes thoughts of earlier answers, as in use: {number[THOUGHTS]:,} examples begin without them"
+                f"the template removes thoughts of earlier answers, as at inference: {number[THOUGHTS]:,} examples begin without them"
             )
         if number[NO_PREFIX]:
             log.info(

@@ -69,8 +69,8 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
         is_whole = "user" in roles or "human" in roles
         pair = f"--prompt_column {prompt} --answer_column chosen" if prompt else "--text_column chosen"
         raise UserError(
-            "The data have preferences (columns chosen and rejected), and sft would train rejected answers too. To learn them, type "
-            "`accel-ddp run dpo` with the same --train_file or --dataset. To train on the chosen answers only, type "
+            "The data have preferences (columns chosen and rejected), and sft would train rejected answers too. To learn them, run "
+            "`accel-ddp run dpo` with the same --train_file or --dataset. To train on the chosen answers only, use "
             f"{'--messages_column chosen' if is_whole else pair}."
         )
     label = next((name for name in LABEL_COLUMNS if name in names), "")
@@ -78,7 +78,7 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
     if (bad := values & {"false", "0", "0.0"}) and values <= {*bad, "true", "1", "1.0", "none", "nan"}:
         raise UserError(
             f"The data have answers that are labeled as good or bad (column {label}), and sft would train the answers whose {label} is "
-            f"{min(bad)} too. To learn the labels, type `accel-ddp run dpo --loss kto` with the same --train_file or --dataset. If the "
+            f"{min(bad)} too. To learn the labels, run `accel-ddp run dpo --loss kto` with the same --train_file or --dataset. If the "
             "column means something else, name the columns to train on (--messages_column, or --prompt_column and --answer_column)."
         )
 

@@ -120,7 +120,7 @@ class Template:
             try:
                 compat.set_template_date(source, date.fromisoformat(cfg.template_date))
             except ValueError:
-                reason = "is no date. Type YYYY-MM-DD, for example 2026-01-31."
+                reason = "is not a date. Use YYYY-MM-DD, for example 2026-01-31."
                 raise UserError(f"--template_date {cfg.template_date}: {reason}") from None
             except Exception:  # it cannot be compiled, which is reported below
                 break

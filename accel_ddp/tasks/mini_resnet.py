@@ -12,6 +12,8 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 
 class MiniResNetConfig(PretrainedConfig):
+    """The config of a small ResNet, for trials without a download."""
+
     model_type = "mini-resnet"
 
     def __init__(
@@ -57,6 +59,8 @@ class Block(nn.Module):
 
 
 class MiniResNetForImageClassification(PreTrainedModel):
+    """A small ResNet with a head for image classes."""
+
     config_class = MiniResNetConfig
     main_input_name = "pixel_values"
 

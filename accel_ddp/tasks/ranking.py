@@ -130,7 +130,7 @@ class QueryFormat:
         if number is None:
             raise UnusableRow(f"its {self.value} is not a finite number\t{value!r:.40}")
         if not self.score and number not in (0, 1):
-            raise UnusableRow(f"its {self.value} is not 0 or 1 (for other numbers, type --score_column {self.value})\t{number:g}")
+            raise UnusableRow(f"its {self.value} is not 0 or 1 (for other numbers, use --score_column {self.value})\t{number:g}")
         return number
 
 

@@ -99,7 +99,7 @@ class _Reader:
             while self.state["block"] <= block:
                 self._read_patiently()
         except Exception as error:  # many types of datasets, pyarrow and fsspec
-            return ([], f"--streaming: cannot read the row behind row {self.state['row']:,}: {error}"), ""
+            return ([], f"--streaming: cannot read the row after row {self.state['row']:,}: {error}"), ""
         self.blocks = {number: rows for number, rows in self.blocks.items() if number >= block}
         before, rows = self.blocks[block]
         return self.encode(*rows[place]), before

@@ -131,7 +131,7 @@ class ParameterCheck:
             f"The parameter {names[0]}{others}; the largest difference in {names[0]} is {largest:.3g}. Possible causes: "
             "another learning rate or optimizer state on one rank, an update that one rank skipped, code that changes "
             "weights on some ranks only, defective memory. Checkpoints are not affected: "
-            "each has passed this check before it was written. To continue from the newest one, type the same command "
+            "each has passed this check before it was written. To continue from the newest one, run the same command "
             f"with --resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have "
             "different processors or GPUs, which may round differently, use --check_every 0."
         )
@@ -229,7 +229,7 @@ def weights_kept(model: nn.Module, what: str) -> Iterator[dict[str, int]]:
 def report_untrained(model: nn.Module, before: dict[str, int], step: int) -> None:
     """Warn if all weights are as `weights_kept` has found them when the model was loaded. This is a collective."""
     if all(gather_everywhere(before == (_checksums(model) if before else {}))):
-        why = "the run has ended before its first step" if not step else "check --lr, --freeze and the loss"
+        why = "the run stopped before its first step" if not step else "check --lr, --freeze and the loss"
         warn_on_main(
             f"warning: UNTRAINED: no weight has changed since --model was loaded, so its export is the same model: {why}.",
             "UNTRAINED",
@@ -282,7 +282,7 @@ class NonfiniteSteps(Hook):
         self.last = "" if is_expected else _what(numbers)
         if self.last and self.cfg.on_nonfinite == "stop":
             raise UserError(
-                f"step {numbers.step}: {self.last}. The run ends. Earlier checkpoints are not affected. {ADVICE} "
+                f"step {numbers.step}: {self.last}. The run stops. Earlier checkpoints are not affected. {ADVICE} "
                 "With --resume --on_nonfinite skip the run continues without such steps."
             )
         self.skipped += 1
@@ -294,7 +294,7 @@ class NonfiniteSteps(Hook):
             who = "by the workers of these ranks" if self.cfg.sync_every else "on every rank"
             text = f"warning: step {numbers.step}: {self.last}. This update is skipped {who}, and the run continues."
             warn_on_main(
-                f"{text} {in_a_row} skipped in a row; --max_nonfinite {limit} ends the run.", "SKIPPED_STEP", numbers.step
+                f"{text} {in_a_row} skipped in a row; --max_nonfinite {limit} stops the run.", "SKIPPED_STEP", numbers.step
             )
 
     def refuse(self, step: int) -> NoReturn:
@@ -303,12 +303,12 @@ class NonfiniteSteps(Hook):
         if self.has_scaler and not self.last:
             raise UserError(
                 f"step {step}: the fp16 scaler has skipped the last {in_a_row} steps, because their gradients were not finite, so "
-                "that nothing was learned in these steps. The run ends. Use --mixed_precision bf16 or no. If gradients are not finite "
+                "nothing was learned in these steps. The run stops. Use --mixed_precision bf16 or no. If gradients are not finite "
                 "there either, look for a square root, a logarithm or a division of 0 in the loss, or use a lower --lr."
             )
         raise UserError(
             f"step {step}: the last {in_a_row} steps were skipped, because their loss or gradients were not finite, so nothing "
-            f"was learned in these steps.{f' In the last one, {self.last}.' if self.last else ''} The run ends (--on_nonfinite skip "
+            f"was learned in these steps.{f' In the last one, {self.last}.' if self.last else ''} The run stops (--on_nonfinite skip "
             f"--max_nonfinite {self.cfg.max_nonfinite}). Earlier checkpoints are not affected. {ADVICE}"
         )
 

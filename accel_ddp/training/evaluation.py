@@ -80,7 +80,7 @@ def evaluate(
     """Return the metrics of one pass over every item, which are the same for any number of ranks.
 
     `measure` returns one row per item of a batch (predictions, labels, losses). `summarize` gets the rows of all items in the
-    order of the data, on the main rank, and every rank returns its result. Rows may have a different width in each batch (tags,
+    order of the data, on rank 0, and every rank returns its result. Rows may have a different width in each batch (tags,
     generated tokens): shorter ones are filled with -100. If the items come from several datasets, `loss/NAME` is the loss of each.
     """
     module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
@@ -145,9 +145,9 @@ def _summarize(rows: Rows, summarize: Callable[[Rows], dict[str, float]], mixtur
 @torch.no_grad()
 @phases.phase(METRICS)
 def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callable[[nn.Module], Any]) -> Any:
-    """Return `compute(model)` on the main rank, and None on the others. Call it on every rank, without using its result elsewhere.
+    """Return `compute(model)` on rank 0, and None on the others. Call it on every rank, without using its result elsewhere.
 
-    All ranks compute if the model is sharded, because each has a part of the weights. Otherwise only the main rank does.
+    All ranks compute if the model is sharded, because each has a part of the weights. Otherwise only rank 0 does.
     """
     module = accelerator.unwrap_model(model)
     if not (accelerator.is_main_process or is_sharded(module)):

@@ -18,22 +18,22 @@ from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_be
 
 
 class Hook:
-    """A hook is called on every rank that has it, with numbers that are the same on every rank.
+    """The base class of hooks. A hook observes a run on every rank that has it, with the same numbers on every rank.
 
-    If a hook ends the run on one rank, all ranks end it, so a hook may exist on the main rank only.
+    If a hook stops the run on one rank, all ranks stop, so a hook may exist on rank 0 only.
     """
 
     def on_describe(self, facts: dict[str, Any]) -> None:
-        """Called before `on_start`. `facts` has the ranks, the versions and the options, as the event `start` of log.jsonl."""
+        """Called before `on_start`. `facts` has ranks, versions and options, as in the event `start` of log.jsonl."""
 
     def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
-        """`evaluations` are those before the run was resumed. Return True if they end the run."""
+        """Called before the first step. `evaluations` were made before a resume. Return True to stop the run."""
 
     def on_warm_up(self, step: int, seconds: float) -> None:
         """Called after the layers were compiled, before the first step."""
 
     def on_restart(self, step: int, restart: dict[str, Any]) -> None:
-        """Called before the first step after an automatic restart, on the main rank only."""
+        """Called before the first step after an automatic restart, on rank 0 only."""
 
     def on_step_begin(self, step: int) -> None:
         """Called before the data of step `step` are loaded."""
@@ -45,22 +45,22 @@ class Hook:
         """Called after step `step`, before its checkpoint and its evaluation."""
 
     def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
-        """Return True to end the run after this step."""
+        """Called after an evaluation. Return True to stop the run after this step."""
 
     def on_tables(self, step: int, tables: dict[str, Table]) -> None:
-        """Called after `on_evaluate` if the evaluation has tables, on the main rank only."""
+        """Called after `on_evaluate` if the evaluation has tables, on rank 0 only."""
 
     def on_save(self, step: int, path: Path) -> None:
-        """Called when the checkpoint of `step` is complete, on the main rank only, some steps after `step`."""
+        """Called when the checkpoint of `step` is complete, on rank 0 only, some steps after `step`."""
 
     def summarize(self) -> dict[str, Any] | None:
         """Return fields for the summary of the run that `on_end` receives."""
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None:
-        """Called once at the end, with the metrics of the last step and what `summarize` of all hooks has returned."""
+        """Called once at the end, with the metrics of the last step and what `summarize` of each hook returned."""
 
     def on_export(self, folder: Path) -> None:
-        """Called after `on_end` when the model is exported, on the main rank only."""
+        """Called after `on_end` when the model is exported, on rank 0 only."""
 
 
 def rates_of(numbers: Numbers, pace: Pace) -> dict[str, float]:

@@ -396,7 +396,7 @@ def prepare(
         names = {id(p): name for name, p in model.named_parameters()}
         positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         if plan.activation_checkpointing and getattr(model, "supports_gradient_checkpointing", False):
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            compat.checkpoint_layers(model)
         elif plan.activation_checkpointing:
             for layer in find_layers(model, plan):
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -408,7 +408,7 @@ def prepare(
     known = set(model.parameters())
     if not all(p in known for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
-            "The optimizer has parameters that are not those of the sharded model, and would not train it. Build the optimizer with "
+            "The optimizer has parameters that do not belong to the sharded model, and would not train it. Build the optimizer with "
             "accel_ddp.optim.build(model, cfg) after accel_ddp.models.prepare."
         )
     # This adds autocast and nothing else.

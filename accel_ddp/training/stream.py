@@ -227,7 +227,7 @@ class TrainBatches:
     """The micro-batches of each step, on this rank's device.
 
     Step `s` trains on items [s * G, (s + 1) * G) of the stream, where G is the global batch size. Neither a restart nor the
-    number of ranks changes that. The stream continues from one epoch into the next, so that no item is dropped or repeated at
+    number of ranks changes that. The stream continues from one epoch into the next, so no item is dropped or repeated at
     the end of an epoch.
     """
 

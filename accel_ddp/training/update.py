@@ -309,8 +309,10 @@ def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) ->
     return nullcontext() if is_last else accelerator.no_sync(model)
 
 
-def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch) -> None:
+def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch) -> tuple[Tensor | None, ...]:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
+
+    Return the gradients of trained parameters, none for a sharded model.
 
     No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more. For a
     sharded model this is a collective, which sums the gradients as a step does, because they fit into memory only in parts.
@@ -320,9 +322,9 @@ def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatc
             _loss(module, batch, loss_sum).backward()
             for parameter in module.parameters():
                 parameter.grad = None
-            return
+            return ()
         trained = [p for p in module.parameters() if p.requires_grad]
-        torch.autograd.grad(_loss(module, batch, loss_sum), trained, allow_unused=True)
+        return torch.autograd.grad(_loss(module, batch, loss_sum), trained, allow_unused=True)
 
 
 def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:

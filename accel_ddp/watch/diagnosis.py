@@ -76,7 +76,7 @@ class NodeView:
 
 
 class Event(NamedTuple):
-    """A line for the users on all nodes. An error ends the run."""
+    """A line for the users on all nodes. An error stops the run."""
 
     severity: str
     kind: str
@@ -209,7 +209,7 @@ class Judge:
             found = self.open.setdefault(key, _Open(cause))
             found.cause = cause
             if self._is_over_limit(cause, scene):
-                events.append(self._event(ERROR, cause, scene, "The run ends."))
+                events.append(self._event(ERROR, cause, scene, "The run stops."))
                 found.is_reported = True
             elif not found.is_reported:
                 found.waited += seconds
@@ -217,7 +217,7 @@ class Judge:
                     found.is_reported = True
                     left = cause.aborts_after - cause.seconds
                     has_end = self.abort_after and left < float("inf")
-                    end = f"The run ends in {max(left, 1):.0f} s if nothing changes." if has_end else ""
+                    end = f"The run stops in {max(left, 1):.0f} s if nothing changes." if has_end else ""
                     events.append(self._event(WARNING, cause, scene, end))
         for found in self.open.values():
             found.ages |= {(r.rank, r.phase): (r.age, self.normal(r)) for r in ranks if r.age > self.report_after}
@@ -240,7 +240,7 @@ class Judge:
         for cause, ages in ((found.cause, found.ages) for found in over if found.is_reported):
             self.outliers |= ages
             step = max((r.current_step for r in ranks), default=cause.step)
-            text = f"this fault ended after {cause.seconds:.0f} s, at step {step}: {cause.text}"
+            text = f"this fault was over after {cause.seconds:.0f} s, at step {step}: {cause.text}"
             events.append(Event(INFO, cause.kind, text, cause.culprit, cause.host, step))
         return events
 
@@ -332,7 +332,7 @@ class Judge:
             places.append(f"{r.name} is at step {r.current_step} in {inside}{last}")
         seconds = min(self.quiet, *(r.age for r in active))
         finished = [r.rank for r in scene.ranks if r.is_finished]
-        ended = f" The program of {ranks_text(finished)} has already ended." if finished else ""
+        ended = f" The program of {ranks_text(finished)} has already exited." if finished else ""
         text = f"no rank has progressed for {seconds:.0f} s, although all are alive: {'; '.join(places)}.{ended}"
         advice = (
             "Every rank must call the same collectives in the same order. Look for code that only some ranks run. If all ranks are "

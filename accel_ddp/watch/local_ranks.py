@@ -142,7 +142,7 @@ class LocalRanks(dict[int, LocalRank]):
             what = f"has called sys.exit({local.status})"
         elif local.status is not None and local.status >= 0:
             what += " without an error message"
-            how = "Look for os._exit or a library that ends the process. " + how
+            how = "Look for os._exit or a library that exits the process. " + how
         text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {phases.format_place(seen.step, seen.phase)}. {how}"
         place = {"rank": local.rank, "host": self.host, "step": phases.step_of(seen.step, seen.phase)}
         code = max(local.status or 0, 0)  # every rank ends with the code that the program has chosen
@@ -161,7 +161,7 @@ class LocalRanks(dict[int, LocalRank]):
                 where = f" in {name}" if (name := processes.kernel_function(local.pid)) else ""
                 lines.append(
                     f"error: RANK_BLOCKED: rank {local.rank} ({self.host}, pid {local.pid}) cannot be killed, because the kernel "
-                    f"blocks it{where} (state D). It ends when its disk or file system answers. No other rank waits for it, but the "
+                    f"blocks it{where} (state D). It exits when its disk or file system answers. No other rank waits for it, but the "
                     "launcher may."
                 )
         return lines

@@ -153,7 +153,7 @@ class Monitor:
             return
         what = processes.describe_exit(status) if status != 0 else "died"
         step = max((local.reading.step for local in self.ranks.values() if local.reading), default=0)
-        text = f"the launcher of {self.host} (pid {self.launcher}) {what} at step {step}. Its ranks save a checkpoint and end."
+        text = f"the launcher of {self.host} (pid {self.launcher}) {what} at step {step}. Its ranks save a checkpoint and exit."
         self._announce(Event(WARNING, "LAUNCHER_DIED", text, host=self.host, step=step))
 
     # ---- failures

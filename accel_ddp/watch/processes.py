@@ -43,7 +43,7 @@ def describe_exit(status: int | None) -> str:
     if status is None:
         return "died"
     if status >= 0:
-        return f"ended with exit code {status}"
+        return f"exited with code {status}"
     names = {int(each): each.name for each in signal.Signals}
     return f"was killed by {names.get(-status, f'signal {-status}')}"
 

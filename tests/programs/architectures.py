@@ -4,9 +4,12 @@ For each model the weights after some updates are compared with those of a plain
 micro-batches, and with those of a resumed run. The padding check of `fit` is applied to each of them too.
 """
 
+import contextlib
 import copy
 import dataclasses
+import io
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -285,7 +288,17 @@ def facts_of(accelerator, cfg, name: str) -> dict[str, Any]:
         "micro": distance(train(accelerator, initial, micro=1), whole),
         "resumed": distance(train(accelerator, initial, micro=8 // accelerator.num_processes, is_resumed=True), whole),
         "padding": padding_check.difference(accelerator, cfg, copy.deepcopy(initial.model), data, initial.loss_sum),
+        "padded": why_padded(accelerator, cfg, initial, data),
     }
+
+
+def why_padded(accelerator, cfg, initial: Task, data: accel_ddp.TrainBatches) -> str:
+    """Return why the layers compute on padding, as a run prints it, or ""."""
+    task = Task(initial.kind, copy.deepcopy(initial.model))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        accel_ddp.attach(accelerator, cfg, task.model, data, task.loss_sum, STEPS)
+    return "".join(re.findall(r"texts are padded: (.*)\.$", printed.getvalue(), flags=re.MULTILINE))
 
 
 def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
