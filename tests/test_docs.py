@@ -388,6 +388,7 @@ def test_pages_have_the_same_memory_table():
 
     cells = make_memory.read_cells()
     assert [*cells] == [(model, method) for model in make_memory.MODELS for method in make_memory.METHODS]
+    assert f"| {' | '.join(make_memory.SHORT)} |" in (ROOT / "README.md").read_text()
     assert not make_memory.out_of_date(cells)
 
 
