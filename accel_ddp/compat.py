@@ -1,6 +1,6 @@
 """Private interfaces of torch, accelerate and transformers, each behind one function.
 
-An upgrade of torch begins with this file: tests/test_compat.py has a test for each function. torch is imported inside of the
+An upgrade of torch begins with this file: tests/test_compat.py has a test for each function. torch is imported inside the
 functions, because launchers and the doctor use this module too and do not wait for torch.
 """
 
@@ -177,7 +177,7 @@ def reads_found_inf(optimizer: "torch.optim.Optimizer") -> bool:
 
 @contextlib.contextmanager
 def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> Iterator[None]:
-    """Call `begin` and `end` around each compilation inside of the block. Nothing is done if torch.compile is not imported.
+    """Call `begin` and `end` around each compilation inside the block. Nothing is done if torch.compile is not imported.
 
     torch has no public notification of a compilation, which may take minutes in the middle of a step. Tested with torch 2.13.
     """

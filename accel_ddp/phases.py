@@ -150,7 +150,7 @@ class Phases:
             self.enter(self._error[1])
 
     def beat(self) -> None:
-        """Report progress inside of a long phase: the phase begins again."""
+        """Report progress inside a long phase: the phase begins again."""
         self._begin(self.phase, self.part)
 
     def training_seconds(self) -> float:
@@ -174,7 +174,7 @@ class Phases:
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Call `listener` at every transition inside of the block."""
+        """Call `listener` at every transition inside the block."""
         self.listeners.append(listener)
         try:
             yield

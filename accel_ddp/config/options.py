@@ -68,7 +68,7 @@ def option(
 
 
 def of_group(group: str, **properties: Any) -> Callable[[C], C]:
-    """Return a decorator, inside of @dataclass, that gives the options of a class these defaults. `at_least` is given to numbers."""
+    """Return a decorator, inside @dataclass, that gives the options of a class these defaults. `at_least` is given to numbers."""
 
     def decorate(cls: C) -> C:
         for name, field in vars(cls).items():

@@ -97,7 +97,7 @@ class CollectiveChecks(CollectiveWorker):
             for beat in range(1 << 40):
                 now = time.monotonic()
                 self.monitor_store.set(f"beat/{self.rank}", json.dumps([beat, self.step, self.num_collectives]))
-                # Importing torch may take long on some ranks. Until all ranks are initialised, only the total time counts.
+                # Importing torch may take long on some ranks. Until all ranks are initialized, only the total time counts.
                 is_late = now > self.give_up_at or (self.step > 1 and now - self.step_began > self.seconds / 3)
                 if self.failure and now > self.report_failure_at:
                     self.monitor_store.compare_set("failed", "", json.dumps(self.failure))

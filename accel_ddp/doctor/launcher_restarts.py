@@ -71,7 +71,7 @@ _JOB, _FLAG, _AGREED = "accel_ddp/job", "accel_ddp/is_restart", "accel_ddp/agree
 EXPLAINED = (USER_ERROR, STOPPED, INTERRUPTED)
 _NOT_LOGGED = (
     *(f"failed (exitcode: {code})" for code in (*EXPLAINED, -signal.SIGTERM)),
-    "no error file defined for parent",  # for launchers inside of launchers
+    "no error file defined for parent",  # for launchers inside launchers
     "closing signal",
     "death signal, shutting down",
 )

@@ -237,7 +237,7 @@ class _Copier:
         # -s: the folder may contain spaces.
         words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
         words += [f"--rsync-path=rsync {option}"]
-        # `rsync -e` has its own rules: a quote inside of quotes is doubled.
+        # `rsync -e` has its own rules: a quote inside quotes is doubled.
         ssh = " ".join("'" + word.replace("'", "''") + "'" for word in self.ssh_words(node)[:-1])
         user, at, name = node.host.rpartition("@")
         host = f"{user}{at}[{name}]" if ":" in name and not name.startswith("[") else node.host  # an IPv6 address

@@ -148,7 +148,7 @@ class Lines:
 
 
 def visible(line: str) -> str:
-    """Return what a terminal shows after this line, without colours: a carriage return starts the line again."""
+    """Return what a terminal shows after this line, without colors: a carriage return starts the line again."""
     return without_controls(line).rstrip("\r").rpartition("\r")[2]
 
 

@@ -213,7 +213,7 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         with tracker, CurrentBatch(batch):
             loss = _loss(fake, computed, head, batch, cfg)
             trained = [p for p in model.parameters() if p.requires_grad]
-            # Checkpointed layers must be computed again inside of `LikeGpu` too.
+            # Checkpointed layers must be computed again inside `LikeGpu` too.
             gradients = compat.gradients_in_modes(loss, trained)
             tracker.mark()
         moments = marks.extend(np.stack(tracker.moments), num_layers)
@@ -279,7 +279,7 @@ def _shorten(model: nn.Module) -> tuple[nn.ModuleList | None, int]:
 
 
 class _Autocast(nn.Module):
-    """The model inside of autocast, with outputs in float32, as Accelerate's `prepare` makes it."""
+    """The model inside autocast, with outputs in float32, as Accelerate's `prepare` makes it."""
 
     def __init__(self, model: nn.Module, precision: str, tracker: Tracker):
         super().__init__()

@@ -164,7 +164,7 @@ def topology_of_this_rank() -> Topology:
 def estimate_node(rank: int, local_rank: int, local_size: int) -> int:
     """Return the node of a rank: as its launcher states, or if only RANK and the like are set, an estimate.
 
-    Node 0 is always recognised. The numbers of other nodes are right if every node has as many ranks as this one.
+    Node 0 is always recognized. The numbers of other nodes are right if every node has as many ranks as this one.
     """
     if node := os.environ.get("GROUP_RANK"):
         return int(node)

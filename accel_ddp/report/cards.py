@@ -118,7 +118,7 @@ def chart(
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, class_: str | None = None) -> Html:
-    """Return a table that scrolls inside of its frame. Columns that contain only numbers are aligned to the right.
+    """Return a table that scrolls inside its frame. Columns that contain only numbers are aligned to the right.
 
     The first column names the rows. At most ROWS rows are shown, and a sentence states how many there are.
     """

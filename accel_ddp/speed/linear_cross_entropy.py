@@ -121,7 +121,7 @@ def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return (loss of each token, gradient of their sum with respect to the logits). Both are 0 for labels of -100."""
     counts = (right >= 0)[:, None]
     place = right.clamp(min=0)[:, None]
-    # In place, with conversions inside of the kernels, because memory bandwidth limits the speed.
+    # In place, with conversions inside the kernels, because memory bandwidth limits the speed.
     logarithms = F.log_softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32))
     loss = torch.where(counts, -logarithms.gather(1, place), 0)[:, 0]
     gradient = logarithms.exp_().scatter_add_(1, place, logarithms.new_full((1, 1), -1).expand(len(place), 1))
@@ -229,7 +229,7 @@ class OutputHead:
         return Move.apply(hidden[None], places, slots, learned)[0].to(self.narrow), right, slots, places
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
-        kind = hidden.device.type  # Accelerate uses autocast inside of the forward pass only
+        kind = hidden.device.type  # Accelerate uses autocast inside the forward pass only
         self.narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.head.weight.dtype
         return hidden
 

@@ -1,4 +1,4 @@
-"""Computation without padding: inside of the layers of a transformer, the texts of a micro-batch are concatenated to one row.
+"""Computation without padding: inside the layers of a transformer, the texts of a micro-batch are concatenated to one row.
 
 Outside of the layers nothing changes. A micro-batch enters padded, and the embeddings give each token its position in its own
 text. Behind the last layer the pooler, head and loss get a padded batch again. Recipes, models and positions therefore need no

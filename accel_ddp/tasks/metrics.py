@@ -127,7 +127,7 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
 class MoreMetrics:
     """The metrics of `--metrics`, computed on rank 0 from the items of all ranks in the order of the data.
 
-    Create it inside of `together`: rank 0 alone loads metrics of the `evaluate` package, and every rank raises its error.
+    Create it inside `together`: rank 0 alone loads metrics of the `evaluate` package, and every rank raises its error.
     """
 
     def __init__(self, cfg: Any, kind: Kind):

@@ -56,7 +56,7 @@ class Ema:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the weights by their averages inside of the block. It needs memory for a copy of the weights."""
+        """Replace the weights by their averages inside the block. It needs memory for a copy of the weights."""
         weights = {name: local(self._weights[name].detach()).clone() for name in self.averages}
         self.apply()
         try:

@@ -121,7 +121,7 @@ class Lockstep:
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Compare the order of layers inside of the block, which computes one micro-batch."""
+        """Compare the order of layers inside the block, which computes one micro-batch."""
         self._place = 0
         if not self._is_compared:
             self._order = []
@@ -315,7 +315,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Keep everything except the layers gathered inside of the block, and free it at the end. Other models stay as they are.
+    """Keep everything except the layers gathered inside the block, and free it at the end. Other models stay as they are.
 
     Every rank must call it. The parts of a model can then be called without the model itself, as `generate` of transformers calls an
     encoder. Parameters can be read again after the block.
@@ -333,7 +333,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Compute a sharded model in `dtype` inside of the block, with copies of what is gathered, for a comparison of two results.
+    """Compute a sharded model in `dtype` inside the block, with copies of what is gathered, for a comparison of two results.
 
     Every rank must call it. Gradients cannot be computed. Only one layer at a time and the root have copies.
     """
@@ -355,7 +355,7 @@ def computed_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _converted(modules: list[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Replace the parameters and buffers of these modules by copies inside of the block. The modules below them stay as they are."""
+    """Replace the parameters and buffers of these modules by copies inside the block. The modules below them stay as they are."""
     tables = [table for module in modules for table in (compat.own_parameters(module), compat.own_buffers(module))]
     before = [(table, name, value) for table in tables for name, value in table.items() if value is not None]
     copies: dict[int, torch.Tensor] = {}  # tied parameters stay tied

@@ -125,7 +125,7 @@ class Pace(NamedTuple):
     samples: float  # rows of the data; the items of a language model are tokens
     tokens: float  # without padding; 0 if items are not texts
     flops: float  # of the model; 0 if they are not counted
-    mfu: float | None  # model FLOPs utilisation: the fraction of the GPUs' peak; None if the peak is not known
+    mfu: float | None  # model FLOPs utilization: the fraction of the GPUs' peak; None if the peak is not known
 
     def __str__(self) -> str:
         text = f"{self.samples:.1f} samples/s"

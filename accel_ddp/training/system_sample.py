@@ -97,7 +97,7 @@ class _Gpu:
         self.whole: Any = None  # the GPU of which `handle` is a part, with MIG; otherwise the same
 
     def measure(self) -> tuple[float, float, float, float]:
-        """Return the bytes in use, the utilisation from 0 to 1, the temperature in degrees Celsius, and the power in watts."""
+        """Return the bytes in use, the utilization from 0 to 1, the temperature in degrees Celsius, and the power in watts."""
         if self.handle is None and self.nvml:
             with contextlib.suppress(Exception):
                 self._open()

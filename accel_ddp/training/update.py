@@ -314,7 +314,7 @@ def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatc
 
     Return the gradients of trained parameters, none for a sharded model.
 
-    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronise them any more. For a
+    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronize them any more. For a
     sharded model this is a collective, which sums the gradients as a step does, because they fit into memory only in parts.
     """
     with _buffers_restored(module):
@@ -354,7 +354,7 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer) -> None:
 def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     """Raise RuntimeError if the last backward pass of this step reached no parameter.
 
-    This rank has then synchronised nothing, and DDP does not report it. The next collective of this rank would be matched with
+    This rank has then synchronized nothing, and DDP does not report it. The next collective of this rank would be matched with
     the gradients of another rank: gloo aborts the process if their sizes differ, and otherwise the numbers are mixed.
     """
     if not times_before or (model.static_graph and not any(times_before)):

@@ -41,7 +41,7 @@ def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]
 
 @contextlib.contextmanager
 def starting_workers(loader: DataLoader) -> Iterator[None]:
-    """Start the workers of `loader` inside of the block. Raise UserError if the start method cannot pass them the dataset."""
+    """Start the workers of `loader` inside the block. Raise UserError if the start method cannot pass them the dataset."""
     if not loader.num_workers:
         yield
         return

@@ -164,7 +164,7 @@ class Slowness:
         self.blocks: deque[_Block] = deque(maxlen=LONG_WINDOW)
         self.cases: dict[tuple[str, int], _Case] = {}  # kind, node
         self.usual_waiting: list[float] = []  # communication of the first blocks
-        self.wants_probe = False  # the coordinator should measure all neighbouring pairs of nodes now, for `add_rates`
+        self.wants_probe = False  # the coordinator should measure all neighboring pairs of nodes now, for `add_rates`
         self.probe = _Case(0)  # `since` is the first step in which all ranks wait longer than usual; 0: they do not
         self.slow_link: tuple[int, int] | None = None  # reported, and not over
         self.link_text = ""  # what was reported about it
