@@ -130,8 +130,8 @@ NO_EQUIVALENT = {
     "noise on embeddings is not implemented": "neftune_noise_alpha noisy_embedding_alpha",
     "labels are not smoothed, except in dpo": "label_smoothing_factor",
     "code from the Hub is never run: the model needs a class in transformers": "trust_remote_code",
-    "always the newest version on the Hub; download another one and give its folder": "model_revision revision_of_model "
-    "hub_revision revision",
+    "always the newest version on the Hub; download another one and give its folder": "model_revision revision_of_model revision",
+    "an upload goes to the main branch": "hub_revision",
     "tensor, pipeline and context parallelism are missing; FSDP shards weights only": "parallelism_config "
     "sequence_parallel_degree context_parallel_size tensor_parallel_size",
     "no last step is dropped: the next epoch fills it": "dataloader_drop_last",
