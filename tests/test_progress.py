@@ -278,7 +278,14 @@ class NotebookStream(SharedStream):
 
 @pytest.mark.parametrize(
     ("variables", "expected"),
-    [({}, True), ({"TERM": "dumb"}, False), ({"TERM": ""}, False), ({"CI": "true"}, False), ({"CI": "false"}, True)],
+    [
+        ({}, True),
+        ({"TERM": "dumb"}, False),
+        ({"TERM": ""}, False),
+        ({"JPY_PARENT_PID": "1"}, False),
+        ({"CI": "true"}, False),
+        ({"CI": "false"}, True),
+    ],
 )
 def test_whether_there_is_a_panel(user, monkeypatch, variables, expected):
     for name, value in {**SHOWN, **variables}.items():

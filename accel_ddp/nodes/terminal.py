@@ -30,9 +30,11 @@ _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[@-Z\\^_78=>])")
 
 
 def can_draw(descriptor: int, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this is a terminal that can move its cursor."""
+    """Return whether this is a terminal that can move its cursor. `!` in a notebook has a terminal that cannot."""
+    variables = environ or os.environ
     try:
-        return os.isatty(descriptor) and (environ or os.environ).get("TERM", "") not in ("", "dumb", "unknown")
+        is_drawn = variables.get("TERM", "") not in ("", "dumb", "unknown") and "JPY_PARENT_PID" not in variables
+        return is_drawn and os.isatty(descriptor)
     except OSError:
         return False
 
