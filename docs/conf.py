@@ -46,13 +46,16 @@ smartquotes = False
 
 
 def add_navigation(app, docname: str, source: list[str]) -> None:
-    """Append toctrees: on the home page one for each section with a list of pages, elsewhere one for the folder of the page's name."""
-    text = source[0]
+    """Append toctrees: on the home page one for each heading with a list of pages, elsewhere one for the folder of the page's name."""
     if docname == root_doc:
-        for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-            pages = re.findall(r"^- \[(.+?)\]\((.+?)\.md\)", section, flags=re.MULTILINE)
-            entries = "".join(f"{title} <{page}>\n" for title, page in pages)
-            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{entries}```\n"
+        for section in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
+            heading = section.splitlines()[0]
+            for part in re.split(r"^### ", section, flags=re.MULTILINE):
+                name = part.splitlines()[0]
+                caption = name if name == heading else f"{heading.removesuffix(' guides')}: {name}"
+                pages = re.findall(r"^- \[(.+?)\]\((.+?)\.md\)", part, flags=re.MULTILINE)
+                entries = "".join(f"{title} <{page}>\n" for title, page in pages)
+                source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: '{caption}'\n\n{entries}```\n" if pages else ""
     elif any((ROOT / docname).glob("*.md")):
         source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{Path(docname).name}/*\n```\n"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PROGRAMS, run_ranks
+from tests.conftest import PROGRAMS, ROOT, run_ranks
 
 PROGRAM = PROGRAMS / "architectures.py"
 # Their result for a text depends on its padding, so that `fit` refuses them.
@@ -65,6 +65,13 @@ def names() -> list[str]:
         node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and hasattr(node.targets[0], "id")
     }
     return [key.value for table in tables for key in found[table].keys]
+
+
+def test_pages_state_the_number_of_models():
+    learned, pages = len(names()) - len(DEPENDENT), ("README.md", "docs/promises.md", "docs/models.md")
+    assert [
+        page for page in pages if not re.search(rf"\b{learned} (?:architectures|models|of them)", (ROOT / page).read_text())
+    ] == []
 
 
 @pytest.fixture(scope="module")

@@ -278,7 +278,9 @@ def test_everything_that_has_to_change_in_a_file_of_another_toolkit_is_listed_at
     with pytest.raises(UserError) as error:
         parse_config(load_recipe(ROOT / "recipes" / "sft.py").Config, ["--config", str(tmp_path / "run.yaml")])
     head, *found = str(error.value).splitlines()
-    assert f"run.yaml: {len(set(lines.values()))} lines have to change" in head
+    assert (
+        f"run.yaml: {len(set(lines.values()))} lines have to change. Run accel-ddp convert {tmp_path}/run.yaml, or write" in head
+    )
     for line, expected in lines.items():
         name = line.partition(":")[0]
         assert [text for text in found if expected in text and name in text], (name, found)

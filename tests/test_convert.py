@@ -147,8 +147,8 @@ def test_axolotl_lora(tmp_path, capsys):
         "eval_fraction": 0.05, "max_length": 2048, "lora_r": 32, "lora_alpha": 16, "lora_dropout": 0.05,
         "lora_targets": ["all-linear"],
         "global_batch_size": 2 * 4 * 2, "micro_batch_size": 2, "epochs": 3, "optimizer": "adamw8bit", "lr_schedule": "constant",
-        "lr": 2e-4, "warmup_steps": 10, "warmup_ratio": 0, "tf32": False, "project": "chats", "report_to": "wandb",
-        "weight_decay": 0.0, "seed": 42, "keep_last": 2, "output_dir": "runs/chat",
+        "lr": 2e-4, "warmup_steps": 10, "tf32": False, "project": "chats", "report_to": "wandb",
+        "weight_decay": 0.0, "seed": 42, "output_dir": "runs/chat",
     }  # fmt: skip
     missing = ("neftune_noise_alpha: 5", "lora_modules_to_save", "evals_per_epoch: 4", "my_setting: 3: `convert` does not know it",
                "paged_adamw_8bit: adamw8bit is used, without paging",
@@ -170,7 +170,7 @@ def test_axolotl_lora(tmp_path, capsys):
 def test_axolotl_with_fsdp_and_packing(tmp_path, capsys):
     options, text, printed = convert(tmp_path, AXOLOTL_FSDP, capsys, "--gpus", "8")
     expected = {"dataset": "org/chats:small", "global_batch_tokens": 1 * 2 * 8 * 4096, "micro_batch_tokens": 4096, "epochs": 1.0,
-                "lr_schedule": "cosine", "warmup_ratio": 0.03, "save_every": 200, "keep_last": 2, "optimizer": "adamw"}  # fmt: skip
+                "lr_schedule": "cosine", "warmup_ratio": 0.03, "save_every": 200, "keep_last": 2}  # fmt: skip
     assert options.items() >= expected.items(), "also the defaults of axolotl"
     assert not {"lora_r", "global_batch_size", "train_split"} & {*options}
     assert "accel-ddp run sft --config FILE --config_file fsdp.yaml --num_processes 8" in printed
@@ -213,6 +213,37 @@ def test_llama_factory_preferences(tmp_path, capsys):
     assert options.items() >= expected.items()
     assert "lora_r" not in options
     assert "--config_file fsdp.yaml --num_processes 4" in printed
+
+
+def test_what_cannot_be_converted_is_listed(tmp_path, capsys):
+    given = """
+        base_model: ./mine
+        datasets:
+          - {path: a.jsonl, type: {field_instruction: ask, field_output: reply}}
+          - {path: json, data_files: b.jsonl, type: alpaca}
+        val_set_size: 200
+        save_steps: 0.25
+        batch_size: 64
+        micro_batch_size: 4
+        learning_rate: 1e-5
+        lr_scheduler: rex
+        warmup_steps: 0.1
+        optimizer: lion_8bit
+        chat_template: qwen_25
+        resume_from_checkpoint: out/checkpoint-5
+        deepspeed: zero1.json
+        lora_r: 8
+    """
+    options, text, printed = convert(tmp_path, given, capsys, "--gpus", "2")
+    expected = {"train_file": ["a.jsonl", "b.jsonl"], "prompt_column": "ask", "max_eval_items": 200, "global_batch_size": 64,
+                "warmup_ratio": 0.1, "lr": 1e-5}  # fmt: skip
+    assert options.items() >= expected.items()
+    assert not {"lora_r", "save_every", "chat_template", "resume", "optimizer"} & {*options}
+    for line in ("all files need rows of one format", "save_steps: 0.25", "rex: the schedule is linear", "lion_8bit: adamw is used",
+                 "qwen_25: there is no such file or built-in template", "cannot be resumed"):  # fmt: skip
+        assert line in printed
+    assert "lora_r: the file has no adapter" in text
+    assert "--config_file fsdp.yaml" in printed
 
 
 @pytest.mark.parametrize(

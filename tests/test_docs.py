@@ -34,6 +34,7 @@ from accel_ddp.doctor.findings import CODES
 from accel_ddp.errors import EXIT_CODES
 from accel_ddp.exporting import chat_command, predict_command
 from accel_ddp.launch import convert_command
+from accel_ddp.launch.description import read_description
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
 from accel_ddp.memory.estimate_command import build_parser as build_estimate_parser
@@ -43,10 +44,8 @@ from accel_ddp.words import find_options, without
 from tests.conftest import ROOT, clean_environment, free_port, run_all
 
 USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OTHER_PAGES = [
-    ROOT / name
-    for name in ("CONTRIBUTING.md", "recipes/README.md", "accelerate_configs/README.md", "accelerate_configs/NETWORKS.md")
-]
+OTHER_PAGES = [ROOT / "recipes" / "README.md", *ROOT.glob("accelerate_configs/*.md")]
+OTHER_PAGES += [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 DEFAULT_PAGES = {"README.md", "exactness.md", "launch.md", "troubleshooting.md"}
 CODE_FOLDERS = "accel_ddp|recipes|tests|benchmarks|accelerate_configs|docs"
 
@@ -360,6 +359,17 @@ def test_the_example_of_an_options_file_is_valid(tmp_path):
     assert (cfg.lora_r, cfg.lr, cfg.epochs, cfg.gradient_checkpointing) == (16, 2e-4, 3, True)
 
 
+def test_the_cluster_files_on_the_pages_are_valid(tmp_path):
+    found = [block.text for page in USER_PAGES for block in blocks_of(page) if block.kind == "yaml" and "\nnodes:" in block.text]
+    assert len(found) >= 5
+    for text in found:
+        (tmp_path / "cluster.yaml").write_text(text)
+        for name in re.findall(r"^ *env_file: (\S+)", text, flags=re.MULTILINE):
+            (tmp_path / name).write_text("NAME=value\n")
+            (tmp_path / name).chmod(0o600)
+        assert read_description(tmp_path / "cluster.yaml").nodes, text
+
+
 def test_every_code_is_on_the_page_of_codes():
     text = (ROOT / "docs" / "codes.md").read_text()
     assert [name for name in CODES if f"| `{name}` | " not in text] == []
@@ -407,21 +417,9 @@ def test_messages_in_the_table_are_messages_of_the_code():
             assert part in code, f"no message contains {part!r}: {message}"
 
 
-def anchors_of(page: Path) -> set[str]:
-    """Return the anchors that GitHub makes from headings."""
-    headings = re.findall(r"^#+ (.*)$", prose_of(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_links_and_files_exist():
+def test_files_in_the_text_exist():
+    """tests/test_site.py checks links."""
     for page in [*USER_PAGES, *OTHER_PAGES]:
-        for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
-            if target.startswith("https://"):
-                continue
-            path, _, anchor = target.partition("#")
-            linked = Path(os.path.normpath(page.parent / path)) if path else page
-            assert linked.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in anchors_of(linked), f"{page.name}: {target}"
         for name in re.findall(rf"(?<![\w/.-])((?:{CODE_FOLDERS})/[\w./-]*\w)", page.read_text()):
             is_written_by_tune = name.startswith("accelerate_configs/tuned.")
             assert is_written_by_tune or (ROOT / name).exists(), f"{page.name}: {name}"

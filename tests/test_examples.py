@@ -40,7 +40,9 @@ def test_every_example_is_parsed_and_described(generator):
 def check_memory(name, generator, folder):
     found, (stated, _) = generator.estimate(EXAMPLES[name], folder), EXAMPLES[name].facts["Memory"].split(maxsplit=1)
     assert found.fits, f"{found.text}, but the header states {EXAMPLES[name].facts['Hardware']}"
-    assert found.gib == pytest.approx(float(stated), rel=0.03), "run: python docs/make_examples.py --memory"
+    assert found.gib == pytest.approx(float(stated), rel=0.03), (
+        "run: python docs/make_examples.py && python docs/make_reference.py"
+    )
 
 
 def test_the_memory_in_a_header_is_the_estimate(generator, tmp_path):

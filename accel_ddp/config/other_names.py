@@ -61,7 +61,8 @@ INSTEAD = {
     "pad_to_multiple_of packing_strategy train_sampling_strategy length_column_name sample_packing_bin_size "
     "sample_packing_group_size multipack_real_batches",
     "leave it out; it follows from --global_batch_size and --micro_batch_size": "gradient_accumulation_steps",
-    "leave it out; the recipe states it: accel-ddp run sft, dpo or reward": "stage do_train do_eval rl reward_model",
+    "leave it out; the recipe sets it: accel-ddp run sft, dpo or reward": "stage rl reward_model",
+    "leave it out; a run trains and evaluates": "do_train do_eval",
     "use --lora_r 16 for LoRA, with --quantize 4bit for QLoRA; without them all weights are trained": "adapter finetuning_type",
     "use --quantize 4bit, or leave it out": "load_in_4bit", "use --quantize 8bit, or leave it out": "load_in_8bit",
     "use --lora_targets all-linear": "lora_target_linear",
@@ -79,7 +80,7 @@ INSTEAD = {
     "dataset_num_proc preprocessing_batch_size dataset_keep_in_memory",
     "leave it out; accel-ddp report draws the curves": "plot_loss",
     "leave it out; a run needs a new --output_dir, or --resume": "overwrite_output_dir auto_resume_from_checkpoints",
-    "leave it out; the config of --model states it": "model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer "
+    "leave it out; the config of --model has it": "model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer "
     "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model is_falcon_derived_model processor_type lora_task_type",
     "leave it out; the loss is computed in chunks without it": "use_liger_kernel enable_liger_kernel plugins liger_kernel_config "
     "liger_rope liger_rms_norm liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy flash_attn_cross_entropy "
@@ -156,7 +157,7 @@ NO_EQUIVALENT = {
     "new_special_tokens_config resize_token_embeddings_to_32x added_tokens_overrides shrink_embeddings mean_resizing_embeddings",
     "parts are frozen by name (--freeze), not unfrozen": "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
     "freeze_extra_modules",
-    "RoPE is used as the config of the model states it": "rope_scaling rope_theta use_pose pose_max_context_len pose_num_chunks "
+    "RoPE is used as in the model's config": "rope_scaling rope_theta use_pose pose_max_context_len pose_num_chunks "
     "pose_split_on_token_ids shift_attn s2_attention",
     "images, video and sound are not read by sft": "image_max_pixels image_min_pixels video_max_pixels video_fps video_maxlen "
     "audio_sampling_rate media_dir freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
@@ -182,7 +183,7 @@ NO_EQUIVALENT = {
     "the id of a run in wandb is chosen, so that --resume continues it": "wandb_run_id",
     "the tokens of tools are those of the model's chat template": "tool_format split_special_tokens",
     "models are taken from the Hugging Face Hub": "ms_hub_token om_hub_token",
-    "buffers are copied as --broadcast_buffers states": "ignore_bias_buffers",
+    "--broadcast_buffers decides which buffers are copied": "ignore_bias_buffers",
     "there is no other tokenizer than the model's": "tokenizer_config base_model_config cls_model_config",
     "unknown options are always refused": "strict",
 }  # fmt: skip

@@ -40,18 +40,18 @@ def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None
     types, properties = typing.get_type_hints(cls), properties_of(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     arguments: list[str] = []
-    files = find_options(argv, ["config"])
+    files, recipe = find_options(argv, ["config"]), _recipe_of(cls)
     for file in files:
         if file.value is None:
             raise UserError("--config needs a file or the name of an example: --config my_run.yaml")
-        arguments += _read_file(file.value, _recipe_of(cls), types, properties, defaults)
+        arguments += _read_file(file.value, recipe, types, properties, defaults)
     argv = without(argv, files)
     _check_names(argv, types, properties)
     given = _normalize(argv, types)
     _check_values(given, types, defaults)
     arguments += given
 
-    description = sys.modules[cls.__module__].__doc__
+    description = f"{sys.modules[cls.__module__].__doc__ or ''}\n--config reads options from a YAML file.{_examples_of(recipe)}"
     # Every rank parses the same words, and one message per node is enough. tyro prints errors even without `console_outputs`.
     show = is_local_main()
     with contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO()):
@@ -69,6 +69,12 @@ def _recipe_of(cls: type) -> str:
     """Return the name of the recipe that declares a config class, or "" for another script."""
     name = Path(getattr(sys.modules[cls.__module__], "__file__", None) or "").stem
     return name if name in recipe_files.recipe_names() else ""
+
+
+def _examples_of(recipe: str) -> str:
+    """Return " Examples: NAME, ..." with the examples of a recipe, or of all of them for another script."""
+    names = [name for name, example in recipe_files.examples().items() if recipe in ("", example.recipe)]
+    return f" Examples{f' of {recipe}' if recipe else ''}: {', '.join(names)}." if names else ""
 
 
 def _read_file(
@@ -97,7 +103,8 @@ def _read_file(
         problems.append(f"{', '.join(empty)}: there is no such option. Leave out what has no value.")
     if len(problems) > 1:
         lines = [text.replace(": there is no such option.", ":", 1) for text in problems]
-        problems = ["\n  ".join([f"{len(lines)} lines have to change. Write `name: value` for --name value:", *lines])]
+        todo = f"Run accel-ddp convert {path}, or write" if values.keys() & {"base_model", "model_name_or_path"} else "Write"
+        problems = ["\n  ".join([f"{len(lines)} lines have to change. {todo} `name: value` for --name value:", *lines])]
     if problems:
         raise UserError(f"{path}: {problems[0]}")
     return arguments
@@ -229,11 +236,8 @@ def _read_yaml(path: str, recipe: str) -> dict[str, Any]:
     if not file.is_file() and path in recipe_files.config_names():
         raise UserError(not_ours)
     if not file.is_file():
-        known = recipe_files.examples()
-        own = ", ".join(name for name, example in known.items() if recipe in ("", example.recipe))
-        listed = f" Examples{f' of {recipe}' if recipe else ''}: {own}." if own else ""
-        near = did_you_mean(path.removesuffix(".yaml"), known)
-        raise UserError(f"--config {path}: there is no such file, and no example of this name.{near}{listed}")
+        near = did_you_mean(path.removesuffix(".yaml"), recipe_files.examples())
+        raise UserError(f"--config {path}: there is no such file, and no example of this name.{near}{_examples_of(recipe)}")
     try:
         values = yaml.safe_load(file.read_text()) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

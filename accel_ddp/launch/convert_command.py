@@ -30,7 +30,7 @@ DEFAULTS = {
 }  # fmt: skip
 RECIPES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "dpo", "ipo": "dpo", "orpo": "dpo", "simpo": "dpo"}
 LOSSES = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
-OPTIMIZERS = {"8bit": "adamw8bit", "adamw": "adamw", "adafactor": "adafactor", "muon": "muon", "sgd": "sgd"}  # parts of names
+OPTIMIZERS = {"adamw.*8bit": "adamw8bit", "adamw": "adamw", "adafactor": "adafactor", "muon": "muon", "^sgd$": "sgd"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
 SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 ROLES = {"system", "user", "assistant", "tool", "human", "gpt", "bot", "chatgpt", "observation", "function", "function_call"}
@@ -109,6 +109,7 @@ class Conversion:
         self.put("model", self.take("base_model", "model_name_or_path"))
         if "model" not in self.options:
             raise UserError(f"{self.file}: has neither base_model nor model_name_or_path.")
+        of_adapters = [name for name in self.left if name.startswith("lora_") or name in ("load_in_4bit", "load_in_8bit")]
         method = self.take("adapter", "finetuning_type") or ("lora" if self.toolkit == "llama_factory" else "")
         rank, alpha, dropout = self.take("lora_r", "lora_rank") or 8, self.take("lora_alpha"), self.take("lora_dropout")
         targets, all_linear = self.take("lora_target_modules", "lora_target"), self.take("lora_target_linear")
@@ -125,8 +126,10 @@ class Conversion:
             all_linear = all_linear or names in (["all"], ["all-linear"]) or (not names and self.toolkit == "llama_factory")
             self.put("lora_targets", ["all-linear"] if all_linear else names or None)
             self.put("quantize", "4bit" if in_4 or bits == 4 or method == "qlora" else "8bit" if in_8 or bits else None)
-        elif self.toolkit == "axolotl" and not self.left.get("bfloat16"):
-            self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, as dtype: bfloat16 does"
+        else:
+            self.not_needed |= dict.fromkeys(of_adapters, "the file has no adapter")
+            if self.toolkit == "axolotl" and not self.left.get("bfloat16"):
+                self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, as dtype: bfloat16 does"
         if self.take("pure_bf16", "bfloat16"):
             self.put("dtype", "bfloat16", "16 bits lose small updates")
         fp16, bf16 = self.take("fp16"), self.take("bf16")
@@ -143,8 +146,9 @@ class Conversion:
         self.put("max_length", length, note or (NOTES["sequence_len"] if drops else ""))
         micro = self.take("micro_batch_size", "per_device_train_batch_size")
         parts = self.take("gradient_accumulation_steps") or 1
-        total = self.take("batch_size") or micro * parts * self.gpus
-        sizes = f"{micro} per GPU x {counted(parts, 'micro-batch')} x {counted(self.gpus, 'GPU')}"
+        total = self.take("batch_size")
+        sizes = "its batch_size" if total else f"{micro} per GPU x {counted(parts, 'micro-batch')} x {counted(self.gpus, 'GPU')}"
+        total = total or micro * parts * self.gpus
         if self.is_packed or self.is_text:
             self.put("global_batch_tokens", total * length, f"{sizes} x {length} tokens: its items are full packs of rows")
             self.put("micro_batch_tokens", micro * length)
@@ -163,7 +167,7 @@ class Conversion:
         if given == "constant" or steps:  # transformers: `constant` has no warm-up, and a number below 1 is a ratio
             ratio = steps if 0 < steps < 1 and given != "constant" else 0
         self.put("warmup_steps", steps if steps >= 1 and given != "constant" else None)
-        self.put("warmup_ratio", ratio)
+        self.put("warmup_ratio", ratio if ratio or self.recipe != "sft" else None)
         kwargs = self.take("lr_scheduler_kwargs") or {}
         self.put("min_lr_ratio", kwargs.pop("min_lr_rate", None) or self.take("cosine_min_lr_ratio"))
         for name, value in kwargs.items():
@@ -174,8 +178,9 @@ class Conversion:
         self.put("weight_decay", self.take("weight_decay") or 0.0)
         self.put("seed", self.left.pop("seed", 42))
         optimizer = str(self.take("optimizer", "optim") or "adamw_torch")
-        known = next((ours for part, ours in OPTIMIZERS.items() if part in optimizer), "")
-        self.put("optimizer", known or "adamw", "of torchao, which must be installed" if known == "adamw8bit" else "")
+        known = next((ours for name, ours in OPTIMIZERS.items() if re.search(name, optimizer)), "")
+        if known not in ("", "adamw"):
+            self.put("optimizer", known, "of torchao, which must be installed" if known == "adamw8bit" else "")
         if not known or "paged" in optimizer:
             self.lose("optimizer", optimizer, f"{known or 'adamw'} is used" + ", without paging" * ("paged" in optimizer))
 
@@ -191,7 +196,8 @@ class Conversion:
                 self.lose(per_epoch, times, f"once per epoch here; {ours}: N is a number of updates")
             if how in ("no", False):
                 self.not_needed[f"{strategy}: no"] = NOTES[strategy].partition("; ")[2]
-        self.put("keep_last", max(2, self.take("save_total_limit") or 2))
+        if limit := self.take("save_total_limit"):
+            self.put("keep_last", max(2, limit))
         if self.take("load_best_model_at_end"):
             self.put("keep_best", True, NOTES["load_best_model_at_end"].partition(";")[0])
         best, greater = self.take("metric_for_best_model"), self.take("greater_is_better")
@@ -239,6 +245,7 @@ class Conversion:
         """Write where the rows of training or evaluation are, and their columns. Return whether they are on the Hub."""
         files: list[str] = []
         hub: list[tuple[str, str]] = []
+        kinds: dict[str, str] = {}
         for name, path, entry in self._entries(given):
             ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
             is_file = ending in (*TABLE_FILES.split(), ".txt") or path.startswith(("/", ".", "~")) or Path(path).exists()
@@ -248,8 +255,11 @@ class Conversion:
             else:
                 hub.append((f"{path}:{entry['name']}" if entry.get("name") else path, entry.get("split") or "train"))
             self._put_columns(name, entry)
+            kinds[str(entry.get("type") or entry.get("formatting"))] = path
         for path, _ in hub[1:] if not files else hub:
             self.lose(f"{kind} dataset", path, "one Hub dataset per run: save the others as files, and list all in train_file")
+        if len(kinds) > 1:
+            self.lose(f"{kind} datasets", kinds, "all files need rows of one format; docs/chats.md describes them")
         if files:
             self.put(f"{kind}_file", files)
         elif hub:
@@ -313,7 +323,7 @@ class Conversion:
             elif option:
                 self.lose(f"{where} {name}", value, f"all files need the same columns, and another has {self.options[option]}")
             elif not is_usual:
-                self.lose(f"{where} {name}", value, "has no option; see docs/own_data.md for the rows that are read")
+                self.lose(f"{where} {name}", value, "has no option; see docs/chats.md for the rows that are read")
 
     def _convert_others(self) -> None:
         """Convert what only has another name, and sort the rest."""
@@ -339,7 +349,13 @@ class Conversion:
                 self.put(option, value == "true" or value, NOTES.get(name, "") if option != name else "")
             else:
                 is_known = any(name in names.split() for names in OTHER_NAMES.values())
-                other = f"{self.recipe} has no such option" if is_known else "`convert` does not know it"
+                other = (
+                    f"{option} is set already"
+                    if option
+                    else f"{self.recipe} has no such option"
+                    if is_known
+                    else "`convert` does not know it"
+                )
                 self.lose(name, value, reasons.get(name) or instead.get(name) or other)
 
     def _check(self) -> None:

@@ -1,5 +1,6 @@
 """The parts of `docs/make_reference.py`: each module writes pages, or sections of pages, from the code."""
 
+import re
 import textwrap
 from collections.abc import Iterable
 
@@ -9,6 +10,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
+
+
+def mark(text: str) -> str:
+    """Return a help text with its options as code, unless they are already."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"(?<![\w-])--[a-z][\w-]*(?:=\w+)?", r"`\g<0>`", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
 def notice(where: str) -> str:

@@ -8,7 +8,7 @@ import re
 from unittest import mock
 
 from accel_ddp.cli import COMMANDS
-from reference import notice, table, wrap
+from reference import mark, notice, table, wrap
 
 # The guide of each command, and an example.
 GUIDES = {
@@ -36,7 +36,7 @@ GUIDES = {
     "evaluate": ("after_training.md", ""),
     "predict": ("after_training.md", "accel-ddp predict runs/classify/1 --input new.csv --output predictions.csv"),
     "chat": ("after_training.md", "accel-ddp chat runs/sft/1"),
-    "export": ("after_training.md", "accel-ddp export runs/sft/1 my_model --merge"),
+    "export": ("resume.md#export", "accel-ddp export runs/sft/1 my_model --merge"),
 }
 
 
@@ -46,7 +46,7 @@ class _Found(Exception):
 
 def page() -> str:
     """Return the page of all commands."""
-    rows = [(f"[{name}](#accel-ddp-{name})", text) for name, (_, text) in COMMANDS.items()]
+    rows = [(f"[{name}](#accel-ddp-{name})", mark(text)) for name, (_, text) in COMMANDS.items()]
     parts = [
         "# Commands",
         notice("the argument parsers of the commands"),
@@ -95,7 +95,7 @@ def _from_parser(parser: argparse.ArgumentParser) -> tuple[str, str, str, list]:
     with mock.patch.dict("os.environ", COLUMNS="120"):
         usage = parser.format_usage().removeprefix("usage: ").rstrip()
     usage = re.sub(r"\n +", "\n    ", usage)
-    text = "\n\n".join(map(wrap, (parser.description or "").strip().split("\n\n")))
+    text = "\n\n".join(map(wrap, mark(parser.description or "").strip().split("\n\n")))
     examples = "\n".join(re.findall(r"^  (accel-ddp .*?)(?:  +\S.*)?$", parser.epilog or "", flags=re.MULTILINE))
     groups = []
     for group in parser._action_groups:
@@ -104,7 +104,7 @@ def _from_parser(parser: argparse.ArgumentParser) -> tuple[str, str, str, list]:
             continue
         plain = {"positional arguments": "Arguments", "options": "Options"}
         title = plain.get(group.title, group.title[0].upper() + group.title[1:])
-        groups.append((title, [(_name(action), _meaning(action)) for action in shown]))
+        groups.append((title, [(_name(action), mark(_meaning(action))) for action in shown]))
     return usage, text, examples, groups
 
 
@@ -143,8 +143,8 @@ def _from_text(text: str) -> tuple[str, str, str, list]:
         if found := re.fullmatch(r"  (accel-ddp .*?)(?:  +(\S.*))?", line):
             examples.append(found[1] + (f"  # {found[2]}" if found[2] else ""))
         elif found := re.fullmatch(r"  (--\w+(?: [A-Z=]+)?)  +(\S.*)", line):
-            options.append((f"`{found[1]}`", found[2]))
+            options.append((f"`{found[1]}`", mark(found[2])))
         elif line != "options:":
             prose.append(line)
-    paragraphs = [wrap(part) for part in "\n".join(prose).split("\n\n") if part.strip()]
+    paragraphs = [wrap(part) for part in mark("\n".join(prose)).split("\n\n") if part.strip()]
     return usage, "\n\n".join(paragraphs), "\n".join(examples), [("Options", options)] if options else []

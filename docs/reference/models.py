@@ -81,8 +81,10 @@ HUB = {
     "XLMRoberta": "FacebookAI/xlm-roberta-base, BAAI/bge-m3",
     "XLNet": "xlnet/xlnet-base-cased",
 }
-INTRODUCTION = """The model architectures that the tests train. Any other model that transformers can load for a task works too if it
-passes the checks at the start of a run. [Your own data](own_data.md) shows how to choose a model with `--model`.
+INTRODUCTION = """The model architectures that the tests train: {all} configurations of {architectures} architectures. {equal} of them
+learn the same on one rank and on two, and {refused} are [refused](#refused-models) by default. Any other model that transformers can
+load for a task works too if it passes the checks at the start of a run. [Your own data](own_data.md#models) shows how to choose a
+model with `--model`.
 
 ```bash parsed
 accel-ddp run sft --model Qwen/Qwen3-8B --train_file chats.jsonl --lora_r 16
@@ -93,7 +95,7 @@ accel-ddp run sft --model Qwen/Qwen3-8B --train_file chats.jsonl --lora_r 16
   one process, on two ranks, and with micro-batches of one item agree to 1e-6. A resumed run has the same bits.
 - **What it does not do**: it downloads no model. The Hub names are well-known models of the architecture, not what was trained.
 - **recipes** can load the architecture: transformers {version} has the head, and the recipe accepts the kind of model.
-- **padding-free**: no layer computes on padding ([speed](speed.md)). On GPUs, CUDA graphs need it.
+- **padding-free**: no layer computes on padding ([speed](speed.md)). On GPUs, texts need it for CUDA graphs.
 - **FSDP**: two ranks with a sharded model learned the same ([FSDP](fsdp.md)).
 """
 
@@ -104,7 +106,10 @@ def page() -> str:
     programs = _constants("tests/programs/architectures.py")
     parts = ["# Supported models", notice("the tables of `tests/test_architectures.py`")]
     refused = dict(_dependent())
-    parts.append(INTRODUCTION.replace("{version}", version("transformers")))
+    number = sum(len(programs[kind]) for kind in KINDS)
+    numbers = {"all": number + len(programs["SPECIAL"]), "architectures": number, "refused": len(refused)}
+    numbers |= {"equal": numbers["all"] - len(refused), "version": version("transformers")}
+    parts.append(INTRODUCTION.format(**numbers))
     for kind, (title, refusing) in KINDS.items():
         rows = [
             (

@@ -10,26 +10,26 @@ from accel_ddp.config.options import GROUPS, properties_of
 from accel_ddp.config.parsing import own_options
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.nodes import recipe_files
-from reference import notice, table, wrap
+from reference import mark, notice, table, wrap
 
 CHANGES, MAY_DIFFER = "●", "◇"
-SYMBOLS = f"""**{CHANGES}** changes what is learned. `--resume` refuses another value unless you add `--allow_config_change`.
-**{MAY_DIFFER}** may differ between nodes. All other options must be the same on every node.
+SYMBOLS = f"""- {CHANGES} changes what is learned. `--resume` refuses another value unless you add `--allow_config_change`.
+- {MAY_DIFFER} may differ between nodes. All other options must be the same on every node.
 """
 # The guide of each recipe, and the options that most users of the recipe set.
 GUIDES = {
-    "classify": ("own_data.md", "--train_file reviews.csv"),
+    "classify": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file reviews.csv"),
     "dpo": ("preferences.md", "--train_file preferences.jsonl --lora_r 16"),
     "embed": ("own_data.md", "--train_file pairs.jsonl"),
-    "images": ("own_data.md", "--train_file photos/"),
+    "images": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file photos/"),
     "own_loop": ("own_recipe.md#your-own-loop", "--steps 100"),
     "own_model": ("own_recipe.md", "--steps 100"),
-    "pretrain_mlm": ("own_data.md", "--train_file texts.txt"),
-    "rerank": ("own_data.md", "--train_file queries.jsonl"),
-    "reward": ("preferences.md", "--train_file preferences.jsonl"),
-    "seq2seq": ("own_data.md", "--train_file pairs.jsonl"),
-    "sft": ("own_data.md", "--train_file chats.jsonl --lora_r 16"),
-    "tag": ("own_data.md", "--train_file tags.jsonl"),
+    "pretrain_mlm": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file texts.txt"),
+    "rerank": ("own_data.md#rerank-queries-and-candidates", "--train_file queries.jsonl"),
+    "reward": ("own_data.md#reward-pairs", "--train_file preferences.jsonl"),
+    "seq2seq": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file pairs.jsonl"),
+    "sft": ("chats.md", "--train_file chats.jsonl --lora_r 16"),
+    "tag": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file tags.jsonl"),
 }
 
 
@@ -46,7 +46,7 @@ def page() -> str:
         "`accel-ddp run sft --help` prints the same texts in the terminal. The [quick start](quick_start.md) shows the first run.\n",
         YAML,
         "## Symbols\n",
-        SYMBOLS + "Files and models may be in different places on each node, but their content must be the same.\n",
+        SYMBOLS + "\nFiles and models may be in different places on each node, but their content must be the same.\n",
     ]
     for group, title in GROUPS.items():
         names = [name for name, found in properties.items() if found.group == group]
@@ -103,7 +103,7 @@ def recipe_page(recipe: str) -> str:
         notice(f"`recipes/{recipe}.py`"),
         wrap(f"{recipe_files.summary(recipe_files.recipe_path(recipe))} The [guide](../{guide}) explains how to use it.") + "\n",
         f"```bash parsed\naccel-ddp run {recipe} {example}\n```\n",
-        wrap(f"The recipe also has the [options of all recipes](../options.md){lacks}. {SYMBOLS}") + "\n",
+        wrap(f"The recipe also has the [options of all recipes](../options.md){lacks}.") + f"\n\n{SYMBOLS}",
     ]
     if cls.__module__ != recipe:
         parts.append(f"Its own options are those of [{cls.__module__}]({cls.__module__}.md).\n")
@@ -112,7 +112,8 @@ def recipe_page(recipe: str) -> str:
     if changed:
         defaults, usual = _defaults(cls), _defaults(base)
         rows = [
-            (_name(name, properties[name]), _code(defaults[name]), _code(usual[name]), properties[name].help) for name in changed
+            (_name(name, properties[name]), _code(defaults[name]), _code(usual[name]), mark(properties[name].help))
+            for name in changed
         ]
         parts += ["## Other defaults\n", table(("option", "default here", "elsewhere", "meaning"), rows)]
     return "\n".join(parts)
@@ -124,7 +125,7 @@ def _options(cls: type, names: list[str]) -> str:
     for name in names:
         least = properties[name].at_least
         value = _value(types[name]) + (f" ≥ {least:g}" if least is not None else "")
-        rows.append((_name(name, properties[name]), value, _code(defaults[name]), properties[name].help))
+        rows.append((_name(name, properties[name]), value, _code(defaults[name]), mark(properties[name].help)))
     return table(("option", "value", "default", "meaning"), rows)
 
 

@@ -7,7 +7,7 @@ from accel_ddp.doctor import findings
 from accel_ddp.errors import EXIT_CODES
 from accel_ddp.launch.description import BACKENDS, KEYS, NODE_KEYS, NOT_FOR, TABLES, Key
 from accel_ddp.records.log_fields import EVENTS, EVERY_EVENT, INCIDENT
-from reference import table
+from reference import mark, table
 
 
 def codes() -> str:
@@ -17,7 +17,7 @@ def codes() -> str:
         if title:
             rows = groups.setdefault(title, [])
         else:
-            rows.append((f"`{code}`", *findings.CODES[code]))
+            rows.append((f"`{code}`", *map(mark, findings.CODES[code])))
     return "\n".join(f"### {title}\n\n{table(('code', 'reason', 'fix'), rows)}" for title, rows in groups.items())
 
 
