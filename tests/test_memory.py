@@ -326,12 +326,13 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
     ddp, fsdp = printed["estimates"]
     assert (printed["precision"], ddp["kind"], fsdp["kind"], fsdp["ranks"]) == ("bf16", "DDP", "FSDP", 4)
     assert fsdp["optimizer"] == -(-ddp["optimizer"] // 2), "one copy on each of two nodes"
-    estimate_command.main(["--gpus", "1", "2", "--memory", "80", *words[1:]])
+    estimate_command.main(["--gpus", "1", "2", "--memory", "12", "80", *words[1:]])
     table = capsys.readouterr().out
     assert table.splitlines()[0].split("  ")[-3:] == ["one GPU", "DDP x 2", "FSDP x 2"]
     for row in ("weights", "gradients", "optimizer state", "gathered weights", "activations", "vocabulary loss", "total"):
         assert f"\n{row} " in table
     assert "80 GB: fits with one GPU, DDP x 2, FSDP x 2." in table
+    assert "12 GB: does not fit. For FSDP x 2, use FSDP over 8 GPUs" in table
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ NO_EQUIVALENT = {
     "noise on embeddings is not implemented": "neftune_noise_alpha noisy_embedding_alpha",
     "labels are not smoothed, except in dpo": "label_smoothing_factor",
     "code from the Hub is never run: the model needs a class in transformers": "trust_remote_code",
-    "always the newest version on the Hub; download another one and give its folder": "model_revision revision_of_model "
-    "hub_revision revision",
+    "always the newest version on the Hub; download another one and give its folder": "model_revision revision_of_model revision",
+    "an upload goes to the main branch": "hub_revision",
     "tensor, pipeline and context parallelism are missing; FSDP shards weights only": "parallelism_config "
-    "sequence_parallel_degree context_parallel_size tensor_parallel_size heads_k_stride ring_attn_func",
+    "sequence_parallel_degree context_parallel_size tensor_parallel_size",
     "no last step is dropped: the next epoch fills it": "dataloader_drop_last",
     "the rows are always shuffled": "disable_shuffling sample_packing_sequentially curriculum_sampling",
     "a checkpoint always has what --resume needs": "save_only_model save_first_step",
@@ -144,48 +144,38 @@ NO_EQUIVALENT = {
     "trackio_static_space_id",
     "hooks have no state of their own": "restore_callback_states_from_checkpoint",
     "these optimizers are missing; --optimizer has adamw, adamw8bit, adafactor, muon and sgd": "optim_target_modules use_galore "
-    "galore_target galore_rank galore_update_interval galore_scale use_apollo apollo_target apollo_rank use_badam badam_mode "
-    "use_adam_mini lisa_n_layers lisa_step_interval adam_beta3 adam_epsilon2 torchdistx_path",
+    "galore_rank use_apollo use_badam badam_mode use_adam_mini lisa_n_layers",
     "all adapters have one learning rate": "loraplus_lr_ratio loraplus_lr_embedding embedding_lr embedding_lr_scale",
-    "only plain LoRA is trained": "use_dora use_rslora peft_use_dora peft_use_rslora pissa_init pissa_iter pissa_convert relora "
-    "relora_steps relora_prune_ratio peft peft_init_lora_weights peft_layer_replication lora_fan_in_fan_out oft_rank "
-    "oft_block_size oft_target module_dropout gptq use_llama_pro",
+    "only plain LoRA is trained": "use_dora use_rslora peft_use_dora peft_use_rslora pissa_init relora peft "
+    "peft_init_lora_weights oft_rank gptq use_llama_pro",
     "adapters are trained in linear layers only, and new tokens keep their embeddings": "lora_modules_to_save modules_to_save "
-    "additional_target lora_target_parameters peft_layers_to_transform peft_layers_pattern peft_trainable_token_indices "
-    "fix_untrained_tokens",
+    "additional_target lora_target_parameters peft_layers_to_transform peft_trainable_token_indices fix_untrained_tokens",
     "tokens are not added: add them to the tokenizer and the model before": "add_tokens add_special_tokens resize_vocab "
-    "new_special_tokens_config resize_token_embeddings_to_32x added_tokens_overrides shrink_embeddings mean_resizing_embeddings",
+    "new_special_tokens_config resize_token_embeddings_to_32x",
     "parts are frozen by name (--freeze), not unfrozen": "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
     "freeze_extra_modules",
-    "RoPE is used as in the model's config": "rope_scaling rope_theta use_pose pose_max_context_len pose_num_chunks "
-    "pose_split_on_token_ids shift_attn s2_attention",
-    "images, video and sound are not read by sft": "image_max_pixels image_min_pixels video_max_pixels video_fps video_maxlen "
-    "audio_sampling_rate media_dir freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
-    "only bf16, fp16 and float32 are computed": "fp8 fp8_backend fp8_enable_fsdp_float8_all_gather qat quantization",
+    "RoPE is used as in the model's config": "rope_scaling rope_theta use_pose shift_attn s2_attention",
+    "images, video and sound are not read by sft": "image_max_pixels media_dir freeze_vision_tower freeze_language_model",
+    "only bf16, fp16 and float32 are computed": "fp8 qat quantization",
     "activations stay on the GPU; gradient checkpointing saves memory": "activation_offloading use_unsloth_gc",
     "the auxiliary loss of a router is off, because it depends on the split into micro-batches": "router_aux_loss_coef "
     "moe_aux_loss_coef",
     "each --loss has one formula; see docs/preferences.md": "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef "
-    "discopop_tau use_weighting dpo_use_weighting pref_bco_weight use_dft_loss",
+    "discopop_tau use_weighting dpo_use_weighting use_dft_loss",
     "the reference is the model before training": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_model_adapters "
     "ref_model_quantization_bit",
     "reinforcement learning is missing; dpo, kto, orpo, simpo and reward models are there": "trl vllm process_reward_model "
-    "reward_model_type reward_model_adapters reward_model_quantization_bit ppo_epochs ppo_buffer_size ppo_score_norm ppo_target "
-    "ppo_whiten_rewards",
-    "a run stops for a loss that is not finite, and reports one that rises": "loss_watchdog_threshold loss_watchdog_patience",
+    "reward_model_type ppo_epochs",
+    "a run stops for a loss that is not finite, and reports one that rises": "loss_watchdog_threshold",
     "the system text comes from the rows": "default_system_message default_system drop_system_message",
     "rows are not removed or changed; filter the file before": "dataset_exact_deduplication min_sample_len dataset_shard_num "
-    "dataset_shard_idx skip_prepare_dataset",
-    "sft measures loss and perplexity on one set of rows": "do_bench_eval bench_dataset bench_split do_causal_lm_eval "
-    "eval_causal_lm_metrics compute_accuracy eval_on_each_dataset",
-    "this tracker is missing; --report_to has wandb, tensorboard, trackio and mlflow": "use_comet comet_project_name "
-    "comet_workspace comet_mode use_swanlab swanlab_mode swanlab_workspace",
+    "skip_prepare_dataset",
+    "sft measures loss and perplexity on one set of rows": "do_bench_eval do_causal_lm_eval compute_accuracy eval_on_each_dataset",
+    "this tracker is missing; --report_to has wandb, tensorboard, trackio and mlflow": "use_comet comet_project_name use_swanlab",
     "the id of a run in wandb is chosen, so that --resume continues it": "wandb_run_id",
     "the tokens of tools are those of the model's chat template": "tool_format split_special_tokens",
-    "models are taken from the Hugging Face Hub": "ms_hub_token om_hub_token",
     "--broadcast_buffers decides which buffers are copied": "ignore_bias_buffers",
-    "there is no other tokenizer than the model's": "tokenizer_config base_model_config cls_model_config",
-    "unknown options are always refused": "strict",
+    "there is no other tokenizer than the model's": "tokenizer_config", "unknown options are always refused": "strict",
 }  # fmt: skip
 # What is different although there is an option, by the name in the other toolkit.
 NOTES = {

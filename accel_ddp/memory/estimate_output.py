@@ -63,7 +63,7 @@ def format_fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan
             lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
             continue
         advice = settled.suggest(one.ranks, plan, usable)
-        use = f"With {one.title}, use" if len(layouts) > 1 else "Use"
+        use = f"For {one.title}, use" if len(layouts) > 1 else "Use"
         change = f"{use} {', or '.join(map(str, advice))}." if advice else "Use larger GPUs, or a smaller model."
         lines.append(f"{size:g} GB: does not fit. {change}")
     return "\n".join(lines)
