@@ -18,7 +18,7 @@ SHORT = {  # titles of the table in README.md, with the method and the place in 
     "LoRA, 1 GPU": ("LoRA", 0),
     "QLoRA, 1 GPU": ("QLoRA", 0),
     "all weights in bf16, 1 GPU": ("all weights in bf16", 0),
-    "all weights, FSDP on 8 GPUs": ("all weights", 1),
+    "all weights in float32, FSDP on 8 GPUs": ("all weights", 1),
 }
 sys.path.insert(0, str(ROOT))
 

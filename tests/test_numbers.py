@@ -33,16 +33,3 @@ def test_pages_repeat_the_figure(name):
 
 def test_the_number_of_architectures_is_that_of_the_tests():
     assert RESULTS["architectures"]["value"] == f"{len(names()) - len(DEPENDENT)} architectures"
-
-
-def test_the_memory_table_of_the_readme_is_that_of_the_hardware_page():
-    def rows(page: str) -> list[list[str]]:
-        lines = (ROOT / page).read_text().splitlines()
-        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| Llama-3.1-")]
-
-    pages = {(model, method): cells for model, method, *cells in rows("docs/hardware.md")}
-    shown = [("LoRA", 0), ("QLoRA", 0), ("all weights, `--dtype bfloat16`", 0), ("all weights", 1)]  # method, column
-    found = rows("README.md")
-    assert len(found) == 2
-    for model, *cells in found:
-        assert cells == [pages[model, method][column].split()[0] for method, column in shown], model
