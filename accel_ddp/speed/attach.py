@@ -187,7 +187,8 @@ class Speed:
         if missing:
             self._refuse_to_compile(f"triton is not installed on {', '.join(missing)}")
             return
-        if cfg.compile == "auto" and self.graphs and (self.padding_free.is_fixed or not self.padding_free.is_plain):
+        is_usual = self.padding_free.is_plain and not self.padding_free.is_fixed
+        if cfg.compile == "auto" and not is_usual and not is_sharded(self.model):
             self._check_captured_layers()
             return
         self.compilation = Compilation(cfg.cache_dir, self.accelerator.device, self.model)
@@ -271,8 +272,11 @@ class Speed:
     def _check_captured_layers(self) -> None:
         """Keep CUDA graphs of layers that get more than a row of texts only if they compute the bits of plain layers.
 
-        The bias of T5's first layer is summed in another order each time, for example.
+        The bias of T5's first layer is summed in another order each time, for example. Such layers are compiled only on request.
         """
+        if not self.graphs:
+            choices.choose(self.cfg, "compile", "off", "layers of this model are compiled only with --compile on")
+            return
         was_training = self.model.training
         self.model.train(self.cfg.dropout)
 
@@ -394,7 +398,9 @@ class Speed:
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
             is_fixed = getattr(batch, "sizes", None) is None
-            if is_fixed and (not self._on_gpu or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
+            # A run that has found its graphs to differ keeps its layers when it is resumed.
+            is_off = self.cfg.compile == "off" and not choices.was_auto(self.cfg, "compile")
+            if is_fixed and (not self._on_gpu or is_off or not isinstance(batch, Mapping)):
                 return NO_TEXTS
             kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
