@@ -24,10 +24,16 @@ from accel_ddp.words import find_options, name_of, script_at, without
 # `accel-ddp run` accepts them on both sides of the recipe. Each takes one value.
 NODE_OPTIONS = (
     "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
-    "rdzv_backend",
+    "rdzv_backend", "max_restarts",
 )  # fmt: skip
 OF_NODES = {"num_machines", "machine_rank", "main_process_ip"}  # those that describe several nodes
-SMALLEST = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}  # of the options that are numbers
+SMALLEST = {  # of the options that are numbers
+    "num_processes": 1,
+    "num_machines": 1,
+    "machine_rank": 0,
+    "main_process_port": 0,
+    "max_restarts": 0,
+}
 
 
 def main(words: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The way a recipe runs: its options are parsed, the cluster is checked, `main` runs, and the exit code states how it ended."""
 
-import atexit
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -30,8 +30,6 @@ C = TypeVar("C", bound=TrainConfig)
 
 def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     """Parse the command line into `cls`, run `main(cfg)`, and exit. A failure prints a message and exits with a non-zero code."""
-    succeeded: list[bool] = []
-    atexit.register(_skip_teardown, succeeded)  # the first handler is called last
     connect_output()
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown everything that it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
@@ -71,15 +69,8 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     if code:  # at once, because an interpreter that shuts down may wait for ranks that are gone
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
-    succeeded.append(True)
+    gc.freeze()  # the interpreter would look for cycles in compiled code and CUDA graphs: 20 s after a compilation
     sys.exit(0)
-
-
-def _skip_teardown(succeeded: list[bool]) -> None:
-    """Exit after a run that has succeeded. The interpreter would free each module and CUDA graph: 20 s after a compilation."""
-    if succeeded:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(0)
 
 
 def _set_variables(cfg: TrainConfig) -> None:

@@ -49,6 +49,14 @@ def test_a_given_option_is_not_replaced_by_a_saved_one():
     assert not {"lr", "mixed_precision", "lora_targets"} & reasons(cfg).keys()
 
 
+def test_a_resumed_run_keeps_its_length_unless_the_command_states_one(capsys):
+    for words, expected in (([], (200, 4.0)), (["--steps", "300"], (300, 4.0)), (["--epochs", "6"], (0, 6.0))):
+        cfg = options(*words)
+        take_saved(cfg, {"config": {"steps": 200, "epochs": 4.0}})
+        assert (cfg.steps, cfg.epochs) == expected
+    assert "steps 200" in capsys.readouterr().out
+
+
 def test_the_reason_of_a_choice_survives_any_number_of_resumes(capsys):
     cfg = options()
     choose(cfg, "lr", 2e-4, "LoRA adapters")

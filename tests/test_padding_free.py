@@ -15,7 +15,7 @@ from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
-from accel_ddp.speed import attach, linear_cross_entropy, padding_free
+from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.speed.layer_stacks import SmallTable
 from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import losses
@@ -453,13 +453,13 @@ def test_adapters_and_copies_of_a_padding_free_model():
     assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3
     assert model.generate(input_ids=torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
     assert copy.deepcopy(model).merge_and_unload() is not None
-    counter = attach.FlopCounter(model)
+    counter = flops.FlopCounter(model)
     frozen = [m for name, m in model.named_modules() if type(m) is nn.Linear and ".layers." in name]
     assert counter.per_token == sum((6 if m.weight.requires_grad else 4) * m.weight.numel() for m in frozen)
     for m in [m for m in frozen if not m.weight.requires_grad]:  # two weights of 4 bits are one element of such a class
         m.__class__ = type("Linear4bit", (nn.Linear,), {})
         m.weight = nn.Parameter(torch.zeros(m.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
-    assert attach.FlopCounter(model).per_token == counter.per_token
+    assert flops.FlopCounter(model).per_token == counter.per_token
 
 
 def test_adapters_compute_what_peft_computes_and_store_less():

@@ -18,7 +18,7 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed import attach, autobatch, linear_layers, padding_free
+from accel_ddp.speed import attach, autobatch, flops, linear_layers, padding_free
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
@@ -221,12 +221,12 @@ def test_flops_of_two_models_equal_a_calculation_by_hand():
         shape = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
         llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, intermediate_size=1536, vocab_size=49152))
     layer = 4 * 768 * 768 + 2 * 768 * 3072
-    assert attach.FlopCounter(bert).count(tokens=512, squares=512**2, targets=0, texts=1) == (
+    assert flops.FlopCounter(bert).count(tokens=512, squares=512**2, targets=0, texts=1) == (
         6 * 12 * layer * 512 + 3 * 12 * 2 * 2 * 512**2 * 768 + 6 * (768 * 768 + 768 * 2)
     )
     layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536
     attention = 3 * 30 * 2 * 2 * 9 * 64 * (100**2 + 20**2) / 2  # causal: half of the square
-    assert attach.FlopCounter(llama).count(tokens=120, squares=100**2 + 20**2, targets=118, texts=2) == pytest.approx(
+    assert flops.FlopCounter(llama).count(tokens=120, squares=100**2 + 20**2, targets=118, texts=2) == pytest.approx(
         6 * (30 * layer * 120 + 576 * 49152 * 118) + attention
     )
 
@@ -247,7 +247,7 @@ def test_flops_equal_those_that_torch_counts(kind):
     batch = a_batch(lengths=[20, 20, 20])  # no padding
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         compute(model, batch)
-    ours = attach.FlopCounter(model)
+    ours = flops.FlopCounter(model)
     total = ours.count(60, 3 * 20**2, 60, 3)
     if kind == "llama":
         total += ours.per_square * 3 * 20**2  # torch also counts the half of the square that a causal mask removes
@@ -255,10 +255,10 @@ def test_flops_equal_those_that_torch_counts(kind):
 
 
 def test_the_peak_of_a_gpu_is_found_by_its_name():
-    assert attach.peak("NVIDIA H200", torch.bfloat16) == 989e12
-    assert attach.peak("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
-    assert attach.peak("NVIDIA L4", torch.float16) == 121e12
-    assert attach.peak("Some GPU", torch.bfloat16) is None
+    assert flops.peak("NVIDIA H200", torch.bfloat16) == 989e12
+    assert flops.peak("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
+    assert flops.peak("NVIDIA L4", torch.float16) == 121e12
+    assert flops.peak("Some GPU", torch.bfloat16) is None
 
 
 # -------------------------------------------------------------------------------------------------- in a run

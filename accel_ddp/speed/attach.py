@@ -1,8 +1,4 @@
-"""The entry point of the package: `attach` makes a model faster without changing what it computes, and counts its FLOPs.
-
-FLOPs are those that the task needs and not those that are executed: matrix products of tokens, without padding and without
-recomputation. The log computes TFLOP/s and MFU from them.
-"""
+"""The entry point of the package: `attach` makes a model faster without changing what it computes."""
 
 import contextlib
 import logging
@@ -29,7 +25,7 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.speed import autobatch, linear_cross_entropy, linear_layers
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
-from accel_ddp.speed.layer_stacks import layers_of
+from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import sharding
@@ -40,60 +36,6 @@ from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
 
 log = logging.getLogger(__name__)
-
-# Dense products in bf16 or fp16, in TFLOP/s, from the data sheets. The first entry that is contained in a GPU's name counts.
-PEAKS = {
-    "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250, "H200": 989, "GH200": 989,
-    "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
-    "H800": 989, "H20": 148, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10G": 70, "A10": 125, "L40S": 362, "L40": 181,
-    "L4": 121, "RTX 6000 Ada": 364, "RTX 4090": 165.2, "RTX 3090": 71, "RTX A6000": 154.8, "V100": 125, "T4": 65,
-}  # fmt: skip
-
-
-def peak(name: str, dtype: torch.dtype, tf32: bool = True) -> float | None:
-    """Return the FLOP/s of a GPU of this name in this type, or None if they are not known."""
-    best = next((value for words, value in PEAKS.items() if words in name), None)
-    if best is None:
-        return None
-    if dtype in (torch.bfloat16, torch.float16):
-        return best * 1e12
-    return best * 0.5e12 if tf32 and not any(old in name for old in ("V100", "T4")) else None
-
-
-class FlopCounter:
-    """Counts the FLOPs of one update, forward and backward, of a transformer that is a single stack of layers."""
-
-    def __init__(self, model: nn.Module):
-        """Raise NeedsPadding if the stack is not found, or if its config is an unusual one."""
-        layers = layers_of(model)
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        matrices = [m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-        self.per_token = sum(_of_one(m) for m in matrices if id(m) in inside)
-        self.per_target = _of_one(head) if isinstance(head, nn.Linear) else 0
-        # Others, such as a pooler or a classifier, are applied once per text. (A head over tags is applied to every token.)
-        others = [m for m in matrices if id(m) not in inside and m is not head]
-        self.per_text = sum(_of_one(m) for m in others)
-        configs = [getattr(module, "config", None) for module in model.modules()]
-        config = next((one for one in configs if hasattr(one, "num_hidden_layers")), None)
-        if not isinstance(heads := getattr(config, "num_attention_heads", None), int):
-            raise NeedsPadding("its config does not say how many attention heads its layers have")
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        causal = any(getattr(module, "is_causal", False) for layer in layers for module in layer.modules())
-        # Attention scores and their use: two products of [s, size] and [s, s] per head, and twice that in the backward pass.
-        self.per_square = 3 * 2 * 2 * len(layers) * heads * size / (2 if causal else 1)
-
-    def count(self, tokens: int, squares: int, targets: int, texts: int) -> float:
-        """Return the FLOPs. `squares` is the sum of the squared lengths of the texts."""
-        return self.per_token * tokens + self.per_square * squares + self.per_target * targets + self.per_text * texts
-
-
-def _of_one(matrix: nn.Module) -> int:
-    """Return the FLOPs per row: one product forward, one for the gradient of the row, and one for the gradient of a trained weight."""
-    # Quantized weights are packed, so that a tensor has fewer elements than its matrix.
-    size = matrix.in_features * matrix.out_features if isinstance(matrix, nn.Linear) else matrix.weight.numel()
-    return (6 if matrix.weight.requires_grad else 4) * size
-
 
 # Tokens of a run times its layers. Compiling before the first step takes about 20 s and saves 0.05 (BERT-base) to 0.12 us (a small
 # decoder) for each, forward and backward (benchmarks/README.md). A run of less than the second number takes a few seconds.
@@ -187,7 +129,8 @@ class Speed:
         if missing:
             self._refuse_to_compile(f"triton is not installed on {', '.join(missing)}")
             return
-        if cfg.compile == "auto" and self.graphs and (self.padding_free.is_fixed or not self.padding_free.is_plain):
+        is_usual = self.padding_free.is_plain and not self.padding_free.is_fixed
+        if cfg.compile == "auto" and not is_usual and not is_sharded(self.model):
             self._check_captured_layers()
             return
         self.compilation = Compilation(cfg.cache_dir, self.accelerator.device, self.model)
@@ -271,8 +214,11 @@ class Speed:
     def _check_captured_layers(self) -> None:
         """Keep CUDA graphs of layers that get more than a row of texts only if they compute the bits of plain layers.
 
-        The bias of T5's first layer is summed in another order each time, for example.
+        The bias of T5's first layer is summed in another order each time, for example. Such layers are compiled only on request.
         """
+        if not self.graphs:
+            choices.choose(self.cfg, "compile", "off", "layers of this model are compiled only with --compile on")
+            return
         was_training = self.model.training
         self.model.train(self.cfg.dropout)
 
@@ -394,7 +340,9 @@ class Speed:
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
             is_fixed = getattr(batch, "sizes", None) is None
-            if is_fixed and (not self._on_gpu or self.cfg.compile == "off" or not isinstance(batch, Mapping)):
+            # A run that has found its graphs to differ keeps its layers when it is resumed.
+            is_off = self.cfg.compile == "off" and not choices.was_auto(self.cfg, "compile")
+            if is_fixed and (not self._on_gpu or is_off or not isinstance(batch, Mapping)):
                 return NO_TEXTS
             kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:

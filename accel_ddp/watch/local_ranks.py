@@ -118,7 +118,7 @@ class LocalRanks(dict[int, LocalRank]):
         """Return the failure of a rank that has ended without a message."""
         seen = phases.read(local.memory)
         what = processes.describe_exit(local.status)
-        how = f"Continue from the last checkpoint with --resume --output_dir {shlex.quote(self.output_dir)}"
+        how = f"To continue from the last checkpoint, run the same command with --resume --output_dir {shlex.quote(self.output_dir)}"
         is_killed = local.status in (-signal.SIGKILL, None)
         if is_killed and (cgroups := local.kills.happened()):
             size = f" of {format_bytes(limit)}" if (limit := processes.memory_limit(cgroups)) else ""
