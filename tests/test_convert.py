@@ -312,8 +312,9 @@ CHATS = BASE + "datasets: [{path: chats.jsonl, type: chat_template}]\n"
 def test_what_changes_the_result(tmp_path, capsys, monkeypatch, text, options, lines):
     """Options with these values, those with None are not written, and these lines are in the list of what is missing."""
     monkeypatch.chdir(tmp_path)
-    found, _, printed = convert(tmp_path, text, capsys, "--gpus", "4")
+    found, written, printed = convert(tmp_path, text, capsys, "--gpus", "4")
     assert {name: found.get(name) for name in options} == options
+    assert ("lora_alpha: the adapters keep" in written, "lora_r: the adapters keep" in written) == ("lora_model_dir" in text, False)
     assert [line for line in lines if line not in printed] == [], printed
 
 

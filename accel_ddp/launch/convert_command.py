@@ -111,7 +111,8 @@ class Conversion:
         if adapters:
             self.put("model", adapters, "adapters, which are trained further; their adapter_config.json names the base model")
             self.put("lora_r", rank if quantize else None, "quantize needs it; it must be the rank of the adapters")
-            settings = [name for name in of_adapters if name.startswith("lora_") and name not in self.left]
+            used = {*self.left, "load_in_4bit", "load_in_8bit", *(("lora_r", "lora_rank") if quantize else ())}
+            settings = [name for name in of_adapters if name not in used]
             self.not_needed |= dict.fromkeys(settings, "the adapters keep their adapter_config.json")
         elif is_lora:
             self.put("lora_r", rank)
