@@ -60,8 +60,9 @@ NAMES = {
     # axolotl 0.19: the keys of its documentation and examples for text models.
     "from_axolotl.md": """
         adam_beta1 adam_beta2 adam_epsilon adapter attention auto_resume_from_checkpoints base_model batch_flattening batch_size
-        bf16 bfloat16 chat_template chat_template_jinja cosine_min_lr_ratio context_parallel_size dataset_exact_deduplication
-        dataset_prepared_path dataset_processes datasets ddp_timeout deepspeed default_system_message early_stopping_patience
+        bf16 bfloat16 chat_template chat_template_jinja context_parallel_size cosine_constant_lr_ratio cosine_min_lr_ratio
+        dataset_exact_deduplication dataset_prepared_path dataset_processes datasets ddp_timeout deepspeed
+        default_system_message early_stopping_patience
         eot_tokens eval_batch_size eval_max_new_tokens eval_sample_packing eval_steps eval_strategy eval_table_size
         evals_per_epoch flash_attention fp16 fp8 fsdp fsdp_config fsdp_version gradient_accumulation_steps gradient_checkpointing
         gradient_checkpointing_kwargs greater_is_better group_by_length hub_model_id hub_strategy kto_desirable_weight
@@ -82,7 +83,8 @@ NAMES = {
         dataset dataset_dir disable_gradient_checkpointing disable_shuffling do_train double_quantization dpo_label_smoothing
         early_stopping_steps enable_liger_kernel eval_dataset eval_on_each_dataset finetuning_type flash_attn fp8
         freeze_trainable_layers freeze_trainable_modules galore_rank hf_hub_token image_max_pixels
-        include_effective_tokens_per_second interleave_probs lora_alpha lora_dropout lora_rank lora_target loraplus_lr_ratio
+        include_effective_tokens_per_second interleave_probs kto_chosen_weight kto_rejected_weight lora_alpha lora_dropout
+        lora_rank lora_target loraplus_lr_ratio
         mask_history max_samples media_dir mix_strategy model_name_or_path model_revision moe_aux_loss_coef neat_packing
         overwrite_cache packing pissa_init plot_loss ppo_epochs pref_beta pref_ftx pref_loss preprocessing_batch_size
         preprocessing_num_workers pure_bf16 quantization_bit quantization_method ref_model resize_vocab rope_scaling

@@ -45,9 +45,11 @@ class Config(ChatConfig):
         0.0, "weight of an SFT loss on the chosen answers (mean per token); orpo includes it", group="training", at_least=0,
         also=("rpo_alpha", "pref_ftx", "cpo_alpha"),
     )  # fmt: skip
-    desirable_weight: float = option(1.0, "kto: weight of desirable answers", group="training", also=("kto_desirable_weight",))
+    desirable_weight: float = option(
+        1.0, "kto: weight of desirable answers", group="training", also=("kto_desirable_weight", "kto_chosen_weight")
+    )
     undesirable_weight: float = option(
-        1.0, "kto: weight of undesirable answers", group="training", also=("kto_undesirable_weight",)
+        1.0, "kto: weight of undesirable answers", group="training", also=("kto_undesirable_weight", "kto_rejected_weight")
     )
     prompt_column: str = option(
         "", "column of prompts; default: prompt, instruction, question or conversations; chats may include their prompts"

@@ -235,15 +235,88 @@ def test_what_cannot_be_converted_is_listed(tmp_path, capsys):
         lora_r: 8
     """
     options, text, printed = convert(tmp_path, given, capsys, "--gpus", "2")
-    expected = {"train_file": ["a.jsonl", "b.jsonl"], "prompt_column": "ask", "max_eval_items": 200, "global_batch_size": 64,
+    expected = {"train_file": ["a.jsonl", "b.jsonl"], "prompt_column": "ask", "max_eval_items": 200, "global_batch_size": 64 * 2,
                 "warmup_ratio": 0.1, "lr": 1e-5}  # fmt: skip
     assert options.items() >= expected.items()
     assert not {"lora_r", "save_every", "chat_template", "resume", "optimizer"} & {*options}
-    for line in ("all files need rows of one format", "save_steps: 0.25", "rex: the schedule is linear", "lion_8bit: adamw is used",
+    for line in ("all files need rows of one format", "prompt_column: instruction: all files need the same columns",
+                 "save_steps: 0.25", "rex: the schedule is linear", "lion_8bit: adamw is used",
                  "qwen_25: there is no such file or built-in template", "cannot be resumed"):  # fmt: skip
         assert line in printed
     assert "lora_r: the file has no adapter" in text
     assert "--config_file fsdp.yaml" in printed
+
+
+BASE = "base_model: org/model\nlearning_rate: 1e-5\n"
+CHATS = BASE + "datasets: [{path: chats.jsonl, type: chat_template}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "lines"),
+    [
+        pytest.param(  # the columns of a dataset that is left out are not those of the other
+            BASE + "datasets: [{path: chats.jsonl, type: chat_template}, "
+            "{path: org/hub, type: chat_template, field_messages: conversations}]",
+            {"train_file": ["chats.jsonl"], "messages_column": None}, ["train dataset: org/hub: one Hub dataset per run"],
+            id="columns of another dataset",
+        ),
+        pytest.param(
+            BASE + "datasets: [{path: a.jsonl, type: chat_template}, {path: b.jsonl, type: chat_template, field_messages: talk}]",
+            {"train_file": ["a.jsonl", "b.jsonl"], "messages_column": None},
+            ["messages_column: talk: all files need the same columns, and the first one has messages"], id="usual column",
+        ),
+        pytest.param(CHATS + "batch_size: 16\nmicro_batch_size: 4", {"global_batch_size": 64}, [], id="batch_size is per GPU"),
+        pytest.param(
+            CHATS + "micro_batch_size: 4\ncontext_parallel_size: 2", {"global_batch_size": 8}, ["context_parallel_size: 2"],
+            id="ranks with the same rows",
+        ),
+        pytest.param(CHATS + "warmup_steps: 0", {"warmup_ratio": None, "warmup_steps": None}, [], id="no warm-up"),
+        pytest.param(
+            CHATS + "test_datasets: [{path: org/evals, split: test}]", {"dataset": None, "eval_split": None, "train_split": None},
+            ["eval dataset: org/evals", "val_set_size: 0: here a tenth"], id="Hub evaluation of files",
+        ),
+        pytest.param(
+            BASE + "datasets: [{path: org/chats}]\ntest_datasets: [{path: org/evals}, {path: org/chats, split: 'test[:9]'}]",
+            {"dataset": "org/chats", "eval_split": "test", "train_split": None}, ["eval dataset: org/evals", "split: test[:9]"],
+            id="split for evaluation",
+        ),
+        pytest.param(
+            CHATS + "adapter: qlora\nlora_model_dir: out/adapter\nlora_r: 32\nlora_alpha: 64",
+            {"model": "out/adapter", "quantize": "4bit", "lora_r": 32, "lora_alpha": None}, [], id="quantized base of adapters",
+        ),
+        pytest.param(
+            BASE + "rl: simpo\ndatasets: [{path: pairs.jsonl, type: chatml.intel}]",
+            {"loss": "simpo", "beta": 0.1, "sft_weight": 1.0}, ["type: chatml.intel: rows are read by their columns"],
+            id="defaults of SimPO",
+        ),
+        pytest.param(
+            BASE + "datasets: [{path: org/chats, data_files: [sub/x.jsonl]}]", {"train_file": None, "dataset": "org/chats"},
+            ['data_files: ["sub/x.jsonl"]: all of org/chats is read'], id="files on the Hub",
+        ),
+        pytest.param(
+            CHATS + "fsdp_config: {activation_checkpointing: true}", {"gradient_checkpointing": True}, [], id="checkpointing",
+        ),
+        pytest.param(
+            CHATS + "rl: dpo\nref_model: org/other\ncosine_constant_lr_ratio: 0.8\nchat_template: nemo\nbeta2: 7",
+            {"chat_template": None, "beta2": None, "lr": 1e-5},
+            ["ref_model: org/other: the reference is the model before training", "chat_template: nemo", "beta2: 7",
+             "cosine_constant_lr_ratio: 0.8: the learning rate falls until the last step"], id="without an equivalent",
+        ),
+        pytest.param(
+            "model_name_or_path: m\nstage: kto\ndataset: pairs\nkto_chosen_weight: 2\neval_dataset: pairs\ndataset_dir: data",
+            {"desirable_weight": 2, "beta": None, "train_file": ["data/pairs.json"], "eval_file": ["data/pairs.json"]}, [],
+            id="KTO of LLaMA-Factory",
+        ),
+    ],
+)  # fmt: skip
+def test_what_changes_the_result(tmp_path, capsys, monkeypatch, text, options, lines):
+    """Options with these values, those with None are not written, and these lines are in the list of what is missing."""
+    monkeypatch.chdir(tmp_path)
+    found, written, printed = convert(tmp_path, text, capsys, "--gpus", "4")
+    assert {name: found.get(name) for name in options} == options
+    kept = re.findall(r"(\w+): the adapters keep", written)
+    assert kept == (["lora_alpha"] if "lora_model_dir" in text else [])
+    assert [line for line in lines if line not in printed] == [], printed
 
 
 @pytest.mark.parametrize(
@@ -251,21 +324,32 @@ def test_what_cannot_be_converted_is_listed(tmp_path, capsys):
     [
         ("a: [", (), "is not valid YAML"),
         ("- a\n- b", (), "must contain lines of `name: value`"),
-        ("model: org/model\ntrain_file: chats.jsonl", (), "is already a file of accel_ddp"),
+        ("recipe: sft\nmodel: org/model", (), "is already a file of accel_ddp. Run it: accel-ddp run sft"),
         ("distributed_type: FSDP", (), "is a config of accelerate"),
         ("some: thing", (), "is neither a file of axolotl"),
         ("base_model: org/model\nrl: grpo", (), "rl: grpo has no recipe here"),
         ("model_name_or_path: org/model\nstage: ppo", (), "stage: ppo has no recipe here"),
         ("rl: dpo", ("--from", "axolotl"), "has neither base_model nor model_name_or_path"),
-        ("base_model: m\nwarmup_steps: many\ndatasets: [{path: a.jsonl}]", (), "a value has a wrong type"),
+        ("base_model: m\nwarmup_steps: many\ndatasets: [{path: a.jsonl}]", (), "warmup_steps: must be a number, and not 'many'"),
         ("base_model: org/model\ndatasets: chats.jsonl", (), "must be a list of entries with a path"),
         ("base_model: org/model\nlearning_rate: high", (), "has no datasets"),
         ("model_name_or_path: m\ndataset: x", ("--dataset_info", "no.json"), "there is no such file"),
+        ("model_name_or_path: m\ndataset: x", ("--dataset_info", "bad.json"), "bad.json: is not valid JSON"),
+        ("model_name_or_path: m\ndataset: x", ("--dataset_info", "x.json"), "x.json: x has neither file_name nor hf_hub_url"),
+        ("base_model: m\ndatasets: [{path: a.jsonl}]", ("--from", "llama_factory"), "Is it a file of axolotl?"),
+        (
+            "base_model: m\ndatasets: [{path: a.jsonl}]",
+            ("--out", "no/x.yaml"),
+            "--out no/x.yaml: cannot be written: No such file",
+        ),
         ("base_model: org/model", ("--gpus", "-1"), "must be a whole number"),
     ],
 )
-def test_a_wrong_file_is_an_error(tmp_path, capsys, text, words, message):
+def test_a_wrong_file_is_an_error(tmp_path, capsys, monkeypatch, text, words, message):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.yml").write_text(text)
+    (tmp_path / "bad.json").write_text("{")
+    (tmp_path / "x.json").write_text('{"x": {"columns": {}}}')
     assert main(["convert", str(tmp_path / "theirs.yml"), *words]) == 2
     printed = capsys.readouterr()
     assert message in printed.err
@@ -280,7 +364,7 @@ def test_a_file_is_never_overwritten_and_torch_is_not_imported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=clean_environment())
     assert done.stdout == "0 2 False\n", done.stderr
-    assert "ours.yaml: exists" in done.stderr
+    assert "--out ours.yaml: cannot be written: File exists" in done.stderr
     assert "for 1 GPU (the default; --gpus N for another number)" in done.stderr
     assert "run it: accel-ddp run sft --config ours.yaml" in done.stderr
 

@@ -71,7 +71,7 @@ INSTEAD = {
     "leave it out; the assistant's messages are trained (--train_on)": "roles_to_train",
     "leave it out; the end-of-turn token is trained": "train_on_eos train_on_eot",
     "leave it out; the tokenizer in --model has them": "special_tokens tokens eos_token pad_token bos_token eot_tokens",
-    "use --reference stored": "precompute_ref_log_probs precompute_ref_logps", "use --reference copy": "ref_model ref_model_path",
+    "use --reference stored": "precompute_ref_log_probs precompute_ref_logps",
     "leave it out; --max_length counts prompt and answer, and --chosen_column names the better one": "max_prompt_length",
     "leave it out; dropout is off unless --dropout is given, and so is the --reference": "disable_dropout",
     "use --train_file FOLDER or FOLDER/FILE": "dataset_dir",
@@ -154,6 +154,7 @@ NO_EQUIVALENT = {
     "new_special_tokens_config resize_token_embeddings_to_32x",
     "parts are frozen by name (--freeze), not unfrozen": "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
     "freeze_extra_modules",
+    "the learning rate falls until the last step": "cosine_constant_lr_ratio",
     "RoPE is used as in the model's config": "rope_scaling rope_theta use_pose shift_attn s2_attention",
     "images, video and sound are not read by sft": "image_max_pixels media_dir freeze_vision_tower freeze_language_model",
     "only bf16, fp16 and float32 are computed": "fp8 qat quantization",
@@ -162,8 +163,8 @@ NO_EQUIVALENT = {
     "moe_aux_loss_coef",
     "each --loss has one formula; see docs/preferences.md": "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef "
     "discopop_tau use_weighting dpo_use_weighting use_dft_loss",
-    "the reference is the model before training": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_model_adapters "
-    "ref_model_quantization_bit",
+    "the reference is the model before training": "ref_model ref_model_path sync_ref_model ref_model_mixup_alpha "
+    "ref_model_sync_steps ref_model_adapters ref_model_quantization_bit",
     "reinforcement learning is missing; dpo, kto, orpo, simpo and reward models are there": "trl vllm process_reward_model "
     "reward_model_type ppo_epochs",
     "a run stops for a loss that is not finite, and reports one that rises": "loss_watchdog_threshold",
@@ -172,7 +173,7 @@ NO_EQUIVALENT = {
     "skip_prepare_dataset",
     "sft measures loss and perplexity on one set of rows": "do_bench_eval do_causal_lm_eval compute_accuracy eval_on_each_dataset",
     "this tracker is missing; --report_to has wandb, tensorboard, trackio and mlflow": "use_comet comet_project_name use_swanlab",
-    "the id of a run in wandb is chosen, so that --resume continues it": "wandb_run_id",
+    "accel_ddp sets the wandb run id, so --resume continues the run": "wandb_run_id",
     "the tokens of tools are those of the model's chat template": "tool_format split_special_tokens",
     "--broadcast_buffers decides which buffers are copied": "ignore_bias_buffers",
     "there is no other tokenizer than the model's": "tokenizer_config", "unknown options are always refused": "strict",
@@ -180,7 +181,8 @@ NO_EQUIVALENT = {
 # What is different although there is an option, by the name in the other toolkit.
 NOTES = {
     "per_device_train_batch_size": "changes memory and time; the result depends on --global_batch_size",
-    "micro_batch_size": "changes memory and time; the result depends on --global_batch_size", "batch_size": "the sum over all GPUs",
+    "micro_batch_size": "changes memory and time; the result depends on --global_batch_size",
+    "batch_size": "per GPU there, the sum over all GPUs here",
     "auto_find_batch_size": "auto chooses by memory before training, and is the default of sft, dpo and reward",
     "max_steps": "-1 there is 0 here", "warmup_steps": "a fraction below 1 (transformers 5) is --warmup_ratio",
     "lr_scheduler_type": "constant_with_warmup is constant, cosine_with_min_lr is cosine with --min_lr_ratio, warmup_stable_decay "
@@ -208,8 +210,8 @@ NOTES = {
     "val_set_size": "a number of rows is --max_eval_items", "val_size": "a number of rows is --max_eval_items",
     "sequence_len": "longer rows are truncated, and not dropped", "max_length": "auto fits the data, up to the model's limit",
     "quantization_bit": "4 is 4bit, 8 is 8bit",
-    "lora_model_dir": "the folder of the adapters, without --lora_r, trains them further",
-    "adapter_name_or_path": "the folder of the adapters, without --lora_r, trains them further",
+    "lora_model_dir": "pass the adapter folder, without --lora_r, to continue training it",
+    "adapter_name_or_path": "pass the adapter folder, without --lora_r, to continue training it",
     "template": "leave it out; the model's own chat template is used, and --chat_template is for models without one",
     "chat_template": "leave it out for tokenizer_default; for models without a template: plain, chatml, llama3, gemma, mistral or "
     "a file",
@@ -228,3 +230,21 @@ NOTES = {
     "early_stopping_steps": "evaluations without a better --best_metric",
     "dtype": "float32 by default, as there; with --lora_r as in the files", "lora_alpha": "default 16", "lora_dropout": "default 0",
 }  # fmt: skip
+ROLES = {"system", "user", "assistant", "tool", "human", "gpt", "bot", "chatgpt", "observation", "function", "function_call"}
+# The columns of their datasets. The option of a chat is `messages_column`, and of pairs and prompts `prompt_column`.
+COLUMNS = {
+    "messages": "field_messages messages", "text": "field text_column", "prompt": "field_prompt field_instruction prompt",
+    "answer": "field_output field_completion response", "chosen": "field_chosen chosen", "rejected": "field_rejected rejected",
+    "label": "field_label kto_tag",
+}  # fmt: skip
+# Further columns that are read if they have these names, and keys of a dataset with their usual values, which need no option.
+USUAL = {
+    "query": ("input", "context"), "field_input": ("input", "context"), "system": ("system", "system_prompt"),
+    "field_system": ("system", "system_prompt"), "history": ("history",), "tools": ("tools",), "field_tools": ("tools",),
+    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "role": ("from", "role"), "content": ("value", "content"),
+    "message_field_role": ("from", "role"), "message_field_content": ("value", "content"), "train_on_eos": ("turn",),
+    "roles_to_train": (["assistant"], ["gpt"]), "formatting": ("alpaca", "sharegpt"), "ranking": (True, False),
+    "chat_template": ("tokenizer_default",), "message_field_training": ("train", "training", "weight"),
+}  # fmt: skip
+FORMATS = ("json", "csv", "parquet", "text", "arrow")  # a dataset with such a path has its rows in `data_files`
+ELSEWHERE = ("path", "data_files", "name", "split", "type", "ds_type", "file_name", "hf_hub_url", "subset", "columns", "tags")

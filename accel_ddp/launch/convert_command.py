@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.config.options import properties_of
-from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES
+from accel_ddp.config.other_names import COLUMNS, ELSEWHERE, FORMATS, INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES, ROLES, USUAL
 from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.facts import count_visible
@@ -22,34 +22,16 @@ from accel_ddp.text import counted, shorten
 TITLES = {"axolotl": "axolotl", "llama_factory": "LLaMA-Factory"}
 # What a toolkit uses if its file does not say so, and we do not.
 DEFAULTS = {
-    "axolotl": {"lr_scheduler": "cosine", "num_epochs": 1.0, "sequence_len": 512, "warmup_ratio": 0.03, "micro_batch_size": 1},
-    "llama_factory": {
-        "lr_scheduler_type": "linear", "num_train_epochs": 3.0, "cutoff_len": 2048, "warmup_ratio": 0.0, "learning_rate": 5e-5,
-        "per_device_train_batch_size": 8, "save_steps": 500,
-    },
+    "axolotl": {"lr_scheduler": "cosine", "num_epochs": 1.0, "sequence_len": 512, "warmup_ratio": 0.03, "micro_batch_size": 1,
+                "rl_beta": 0.1, "cpo_alpha": 1.0},
+    "llama_factory": {"lr_scheduler_type": "linear", "num_train_epochs": 3.0, "cutoff_len": 2048, "warmup_ratio": 0.0,
+                      "learning_rate": 5e-5, "per_device_train_batch_size": 8, "save_steps": 500, "pref_beta": 0.1},
 }  # fmt: skip
 RECIPES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "dpo", "ipo": "dpo", "orpo": "dpo", "simpo": "dpo"}
 LOSSES = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 OPTIMIZERS = {"adamw.*8bit": "adamw8bit", "adamw": "adamw", "adafactor": "adafactor", "muon": "muon", "^sgd$": "sgd"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
 SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
-ROLES = {"system", "user", "assistant", "tool", "human", "gpt", "bot", "chatgpt", "observation", "function", "function_call"}
-# The columns of their datasets. The option of a chat is `messages_column`, and of pairs and prompts `prompt_column`.
-COLUMNS = {
-    "messages": "field_messages messages", "text": "field text_column", "prompt": "field_prompt field_instruction prompt",
-    "answer": "field_output field_completion response", "chosen": "field_chosen chosen", "rejected": "field_rejected rejected",
-    "label": "field_label kto_tag",
-}  # fmt: skip
-# Further columns that are read if they have these names, and keys of a dataset with their usual values, which need no option.
-USUAL = {
-    "query": ("input", "context"), "field_input": ("input", "context"), "system": ("system", "system_prompt"),
-    "field_system": ("system", "system_prompt"), "history": ("history",), "tools": ("tools",), "field_tools": ("tools",),
-    "role_tag": ("from", "role"), "content_tag": ("value", "content"), "role": ("from", "role"), "content": ("value", "content"),
-    "message_field_role": ("from", "role"), "message_field_content": ("value", "content"), "train_on_eos": ("turn",),
-    "roles_to_train": (["assistant"], ["gpt"]), "formatting": ("alpaca", "sharegpt"), "ranking": (True, False),
-    "chat_template": ("tokenizer_default",), "message_field_training": ("train", "training", "weight"),
-}  # fmt: skip
-ELSEWHERE = ("path", "data_files", "name", "split", "type", "ds_type", "file_name", "hf_hub_url", "subset", "columns", "tags")
 
 
 class Conversion:
@@ -58,7 +40,11 @@ class Conversion:
     def __init__(self, toolkit: str, values: dict[str, Any], gpus: int, file: Path, info: str):
         self.toolkit, self.gpus, self.file, self.info = toolkit, gpus, file, info
         self.left = {str(name): _number(value) for name, value in values.items() if value not in (None, "", [], {})}
+        for name, value in self.left.items():
+            if re.search("_(size|len|steps|epochs?|limit|ratio|r|rank)$", name) and not isinstance(value, int | float):
+                raise UserError(f"{file}: {name}: must be a number, and not {value!r}.")
         self.empty = sorted({*map(str, values)} - {*self.left})
+        self.columns: dict[str, Any] = {}  # those of the first dataset, by option
         self.options: dict[str, Any] = {}
         self.notes: dict[str, str] = {}  # by option: what is different
         self.not_needed: dict[str, str] = {}  # by their name: why it needs no option
@@ -103,12 +89,16 @@ class Conversion:
             self.put("loss", loss or "dpo")
             if not loss:
                 self.lose("pref_loss", given, "the loss is dpo; see docs/preferences.md")
+            if loss == "simpo":  # the defaults of the others are ours
+                self.put("beta", self.take("rl_beta", "pref_beta"))
+                self.put("sft_weight", self.take("cpo_alpha") if self.toolkit == "axolotl" else None)
         return RECIPES[method]
 
     def _convert_model(self) -> None:
         self.put("model", self.take("base_model", "model_name_or_path"))
         if "model" not in self.options:
             raise UserError(f"{self.file}: has neither base_model nor model_name_or_path.")
+        adapters = self.take("lora_model_dir", "adapter_name_or_path")
         of_adapters = [name for name in self.left if name.startswith("lora_") or name in ("load_in_4bit", "load_in_8bit")]
         method = self.take("adapter", "finetuning_type") or ("lora" if self.toolkit == "llama_factory" else "")
         rank, alpha, dropout = self.take("lora_r", "lora_rank") or 8, self.take("lora_alpha"), self.take("lora_dropout")
@@ -116,20 +106,26 @@ class Conversion:
         in_4, in_8, bits = self.take("load_in_4bit"), self.take("load_in_8bit"), self.take("quantization_bit")
         if method not in ("lora", "qlora", "full", ""):
             self.lose("adapter", method, "only LoRA and QLoRA are adapters here; this file trains all weights")
-        if adapters := self.take("lora_model_dir", "adapter_name_or_path"):
+        is_lora = method in ("lora", "qlora")
+        quantize = "4bit" if in_4 or bits == 4 or method == "qlora" else "8bit" if in_8 or bits else None
+        if adapters:
             self.put("model", adapters, "adapters, which are trained further; their adapter_config.json names the base model")
-        elif method in ("lora", "qlora"):
+            self.put("lora_r", rank if quantize else None, "quantize needs it; it must be the rank of the adapters")
+            used = {*self.left, "load_in_4bit", "load_in_8bit", *(("lora_r", "lora_rank") if quantize else ())}
+            settings = [name for name in of_adapters if name not in used]
+            self.not_needed |= dict.fromkeys(settings, "the adapters keep their adapter_config.json")
+        elif is_lora:
             self.put("lora_r", rank)
             self.put("lora_alpha", alpha or (2 * rank if self.toolkit == "llama_factory" else 8))
             self.put("lora_dropout", dropout)
             names = targets.replace(",", " ").split() if isinstance(targets, str) else targets or []
             all_linear = all_linear or names in (["all"], ["all-linear"]) or (not names and self.toolkit == "llama_factory")
             self.put("lora_targets", ["all-linear"] if all_linear else names or None)
-            self.put("quantize", "4bit" if in_4 or bits == 4 or method == "qlora" else "8bit" if in_8 or bits else None)
         else:
             self.not_needed |= dict.fromkeys(of_adapters, "the file has no adapter")
             if self.toolkit == "axolotl" and not self.left.get("bfloat16"):
                 self.notes["model"] = "float32 weights, computed in bf16; axolotl trains bf16 weights, as dtype: bfloat16 does"
+        self.put("quantize", quantize if is_lora or adapters else None)
         if self.take("pure_bf16", "bfloat16"):
             self.put("dtype", "bfloat16", "16 bits lose small updates")
         fp16, bf16 = self.take("fp16"), self.take("bf16")
@@ -145,10 +141,11 @@ class Conversion:
         note = "longer rows are refused; skip_broken: true leaves them out" if self.recipe == "reward" else ""
         self.put("max_length", length, note or (NOTES["sequence_len"] if drops else ""))
         micro = self.take("micro_batch_size", "per_device_train_batch_size")
-        parts = self.take("gradient_accumulation_steps") or 1
-        total = self.take("batch_size")
-        sizes = "its batch_size" if total else f"{micro} per GPU x {counted(parts, 'micro-batch')} x {counted(self.gpus, 'GPU')}"
-        total = total or micro * parts * self.gpus
+        per_gpu = self.take("batch_size") or micro  # of axolotl: another way to write the accumulation
+        parts = self.take("gradient_accumulation_steps") or max(1, per_gpu // micro)
+        shared = self.left.get("context_parallel_size", 1) * self.left.get("tensor_parallel_size", 1)  # GPUs with the same rows
+        total = micro * parts * (copies := max(1, self.gpus // shared))
+        sizes = f"{micro} per GPU x {counted(parts, 'micro-batch')} x {counted(copies, 'GPU')}"
         if self.is_packed or self.is_text:
             self.put("global_batch_tokens", total * length, f"{sizes} x {length} tokens: its items are full packs of rows")
             self.put("micro_batch_tokens", micro * length)
@@ -163,8 +160,9 @@ class Conversion:
         self.put("lr_schedule", schedule)
         if given not in SCHEDULES:
             self.lose("lr_scheduler", given, f"the schedule is {schedule}")
+        is_zero = self.toolkit == "axolotl" and "warmup_steps" in self.left  # in transformers, 0 steps leave the ratio
         steps, ratio = self.left.pop("warmup_steps", 0), self.take("warmup_ratio")
-        if given == "constant" or steps:  # transformers: `constant` has no warm-up, and a number below 1 is a ratio
+        if given == "constant" or steps or is_zero:  # transformers: `constant` has no warm-up, and a number below 1 is a ratio
             ratio = steps if 0 < steps < 1 and given != "constant" else 0
         self.put("warmup_steps", steps if steps >= 1 and given != "constant" else None)
         self.put("warmup_ratio", ratio if ratio or self.recipe != "sft" else None)
@@ -218,6 +216,8 @@ class Conversion:
         given = {name: value for name in names if (value := self.take(name))}
         if re.search("offload(?!_params': (False|'false'))", str(given)):
             self.lose("offload", "true", "weights stay on the GPUs; fsdp_offload_params in a copy of fsdp.yaml changes that")
+        if re.search("activation_checkpointing': (True|'true')", str(given)):
+            self.left.setdefault("gradient_checkpointing", True)
         if given and self.options.get("quantize"):
             reason = "quantized weights are not sharded here: every GPU holds them, and the command uses DDP"
             self.lose(min(given), given[min(given)], reason)
@@ -226,76 +226,85 @@ class Conversion:
         return bool(given)
 
     def _convert_data(self) -> None:
-        fraction = self.take("val_set_size", "val_size") or 0
-        is_hub = self._put_rows("train", self.take("datasets", "pretraining_dataset", "dataset"))
-        tests = self.take("test_datasets", "eval_dataset")
-        if tests and is_hub:
-            self.lose("test_datasets", tests, "write eval_split: NAME, a split of the same dataset")
-        elif tests:
+        key = "val_set_size" if self.toolkit == "axolotl" else "val_size"
+        fraction = self.take(key) or 0
+        self._put_rows("train", self.take("datasets", "pretraining_dataset", "dataset"))
+        if tests := self.take("test_datasets", "eval_dataset"):
             self._put_rows("eval", tests)
-        elif fraction >= 1:
+        self.take("dataset_dir")
+        if {"eval_file", "eval_split"} & {*self.options}:
+            return
+        if fraction >= 1:
             self.put("max_eval_items", int(fraction), "a sample of the rows that are set aside, a tenth")
         elif fraction:
             self.put("eval_fraction", fraction)
         else:
             reason = "here a tenth of the rows, at most 2,000, is evaluated and not trained; eval_fraction: 0.01 takes fewer"
-            self.lose("val_size", 0, reason)
+            self.lose(key, 0, reason)
 
-    def _put_rows(self, kind: str, given: Any) -> bool:
-        """Write where the rows of training or evaluation are, and their columns. Return whether they are on the Hub."""
-        files: list[str] = []
-        hub: list[tuple[str, str]] = []
-        kinds: dict[str, str] = {}
-        for name, path, entry in self._entries(given):
-            ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
-            is_file = ending in (*TABLE_FILES.split(), ".txt") or path.startswith(("/", ".", "~")) or Path(path).exists()
-            paths = entry.get("data_files") or path
-            if entry.get("data_files") or is_file or entry.get("file_name"):
-                files += paths if isinstance(paths, list) else [paths]
-            else:
-                hub.append((f"{path}:{entry['name']}" if entry.get("name") else path, entry.get("split") or "train"))
-            self._put_columns(name, entry)
-            kinds[str(entry.get("type") or entry.get("formatting"))] = path
-        for path, _ in hub[1:] if not files else hub:
-            self.lose(f"{kind} dataset", path, "one Hub dataset per run: save the others as files, and list all in train_file")
-        if len(kinds) > 1:
+    def _put_rows(self, kind: str, given: Any) -> None:
+        """Write where the rows of training or evaluation are, and their columns."""
+        found = list(self._entries(given))
+        kept = [one for one in found if one[2]] or found[: kind == "train"]
+        reason = "one Hub dataset per run: save the others as files, and list all in train_file"
+        if kind == "eval":
+            reason = "only a split of the same dataset, or a file next to train_file, is evaluated"
+            kept = kept if "train_file" in self.options else [one for one in found if one[1] == self.options["dataset"]][:1]
+        for _, path, _, _ in (one for one in found if one not in kept):
+            self.lose(f"{kind} dataset", path, reason)
+        if len(kinds := {str(entry.get("type") or entry.get("formatting")): path for _, path, _, entry in kept}) > 1:
             self.lose(f"{kind} datasets", kinds, "all files need rows of one format; docs/chats.md describes them")
-        if files:
-            self.put(f"{kind}_file", files)
-        elif hub:
-            path, split = hub[0]
-            self.put("dataset", path)
-            if split.partition("[")[0] != "train":
-                self.put("train_split", split.partition("[")[0])
-            if "[" in split:
-                self.lose("split", split, "the whole split is used; max_train_items: N draws a sample")
-        return bool(hub and not files)
+        for where, path, files, entry in kept:
+            split, part, _ = str(entry.get("split") or "train").partition("[")
+            if files:
+                self.put(f"{kind}_file", self.options.get(f"{kind}_file", []) + files)
+            elif kind == "eval":
+                self.put("eval_split", split)
+            else:
+                self.put("dataset", path)
+                self.put("train_split", split if split != "train" else None)
+            if part and not files:
+                self.lose("split", entry["split"], f"the whole split is used; max_{kind}_items: N draws a sample")
+            self._put_columns(where, entry)
 
-    def _entries(self, given: Any) -> Iterable[tuple[str, str, dict[str, Any]]]:
-        """Yield the name, the path and the description of each dataset."""
+    def _entries(self, given: Any) -> Iterable[tuple[str, str, list[str], dict[str, Any]]]:
+        """Yield the name, the path, the files (none: it is on the Hub) and the description of each dataset."""
         if not given:
             raise UserError(f"{self.file}: has no datasets, and a run needs one.")
         if self.toolkit == "axolotl":
             for entry in given if isinstance(given, list) else [given]:
                 if not isinstance(entry, dict) or not entry.get("path"):
                     raise UserError(f"{self.file}: datasets: must be a list of entries with a path, and not {entry!r}.")
-                yield "datasets", str(entry["path"]), entry
+                path, part, files = str(entry["path"]), entry.get("name"), entry.get("data_files") or []
+                ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
+                is_local = ending in (*TABLE_FILES.split(), ".txt") or path.startswith(("/", ".", "~")) or Path(path).exists()
+                if files and not is_local and path not in FORMATS:
+                    self.lose("datasets data_files", files, f"all of {path} is read; or download the files, for train_file")
+                    files = []
+                files = [files] if isinstance(files, str) else files or [path] * is_local
+                yield "datasets", f"{path}:{part}" if part else path, files, entry
             return
-        folder = self.take("dataset_dir") or "data"
+        folder = self.left.get("dataset_dir") or "data"
         usual = (base / folder / "dataset_info.json" for base in (Path(), *self.file.parents))
         place = next((place for place in ([Path(self.info)] if self.info else usual) if place.is_file()), None)
         if self.info and not place:
             raise UserError(f"--dataset_info {self.info}: there is no such file.")
-        known = json.loads(place.read_text()) if place else {}
+        known = _read_yaml(place) if place else {}
         for name in given if isinstance(given, list) else [one.strip() for one in str(given).split(",")]:
+            if not isinstance(name, str):
+                raise UserError(f"{self.file}: datasets of LLaMA-Factory are names, and not {name!r}. Is it a file of axolotl?")
             entry = known.get(name)
             if entry is None:
                 reason = f"{place} does not have it" if place else f"there is no {folder}/dataset_info.json (--dataset_info FILE)"
                 self.lose("dataset", name, f"{reason}: correct its path in train_file")
             entry = dict(entry or {"file_name": f"{name}.json"})
-            entry["name"] = entry.pop("subset", None)
-            hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url")
-            yield f"dataset {name}", str(hub or (place.parent if place else Path(folder)) / entry["file_name"]), entry
+            if hub := entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url"):
+                yield f"dataset {name}", f"{hub}:{entry['subset']}" if entry.get("subset") else hub, [], entry
+            elif not entry.get("file_name"):
+                raise UserError(f"{place}: {name} has neither file_name nor hf_hub_url.")
+            else:
+                path = str((place.parent if place else Path(folder)) / entry["file_name"])
+                yield f"dataset {name}", path, [path], entry
 
     def _put_columns(self, where: str, entry: dict[str, Any]) -> None:
         kind = entry.get("type")
@@ -304,12 +313,11 @@ class Conversion:
         flat |= {f"roles.{role}": names for role, names in (flat.pop("roles", None) or {}).items()}
         if str(kind).startswith("completion") and not self.is_packed:
             self.put("packing", "off")
-        if str(kind).startswith("alpaca"):
-            self.lose(
-                f"{where} type",
-                kind,
-                "the model's chat template writes the prompt, without Alpaca's text (without one: chat_template: plain)",
-            )
+        if isinstance(kind, str) and not kind.startswith(("chat_template", "completion", "pretrain")):
+            reason = "rows are read by their columns, see docs/chats.md"
+            self.lose(f"{where} type", kind, f"{reason}; the model's chat template writes the prompt, or chat_template: plain")
+        columns = {f"{name}_column": name for name in COLUMNS} | {"prompt_column": "instruction", "answer_column": "output"}
+        columns["messages_column"] = "messages" if self.toolkit == "axolotl" else "conversations"
         for name, value in flat.items():
             column = next((ours for ours, names in COLUMNS.items() if name in names.split()), "")
             option = "text_column" if self.is_text and name == "prompt" else column and f"{column}_column"
@@ -318,12 +326,16 @@ class Conversion:
             is_usual = value in USUAL.get(name, ()) or value in (None, "", [], {}) or name in ELSEWHERE
             is_role = name.endswith("_tag") or name.startswith("roles.")
             is_usual = is_usual or (is_role and {*([value] if isinstance(value, str) else value)} <= ROLES)
-            if option and self.options.get(option, value) == value:
-                self.put(option, value)
-            elif option:
-                self.lose(f"{where} {name}", value, f"all files need the same columns, and another has {self.options[option]}")
+            if option:
+                columns[option] = value
+                self.put(option, None if self.columns else value)
             elif not is_usual:
                 self.lose(f"{where} {name}", value, "has no option; see docs/chats.md for the rows that are read")
+        self.columns = self.columns or columns
+        for option, here in columns.items():
+            if here != self.columns[option]:
+                reason = f"all files need the same columns, and the first one has {self.columns[option]}"
+                self.lose(f"{where} {option}", here, reason)
 
     def _convert_others(self) -> None:
         """Convert what only has another name, and sort the rest."""
@@ -349,34 +361,34 @@ class Conversion:
                 self.put(option, value == "true" or value, NOTES.get(name, "") if option != name else "")
             else:
                 is_known = any(name in names.split() for names in OTHER_NAMES.values())
-                other = (
-                    f"{option} is set already"
-                    if option
-                    else f"{self.recipe} has no such option"
-                    if is_known
-                    else "`convert` does not know it"
-                )
+                other = f"{self.recipe} has no such option" if is_known else "`convert` does not know it"
+                other = f"{option} is set already" if option else other
                 self.lose(name, value, reasons.get(name) or instead.get(name) or other)
 
     def _check(self) -> None:
         """Parse the file as a run does. An option that the recipe refuses is removed and listed."""
-        while True:
+        while message := self._refused(""):
+            words = [*re.findall(r"--(\w+)", message), *re.findall(r"\w+", message)]
+            named = (word for word in words if word in self.options and word != "model")
+            option = next((word for word in named if self._refused(word) != message), "")
+            if not option:
+                raise UserError(f"{self.file}: cannot be converted: {message}")
+            self.lose(option, self.options.pop(option), message)
+
+    def _refused(self, left_out: str) -> str:
+        """Return why a run refuses the file without this option, or "" if it does not."""
+        lines = [line for line in self.text("").splitlines() if not left_out or not line.startswith(f"{left_out}:")]
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write("\n".join(lines))
+            file.flush()
             try:
-                with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-                    file.write(self.text(""))
-                    file.flush()
-                    cfg = load_recipe_config([str(recipe_path(self.recipe)), "--config", file.name])
-                    if cfg and self.is_sharded:
-                        cfg.validate_sharded()
-                        cfg.check_installed(is_sharded=True)
-                return
+                cfg = load_recipe_config([str(recipe_path(self.recipe)), "--config", file.name])
+                if cfg and self.is_sharded:
+                    cfg.validate_sharded()
+                    cfg.check_installed(is_sharded=True)
             except UserError as error:
-                message = str(error).replace(file.name, str(self.file))
-                words = [*re.findall(r"--(\w+)", message), *re.findall(r"\w+", message)]
-                option = next((word for word in words if word in self.options), "")
-                if not option:
-                    raise UserError(f"{self.file}: cannot be converted: {message}") from error
-                self.lose(option, self.options.pop(option), message)
+                return str(error).replace(file.name, str(self.file))
+        return ""
 
     def text(self, out: str) -> str:
         """Return the YAML file."""
@@ -404,14 +416,16 @@ def _listed(title: str, reasons: dict[str, str]) -> list[str]:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
+    """Return the values of a YAML or JSON file."""
     import yaml
 
     if not file.is_file():
-        raise UserError(f"{file}: there is no such file.")
+        raise UserError(f"{file}: is a folder. Give the YAML file." if file.is_dir() else f"{file}: there is no such file.")
+    kind, read = ("JSON", json.loads) if file.suffix == ".json" else ("YAML", yaml.safe_load)
     try:
-        values = yaml.safe_load(file.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: is not valid YAML: {' '.join(str(error).split())}") from error
+        values = read(file.read_text())
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{file}: is not valid {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise UserError(f"{file}: must contain lines of `name: value`, as files of axolotl and LLaMA-Factory do.")
     return values
@@ -431,7 +445,8 @@ def detect(file: Path, values: dict[str, Any]) -> str:
     if "distributed_type" in values or "compute_environment" in values:
         raise UserError(f"{file}: is a config of accelerate. Use it as it is: accel-ddp run RECIPE --config_file {file}.")
     if "model" in values or "train_file" in values:
-        raise UserError(f"{file}: is already a file of accel_ddp. Run it: accel-ddp run RECIPE --config {file}.")
+        recipe = values.get("recipe", "RECIPE")
+        raise UserError(f"{file}: is already a file of accel_ddp. Run it: accel-ddp run {recipe} --config {file}.")
     raise UserError(
         f"{file}: is neither a file of axolotl (it has no base_model) nor of LLaMA-Factory (it has no model_name_or_path). If it "
         "is, add --from axolotl or --from llama_factory."
@@ -449,7 +464,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--from", dest="toolkit", choices=tuple(TITLES), help="its toolkit (default: found out)")
     help = "GPUs that the file ran on; with its batch per GPU they give --global_batch_size (default: this machine's, or 1)"
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help=help)
-    help = "dataset_info.json of LLaMA-Factory (default: in dataset_dir, next to the file or above it)"
+    help = "dataset_info.json of LLaMA-Factory (default: in dataset_dir below this folder, next to the file or above it)"
     parser.add_argument("--dataset_info", default="", metavar="FILE", help=help)
     return parser
 
@@ -462,13 +477,15 @@ def main(words: list[str]) -> int:
     values = _read_yaml(file)
     try:
         done = Conversion(given.toolkit or detect(file, values), values, gpus, file, given.dataset_info)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, AttributeError) as error:
         raise UserError(f"{file}: a value has a wrong type: {error}") from error
     text = done.text(given.out)
-    if given.out and Path(given.out).exists():
-        raise UserError(f"--out {given.out}: exists. Choose another name, or remove it.")
     if given.out:
-        Path(given.out).write_text(text)
+        try:
+            with Path(given.out).open("x") as out:
+                out.write(text)
+        except OSError as error:
+            raise UserError(f"--out {given.out}: cannot be written: {error.strerror}. Choose another name.") from error
     else:
         print(text, end="")
     told = "" if given.gpus else f" ({'the GPUs of this machine' if gpus > 1 else 'the default'}; --gpus N for another number)"
