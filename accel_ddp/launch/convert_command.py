@@ -134,6 +134,9 @@ class Conversion:
             del self.left["chat_template"]
         if "template" in self.left or str(self.left.get("chat_template")).startswith("tokenizer_default"):
             self.not_needed[f"template: {self.take('template', 'chat_template')}"] = NOTES["template"].partition("; ")[2]
+        elif "chat_template" in self.left:
+            note = "the tokenizer must have its tokens, which base models may lack; else use plain or a .jinja file"
+            self.put("chat_template", self.take("chat_template"), note)
 
     def _convert_batch(self) -> None:
         length = self.take("sequence_len", "cutoff_len")
