@@ -555,7 +555,7 @@ def test_a_date_of_the_template_is_fixed_and_known(capsys):
     assert len(printed.splitlines()) == 1
     assert str(datetime.date.today()) in texts[0]
     assert "2020-02-03" in texts[1]
-    with pytest.raises(UserError, match="--template_date today: is no date"):
+    with pytest.raises(UserError, match="--template_date today: is not a date"):
         form_of(tokenizer, template_date="today")
 
 

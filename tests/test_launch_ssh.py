@@ -432,7 +432,7 @@ def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
     assert {line for line in followed.text.splitlines() if "prints an error" in line}, followed.text
     nothing_left(machines)
     status = machines.laptop.run(*accel_ddp("status", file)).text
-    assert "ended" in status
+    assert "exited" in status
     assert "running" not in status
     nothing_left(machines)
 

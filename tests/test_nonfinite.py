@@ -72,7 +72,7 @@ def test_each_skipped_step_is_reported_with_its_rank(results):
     text = results[2]["text"]
     assert text.count("warning: step 1: the loss is nan on rank 1 on ") == len(CASES), "once per run"
     assert "warning: step 5: the gradient norm is nan, although the loss is " in text
-    assert "2 skipped in a row; --max_nonfinite 25 ends the run" in text
+    assert "2 skipped in a row; --max_nonfinite 25 stops the run" in text
     assert text.count("4 of 9 steps were skipped, because their loss or gradients were not finite.") == len(CASES)
 
 
