@@ -250,7 +250,7 @@ def _find_earlier_folder(given: str) -> str:
 
 def _tracker_names(cfg: TrainConfig) -> list[str]:
     """Return the names in `--report_to`. Raise UserError for an unknown one, and for `--log_model` without a tracker for it."""
-    names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip()))
+    names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip() not in ("", "none")))
     known = sorted(LOGGER_TYPE_TO_CLASS)
     for name in names:
         if name not in known:

@@ -36,7 +36,8 @@ def keep(cfg: TrainConfig, name: str, value: Any, run: dict[str, Any]) -> None:
 def take_saved(cfg: TrainConfig, run: dict[str, Any]) -> None:
     """Set the options that the user has left out to the values of a saved run, and print them. `run` is its run.json.
 
-    These are options with `legacy`, which is the value of runs that are older than the option or its default, and the length.
+    These are options with `legacy`, which is the value of runs that are older than the option or its default,
+    the length of the run, and how often it is saved and evaluated.
     """
     saved, taken = run.get("config", {}), []
     for name, properties in properties_of(type(cfg)).items():
@@ -53,8 +54,12 @@ def take_saved(cfg: TrainConfig, run: dict[str, Any]) -> None:
         if value not in (now, "auto"):
             keep(cfg, name, value, run)
             taken.append(f"{name} {as_plain_dict(cfg)[name] if value != () else '(empty)'}")
-    length = [name for name in ("steps", "epochs") if getattr(cfg, name) == getattr(type(cfg), name)]
-    for name in length if len(length) == 2 else ():  # the command does not say how long the run is
+    left_out = {
+        name for name in ("steps", "epochs", "save_every", "eval_every") if getattr(cfg, name) == getattr(type(cfg), name)
+    }
+    if not {"steps", "epochs"} <= left_out:  # one of them states how long the run is
+        left_out -= {"steps", "epochs"}
+    for name in sorted(left_out):
         if saved.get(name, getattr(cfg, name)) != getattr(cfg, name):
             keep(cfg, name, saved[name], run)
             taken.append(f"{name} {saved[name]:g}")

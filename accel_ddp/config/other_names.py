@@ -70,7 +70,8 @@ INSTEAD = {
     "use --train_on last to train the last answer only": "mask_history",
     "leave it out; the assistant's messages are trained (--train_on)": "roles_to_train",
     "leave it out; the end-of-turn token is trained": "train_on_eos train_on_eot",
-    "leave it out; the tokenizer in --model has them": "special_tokens tokens eos_token pad_token bos_token eot_tokens",
+    "leave it out; the tokenizer in --model decides, and no pad token is needed": "special_tokens eos_token pad_token bos_token "
+    "eot_tokens",
     "use --reference stored": "precompute_ref_log_probs precompute_ref_logps",
     "leave it out; --max_length counts prompt and answer, and --chosen_column names the better one": "max_prompt_length",
     "leave it out; dropout is off unless --dropout is given, and so is the --reference": "disable_dropout",
@@ -150,7 +151,7 @@ NO_EQUIVALENT = {
     "peft_init_lora_weights oft_rank gptq use_llama_pro",
     "adapters are trained in linear layers only, and new tokens keep their embeddings": "lora_modules_to_save modules_to_save "
     "additional_target lora_target_parameters peft_layers_to_transform peft_trainable_token_indices fix_untrained_tokens",
-    "tokens are not added: add them to the tokenizer and the model before": "add_tokens add_special_tokens resize_vocab "
+    "tokens are not added: add them to the tokenizer and the model before": "tokens add_tokens add_special_tokens resize_vocab "
     "new_special_tokens_config resize_token_embeddings_to_32x",
     "parts are frozen by name (--freeze), not unfrozen": "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
     "freeze_extra_modules",

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import copy
 import json
+import logging
 import re
 import sys
 import tempfile
@@ -37,6 +38,7 @@ def main(words: list[str]) -> int:
     """Run `accel-ddp chat` and return its exit code."""
     given = build_parser().parse_args(words)
     check_options(given)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of torchao's code
     try:
         tools = read_tools(Path(given.tools).read_text("utf-8"), "tools") if given.tools else []
     except (OSError, UnicodeDecodeError, UnusableRow) as error:

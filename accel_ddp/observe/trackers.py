@@ -167,7 +167,7 @@ class Trackers(Hook):
         self.scale = Scale(0, cfg.global_batch_size, ())
         self.total_steps = self.step = 0
         self.is_closed = False
-        names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip()))
+        names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip() not in ("", "none")))
         folder = str(accelerator.logging_dir or cfg.output_dir)
         # wandb and others record the command line. All options are parsed by now.
         sys.argv[:] = redact_command(sys.argv)
