@@ -247,7 +247,7 @@ AXOLOTL = {
     "optimizer: paged_adamw_8bit": "--optimizer paged_adamw_8bit: must be one of adamw, ",
     "lr_scheduler: cosine": "Did you mean --lr_schedule ",
     "train_on_inputs: false": "Did you mean --train_on_prompts ",
-    "special_tokens: {pad_token: <pad>}": "the tokenizer in --model has them",
+    "special_tokens: {pad_token: <pad>}": "the tokenizer in --model decides",
     "flash_attention: true": "Did you mean --attn_implementation ",
     "evals_per_epoch: 4": "Did you mean --eval_every ",
     "lora_model_dir:": "lora_model_dir, wandb_entity: Leave out what has no value.",
