@@ -1,4 +1,4 @@
-"""The description of the package on PyPI: README.md without links and pictures that work only inside of the repository."""
+"""The description of the package on PyPI: README.md without links and pictures that work only inside the repository."""
 
 import re
 from pathlib import Path
