@@ -17,6 +17,7 @@ from accel_ddp.nodes.run_secret import NodeKeys
 
 FAILURE = {"kind": "failed", "text": "planted", "line": "error: planted", "exit_code": 1, "rank": 0, "host": "x", "step": 1}
 MESSAGES = [{"failure": FAILURE}, {"failed": FAILURE}, {"stop": "planted"}, {"ranks": 5}]
+ENOUGH = 400  # bytes of a recorded connection: the handshake and a heartbeat
 SET, GET = b"\x01", b"\x03"  # of torch's TCPStore
 
 
@@ -123,7 +124,14 @@ def record() -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 23)
     print("records", flush=True)
     segments: dict[tuple[int, int], dict[int, bytes]] = {}
-    while not select.select([sys.stdin], [], [], 0)[0]:
+
+    def streams() -> dict[str, bytes]:
+        joined = [(str(target), b"".join(parts[at] for at in sorted(parts))) for (_, target), parts in segments.items()]
+        ours = [(target, stream) for target, stream in joined if stream.startswith(messages.MAGIC)]
+        return dict(sorted(ours, key=lambda one: len(one[1])))  # the longest of a port
+
+    # Heartbeats come twice a second: at the end of stdin there may be no more than the handshake, or packets that were not read.
+    while not select.select([sys.stdin], [], [], 0)[0] or not any(len(stream) > ENOUGH for stream in streams().values()):
         if not select.select([sock], [], [], 0.1)[0]:
             continue
         packet, where = sock.recvfrom(65536)
@@ -134,11 +142,7 @@ def record() -> None:
         data = packet[head + (packet[head + 12] >> 4) * 4 : struct.unpack(">H", packet[2:4])[0]]
         if data:
             segments.setdefault((source, target), {})[at] = data
-    found = {}
-    for (_, target), parts in segments.items():
-        stream = b"".join(parts[at] for at in sorted(parts))
-        if stream.startswith(messages.MAGIC):
-            found[str(target)] = stream[:20_000].hex()
+    found = {target: stream[:20_000].hex() for target, stream in streams().items()}
     print(json.dumps(found), flush=True)
 
 
