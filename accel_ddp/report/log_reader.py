@@ -126,17 +126,13 @@ class _Reader:
             step = event["step"]
             for number, columns in enumerate(self.chunks):
                 kept = columns["step"] <= step
-                self.content.num_repeated += int((~kept).sum())
                 self.chunks[number] = {name: values[kept] for name, values in columns.items()}
             self.rows = [row for row in self.rows if row.step <= step]
             counts = lambda one: one["event"] not in ("evaluate", "tables") or one["step"] <= step
             self.content.events = list(filter(counts, self.content.events))
-            self.content.spans.append([event["time"], event["time"]])
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
                 self.content.newer_schema = schema
-        else:
-            self._advance(event["time"])
         self.content.events.append(event)
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
@@ -157,13 +153,6 @@ class _Reader:
             columns, count = _columns(events), len(events)
         self.chunks.append(columns)
         self.content.num_bad_lines += count - len(columns["step"])
-        if len(columns["time"]):
-            self._advance(float(columns["time"][-1]))
-
-    def _advance(self, time: float) -> None:
-        """Note the time of the last line of an attempt."""
-        if self.content.spans and time > self.content.spans[-1][1]:
-            self.content.spans[-1][1] = time
 
 
 def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:

@@ -48,8 +48,6 @@ class LogContent:
     events: list[dict[str, Any]] = field(default_factory=list)  # all other events, in the order of the file
     num_bad_lines: int = 0
     newer_schema: Any = None  # the number of a schema that this version does not know
-    spans: list[list[float]] = field(default_factory=list)  # [begin, end] of each attempt, unix seconds
-    num_repeated: int = 0  # logged steps that a later attempt has done again
 
 
 State = Literal["complete", "stopped", "running", "interrupted"]
@@ -124,14 +122,14 @@ def list_of(value: Any) -> list[Any]:
 
 # ---- summary
 
-_RATES = ("samples_per_second", "tokens_per_second", "tflops", "mfu")
+_RATES = ("samples_per_second", "tokens_per_second", "mfu")
 
 
 def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> dict[str, Any]:
     """Return the summary of a run. Values that are not known are None.
 
-    The times between attempts are part of `wall_seconds`, and not of `active_seconds`. The rates are averages over time.
-    `seconds_per_step` has the average of each part over all ranks and logged steps, and `seconds_per_rank` the average of each rank.
+    The times between attempts are part of `wall_seconds`. The rates are averages over time. `seconds_per_step` has the average of each
+    part over all ranks and logged steps, and `seconds_per_rank` the average of each rank.
     """
     start, updates = run.start, run.updates
     ends = [run.end] if run.end else []
@@ -140,31 +138,24 @@ def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> di
     steps = [*updates["step"][-1:].tolist(), *(one["step"] for one in (*run.evaluations[-1:], *ends))]
     last_step = max(steps, default=start.get("step", 0))
     size = number_of(dict_of(start.get("batch")).get("global", run.options.get("global_batch_size")))
-    tokens = _mean(updates.get("tokens"))
     ranks = [one for one in list_of(start.get("ranks")) if isinstance(one, dict)]
     per_rank = _seconds_per_rank(run.ranks, run.first_steps)
     measured = [number_of(one.get("goodput")) for one in (*content.events, *ends) if one["event"] in ("restart", "end")]
     goodputs = [value for value in measured if math.isfinite(value)]
     return {
-        "state": run.state,
         "began": min(times, default=None),
-        "ended": max(times, default=None),
         "wall_seconds": max(times) - min(times) if times else None,
-        "active_seconds": sum(end - begin for begin, end in content.spans if math.isfinite(end - begin)) or None,
         "attempts": len(run.starts),
-        "repeated_steps": content.num_repeated,
         "steps": last_step,
         "total_steps": whole_of(start.get("total_steps")),
         "samples": int(last_step * size) if 0 < size < math.inf else None,
-        "tokens": int(last_step * tokens) if tokens else None,
         "ranks": len(ranks) or run.ranks.num_ranks or None,
         "nodes": len({str(one.get("node")) for one in ranks}) or None,
         **{name: _harmonic_mean(updates.get(name)) for name in _RATES},
         "goodput": goodputs[-1] if goodputs else None,  # that the run has measured, at its end or at its last restart
         "best": _best(run, best),
         "last_evaluation": run.evaluations[-1] if run.evaluations else None,
-        "skipped_steps": whole_of((run.end or {}).get("skipped_steps")),
-        "seconds_per_step": {part: _mean(values) for part, values in per_rank.items()},
+        "seconds_per_step": {part: float(known.mean()) for part, x in per_rank.items() if len(known := x[np.isfinite(x)])},
         "seconds_per_rank": {part: values.tolist() for part, values in per_rank.items()},
     }
 
@@ -188,11 +179,6 @@ def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:
         return {"metric": str(best["metric"]), "step": best["step"], "value": number_of(best["value"])}
     losses = [(one["loss"], one["step"]) for one in run.evaluations if math.isfinite(one.get("loss", math.nan))]
     return {"metric": "loss", "step": min(losses)[1], "value": min(losses)[0]} if losses else None
-
-
-def _mean(values: np.ndarray | None) -> float | None:
-    known = values[np.isfinite(values)] if values is not None else np.empty(0)
-    return float(known.mean()) if len(known) else None
 
 
 def _harmonic_mean(values: np.ndarray | None) -> float | None:
