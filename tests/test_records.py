@@ -15,10 +15,9 @@ import pytest
 
 from accel_ddp.records import files, run_log
 from accel_ddp.records.incidents import FILE, MOST_WAITING, Incident, IncidentWriter, read_incidents
-from accel_ddp.records.log_fields import EVENTS, INCIDENT
 from accel_ddp.records.run_log import LogWriter, last_step_of, last_step_of_attempt, read_log
 from tests.conftest import ROOT
-from tests.log_schema import CODES_PAGE, PAGE, fields_of, require_fields
+from tests.log_schema import CODES_PAGE, EVENTS, INCIDENT, PAGE, fields_of, require_fields
 
 
 def attempt(path: Path, first: int, last: int, ends: bool = False) -> None:
@@ -241,7 +240,6 @@ def test_a_reader_that_follows_a_log_sees_complete_events_only_also_after_a_cras
     write = """
 import random, sys
 from pathlib import Path
-from accel_ddp.records.log_fields import EVENTS, INCIDENT
 from accel_ddp.records.run_log import LogWriter
 writer, first, last = LogWriter(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
 writer.write("start", first)

@@ -6,8 +6,8 @@ import re
 from accel_ddp.doctor import findings
 from accel_ddp.errors import EXIT_CODES
 from accel_ddp.launch.description import BACKENDS, KEYS, NODE_KEYS, NOT_FOR, TABLES, Key
-from accel_ddp.records.log_fields import EVENTS, EVERY_EVENT, INCIDENT
 from reference import mark, table
+from reference.log_fields import EVENTS, EVERY_EVENT, INCIDENT
 
 
 def codes() -> str:

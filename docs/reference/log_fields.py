@@ -1,4 +1,4 @@
-"""The fields of log.jsonl and incidents.jsonl. docs/log.md shows these texts.
+"""The fields of log.jsonl and incidents.jsonl, for docs/log.md.
 
 A field has its type and its meaning. "missing" in a type: the field is optional. Tests compare real runs with the fields.
 """
