@@ -208,7 +208,7 @@ def test_every_incident_is_listed_once_in_the_order_of_time(tmp_path):
     folder = write(
         tmp_path, start(), update(10), update(20, loss="nan"), start(20, time=1040.0),
         {"event": "restart", "step": 20, "time": 1041.0, **restart, "goodput": 0.5}, update(30, loss="inf", time=1050.0),
-        update(40, grad_norm="nan", time=1060.0), {"event": "finding", "step": 40, "time": 1061.0, "level": "warning", "text": "slow"},
+        update(40, grad_norm="nan", time=1060.0),
     )  # fmt: skip
     lines = [{"event": "start", "time": 999.0}, {"event": "training", "time": 1000.0, "step": 0},
              {"event": "failure", "time": 1025.0, "step": 25, "logged_step": 20, "text": failure},
@@ -221,7 +221,7 @@ def test_every_incident_is_listed_once_in_the_order_of_time(tmp_path):
     run = read_run(folder)
     assert [(one["kind"], one["level"], one["step"], one["rank"]) for one in run.incidents] == [
         ("STRAGGLER", "warning", 5, 0), ("SKIPPED_STEP", "warning", 20, None), ("RANK_FAILED", "error", 25, 1),
-        ("RESTART", "warning", 20, None), ("NOT_FINITE", "warning", 30, None), ("finding", "warning", 40, None),
+        ("RESTART", "warning", 20, None), ("NOT_FINITE", "warning", 30, None),
     ]  # fmt: skip
     assert run.incidents[2]["text"] == "rank 1 failed at step 25\nTraceback"
     assert run.incidents[4]["text"].endswith("2 logged steps up to step 40 are not finite.")
@@ -391,8 +391,6 @@ def folder(tmp_path, monkeypatch):
         (["runs/classify/first", "--out", "empty"], "is a folder. Use: --out empty/report.html"),
         (["runs/classify/first", "--out", "page"], "Use: --out page.html"),
         (["runs/classify/first", "--out", "notes.html/x.html"], "--out notes.html/x.html"),
-        (["runs/classify/first", "--csv", "numbers"], "--csv was removed. Read the numbers with pandas: "
-                   "pandas.read_json('runs/classify/first/log.jsonl', lines=True)"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_with_what_to_type(words, message, folder, capsys):

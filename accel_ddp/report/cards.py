@@ -1,7 +1,4 @@
-"""The cards of the page: tiles, tables and frames of charts as HTML, and numbers as people read them.
-
-page.js draws the charts into their frames.
-"""
+"""The cards of the page: tiles, tables and frames of charts as HTML, and numbers as people read them."""
 
 import math
 import time
@@ -41,8 +38,8 @@ def signed(text: str) -> str:
     return text.replace("-", MINUS, 1) if text.startswith("-") else text
 
 
-def percent(fraction: float, digits: int = 1) -> str:
-    return signed(f"{100 * fraction:.{digits}f} %") if math.isfinite(fraction) else UNKNOWN
+def percent(fraction: float) -> str:
+    return signed(f"{100 * fraction:.1f} %") if math.isfinite(fraction) else UNKNOWN
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accel_ddp.report.run_data import ReportedRun, dict_of, is_number, list_of
+from accel_ddp.report.run_data import PARTS, ReportedRun, dict_of, is_number, list_of
 
 
 def downsample(values: np.ndarray, most: int) -> np.ndarray:
@@ -42,7 +42,6 @@ NODES = 8  # that have a line of their own
 MARKS = 200  # of incidents
 SAVES = 50  # of checkpoints
 METRICS = 24  # of evaluations that have a chart
-PARTS = ("forward", "backward", "optimizer", "data", "other", "communication")  # from the bottom of a stack to its top
 NOT_CURVES = ("step", "time", "items", "tokens", "repeated")
 
 

@@ -1,7 +1,4 @@
-"""The sections with charts: curves, where the time goes, the load of the nodes, and evaluations with their tables.
-
-Each chart states how to read it.
-"""
+"""The sections with charts: curves, where the time goes, the load of the nodes, and evaluations with their tables."""
 
 import math
 import re
@@ -12,7 +9,7 @@ import numpy as np
 from accel_ddp.report.cards import brief, cell, chart, choice, duration, figure, legend, note, percent, scroll, section, table
 from accel_ddp.report.chart_data import POINTS, downsample, metric_names, rank_name, series, slowness
 from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import ReportedRun, is_number
+from accel_ddp.report.run_data import PARTS, ReportedRun, is_number
 from accel_ddp.text import counted
 
 # Column of the log: title, unit of the axis, how to read it.
@@ -35,14 +32,7 @@ SYSTEM = {
     "memory": ("Memory of the run", "GiB", "The ranks of each node and their data workers."),
     "host_memory": ("Memory of the node in use", "%", "All processes. Close to 100 % the kernel kills processes."),
 }
-PARTS = {
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "data": "waiting for data",
-    "other": "other",
-    "communication": "waiting for other ranks",
-}
+WAITING = {"data": "waiting for data", "communication": "waiting for other ranks"}  # other parts have their own names
 MARKS = {"error": "error", "warning": "warning", "info": "information", "save": "checkpoint"}
 
 
@@ -127,11 +117,10 @@ def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
 
 
 def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
-    """Return the section that shows where each rank spends its time."""
     ranks = data["ranks"]
     if not ranks:
         return Html()
-    parts = {part: text for part, text in PARTS.items() if part in ranks["average"]}
+    parts = {part: WAITING.get(part, part) for part in PARTS if part in ranks["average"]}
     key = legend((f"part-{part}", text) for part, text in parts.items())
     seconds = {part: float(np.nanmean(np.array(run.summary["seconds_per_rank"][part], float))) for part in parts}
     whole = sum(seconds.values()) or 1.0
@@ -189,7 +178,6 @@ def _slowest(run: ReportedRun, level: int) -> Html:
 
 
 def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
-    """Return the section with the GPUs, processors and memory of each node."""
     cards, names = [], []
     for name, (title, unit, text) in SYSTEM.items():
         if name not in data["system"]:
@@ -327,7 +315,6 @@ def _prediction(value: Any) -> Html:
 
 
 def _points(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return a chart of true and predicted numbers."""
     known = np.array([row[:2] for row in rows if len(row) > 1 and is_number(row[0]) and is_number(row[1])], float)
     if not len(known):
         return Html()

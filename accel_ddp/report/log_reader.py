@@ -9,9 +9,7 @@ import numpy as np
 
 from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
-from accel_ddp.report.run_data import LogContent, RankTimes, dict_of, holds_number, number_of, whole_of
-
-_PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
+from accel_ddp.report.run_data import PARTS, LogContent, RankTimes, dict_of, holds_number, number_of, whole_of
 
 
 class RankRow(NamedTuple):
@@ -27,7 +25,7 @@ class RankRow(NamedTuple):
     def of(cls, event: dict[str, Any]) -> "RankRow":
         last = whole_of(event.get("last_step"), event["step"])
         first = whole_of(event.get("first_step"), last)
-        given = {part: event.get(part) for part in _PARTS} | dict_of(event.get("system"))
+        given = {part: event.get(part) for part in PARTS} | dict_of(event.get("system"))
         lists = {name: values for name, values in given.items() if isinstance(values, list)}
         try:
             values = np.array(list(lists.values()), np.float32)  # also of "nan"
@@ -42,7 +40,7 @@ class RankRow(NamedTuple):
 
 def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
     """Return the rows as arrays, in the order of steps, each step once."""
-    found = {row.step: row for row in rows if set(row.names) & set(_PARTS)}
+    found = {row.step: row for row in rows if set(row.names) & set(PARTS)}
     rows = [found[step] for step in sorted(found)]
     width = max((row.values.shape[1] for row in rows), default=0)
     names = dict.fromkeys(name for of_row in dict.fromkeys(row.names for row in rows) for name in of_row)
@@ -51,7 +49,7 @@ def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
         for name, values in zip(row.names, row.values):
             arrays[name][number, : len(values)] = values
     first, last = (np.array([getattr(row, name) for row in rows], np.int64) for name in ("first", "last"))
-    seconds = {part: arrays[part] for part in _PARTS if part in arrays}
+    seconds = {part: arrays[part] for part in PARTS if part in arrays}
     return RankTimes(last, first, seconds, {name: values for name, values in arrays.items() if name not in seconds}, stride)
 
 
@@ -66,8 +64,11 @@ _NOT_VALUES = ("event", "repeated")
 def read_log_columns(path: Path) -> LogContent:
     """Return the content of a log. Raise OSError if it cannot be read."""
     log = _Reader()
-    with np.errstate(over="ignore"):  # an absurd value becomes infinite
-        log.read(path)
+    with np.errstate(over="ignore"), path.open("rb") as file:  # an absurd value becomes infinite
+        for line in file:
+            if line.endswith((b"\n", b"}")):  # otherwise the run is writing this line, or a crash has cut it
+                log.add_line(line, path)
+        log.parse_updates()
     log.content.updates, log.content.ranks = _joined(log.chunks), rank_times(log.rows, log.stride)
     return log.content
 
@@ -80,14 +81,7 @@ class _Reader:
         self.seen, self.stride = 0, 1
         self.content = LogContent()
 
-    def read(self, path: Path) -> None:
-        with path.open("rb") as file:
-            for line in file:
-                if line.endswith((b"\n", b"}")):  # otherwise the run is writing this line, or a crash has cut it
-                    self._add_line(line, path)
-        self._parse_updates()
-
-    def _add_line(self, line: bytes, path: Path) -> None:
+    def add_line(self, line: bytes, path: Path) -> None:
         # The event is recognized before the line is parsed, which takes most of the time.
         if line.startswith((b'{"event": "update"', b'{"event":"update"')):
             self._add_update(line)
@@ -109,7 +103,7 @@ class _Reader:
     def _add_update(self, line: bytes) -> None:
         self.pending.append(line)
         if len(self.pending) == _BATCH:
-            self._parse_updates()
+            self.parse_updates()
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
@@ -121,7 +115,7 @@ class _Reader:
 
     def _add(self, event: dict[str, Any]) -> None:
         if event["event"] == "start":
-            self._parse_updates()
+            self.parse_updates()
             # What earlier attempts have logged for steps after the one from which this attempt continues is left out.
             step = event["step"]
             for number, columns in enumerate(self.chunks):
@@ -140,7 +134,7 @@ class _Reader:
         if len(self.rows) > min(MOST_RANK_LINES, max(_FEWEST_RANK_LINES, MOST_RANK_VALUES // max(1, row.values.shape[1]))):
             self.rows, self.stride = self.rows[1::2], 2 * self.stride
 
-    def _parse_updates(self) -> None:
+    def parse_updates(self) -> None:
         lines, self.pending = self.pending, []
         if not lines:
             return

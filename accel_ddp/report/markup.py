@@ -48,31 +48,25 @@ def safe_json(value: Any) -> Html:
     return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def generator(command: str) -> str:
-    """Return the mark within the first 4096 bytes of a command's pages. `require_page` overwrites no file without it."""
-    return f'<meta name="generator" content="accel-ddp {command}">'
+# Stands within the first 4096 bytes of the page. `require_page` overwrites no file without it.
+GENERATOR = '<meta name="generator" content="accel-ddp report">'
 
 
-def require_page(path: Path, given: str, option: str, command: str) -> None:
-    """Raise UserError if a command cannot write its page: it is no HTML file, another program's file, or cannot be written.
-
-    `given` is what the user has typed, and `option` is the option that chooses another path.
-    """
+def require_page(path: Path, given: str) -> None:
+    """Raise UserError if the page cannot be written: it is no HTML file, another program's file, or a folder. `given` is the option."""
     if path.is_dir():
-        raise UserError(f"{given}: is a folder. Use: {option} {path / f'{command}.html'}")
+        raise UserError(f"{given}: is a folder. Use: --out {path / 'report.html'}")
     if path.suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            f"{given}: a browser opens files that end with .html. Use: {option} {path.with_name(path.name + '.html')}"
-        )
+        raise UserError(f"{given}: a browser opens files that end with .html. Use: --out {path.with_name(path.name + '.html')}")
     try:
-        is_own = not path.exists() or generator(command).encode() in path.read_bytes()[:4096]
+        is_own = not path.exists() or GENERATOR.encode() in path.read_bytes()[:4096]
     except OSError as error:
         raise UserError(f"{given}: cannot be read: {error.strerror}.") from error
     if not is_own:
         raise UserError(
-            f"{given}: this file exists, and accel-ddp {command} has not written it. Move it away, or use another name: "
-            f"{option} {path.with_name(f'accel_ddp_{command}.html')}"
+            f"{given}: this file exists, and accel-ddp report has not written it. Move it away, or use another name: "
+            f"--out {path.with_name('accel_ddp_report.html')}"
         )
-    parent = next(one for one in (path.absolute().parent, *path.absolute().parents) if one.exists())
+    parent = next(one for one in path.absolute().parents if one.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise UserError(f"{given}: {parent} cannot be written. Use another path, for example {option} ~/{command}.html.")
+        raise UserError(f"{given}: {parent} cannot be written. Use another path, for example --out ~/report.html.")

@@ -18,7 +18,7 @@ from accel_ddp.records.files import replace_file
 from accel_ddp.report import charts, sections
 from accel_ddp.report.cards import choice, moment, section
 from accel_ddp.report.chart_data import chart_data
-from accel_ddp.report.markup import Html, generator, join, safe_json, tag
+from accel_ddp.report.markup import GENERATOR, Html, join, safe_json, tag
 from accel_ddp.report.run_data import ReportedRun
 from accel_ddp.text import listed
 
@@ -52,7 +52,7 @@ def make_page(runs: list[ReportedRun]) -> str:
     links = [tag("a", title, href=f"#{key}") for key, title in _NAVIGATION.items() if f' id="{key}" ' in body]
     written = f"Written by accel-ddp {__version__} at {moment(time.time())}. This file contains everything that it needs."
     return join([
-        Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(generator("report")), _policy(scripts),
+        Html('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'), Html(GENERATOR), _policy(scripts),
         Html(_VIEWPORT),
         tag("title", f"{name}: accel-ddp report"), tag("style", Html(read("page.css"))), Html("</head>\n<body>"),
         tag("a", "Skip to the content", href="#content", class_="hidden skip"),

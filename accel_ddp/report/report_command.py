@@ -99,14 +99,9 @@ _EXAMPLES = """examples:
   accel-ddp report runs/classify/* --out compare.html   several runs on one page, with their differences
 
 A run that is still running is shown as it is now. docs/report.md describes the page."""
-_NO_CSV = (
-    "--csv was removed. Read the numbers with pandas: "
-    "pandas.read_json('{}', lines=True).query(\"event == 'update'\"). docs/log.md describes the events."
-)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="accel-ddp report",
         usage="accel-ddp report RUN... [--out FILE] [--open]",
@@ -118,21 +113,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder (its --output_dir)")
     default = "RUN/report.html; for several runs report.html in the current folder"
     parser.add_argument("--out", default="", metavar="FILE", help=f"the file to write (default: {default})")
-    parser.add_argument("--csv", nargs="?", const="", help=argparse.SUPPRESS)  # removed
     parser.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
     return parser
 
 
 def main(words: list[str]) -> int:
-    """Write the report of the runs in `words` and return the exit code."""
     given = build_parser().parse_args(words)
-    if given.csv is not None:
-        raise UserError(_NO_CSV.format(Path(given.runs[0], run_log.FILE)))
     folders, left_out = find_runs(given.runs)
     path = Path(given.out or "report.html").expanduser()
     if not given.out and len(folders) == 1 and os.access(folders[0], os.W_OK):
         path = folders[0] / "report.html"
-    require_page(path, f"--out {given.out}" if given.out else str(path), "--out", "report")  # before the runs are read
+    require_page(path, f"--out {given.out}" if given.out else str(path))  # before the runs are read
     runs = []
     for folder, name in zip(folders, unique_names(folders)):
         try:

@@ -1,7 +1,4 @@
-"""What a report contains about a run, and its summary: duration, steps, rates, goodput, the best metric, the time of each part.
-
-`run_reader` reads it from the run folder, and the page is made from it.
-"""
+"""What a report contains about a run, and its summary: duration, steps, rates, goodput, the best metric, the time of each part."""
 
 import contextlib
 import math
@@ -10,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+PARTS = ("forward", "backward", "optimizer", "data", "other", "communication")  # of a step, from the bottom of a stack to its top
 
 
 @dataclass
@@ -76,7 +75,6 @@ class ReportedRun:
 
     @property
     def first_steps(self) -> list[int]:
-        """Return the first step of each attempt."""
         return [start.get("step", 0) + 1 for start in self.starts]
 
     @property

@@ -1,7 +1,4 @@
-"""The content of a run folder: log, options, checkpoints, tables and incidents.
-
-Incidents are diagnoses of the monitors, failures, restarts, resumed attempts, skipped steps and stops.
-"""
+"""The content of a run folder: log, options, checkpoints, tables and incidents."""
 
 import contextlib
 import fcntl
@@ -26,7 +23,6 @@ from accel_ddp.saving import checkpoint_format
 from accel_ddp.text import counted
 
 _PREFIX = re.compile(r"(error|warning|info): (?:([A-Z][A-Z0-9_]+): )?")
-_NOT_FINDINGS = ("restart", "start", "end", "evaluate", "save", "tables")  # a restart is treated on its own
 _SAME_SECONDS = 300.0  # the same text within this time is the same incident
 
 
@@ -38,11 +34,6 @@ def find_incidents(folder: Path, content: LogContent, end: dict[str, Any] | None
         *_restarts(list(read_objects(folder / "restarts.jsonl")), content.events),
         *_resumes(content.events),
         *_nonfinite(content.updates, {one["step"] for one in recorded if one["kind"].startswith("SKIPPED_STEP")}),
-        *(
-            _incident(event, kind=event["event"])
-            for event in content.events
-            if "text" in event and event["event"] not in _NOT_FINDINGS
-        ),
     ]
     if end and end.get("skipped_steps"):
         count = end["skipped_steps"]
@@ -91,25 +82,18 @@ def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list
 
 def _resumes(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the attempts after the first one that were not started by an automatic restart."""
-    found, attempt = [], 0
-    for number, event in enumerate(events):
-        if event["event"] == "start":
-            attempt += 1
-            following = [one["event"] for one in events[number + 1 : number + 8]]
-            attempt_ends = following.index("start") if "start" in following else len(following)
-            if attempt > 1 and "restart" not in following[:attempt_ends]:
-                ranks = event.get("ranks")
-                place = f" on {counted(len(ranks), 'rank')}" if isinstance(ranks, list) and ranks else ""
-                text = f"Attempt {attempt} continues at step {event['step']}{place}."
-                found.append(_incident({**event, "text": text}, "info", "RESUME"))
+    found, starts = [], [place for place, event in enumerate(events) if event["event"] == "start"]
+    for attempt, (first, end) in enumerate(zip(starts[1:], [*starts[2:], None]), start=2):
+        if all(one["event"] != "restart" for one in events[first:end]):
+            ranks = events[first].get("ranks")
+            where = f" on {counted(len(ranks), 'rank')}" if isinstance(ranks, list) and ranks else ""
+            text = f"Attempt {attempt} continues at step {events[first]['step']}{where}."
+            found.append(_incident({**events[first], "text": text}, "info", "RESUME"))
     return found
 
 
 def _nonfinite(updates: dict[str, np.ndarray], recorded: set[int | None]) -> list[dict[str, Any]]:
-    """Return one incident for each group of logged steps in a row whose loss or gradient norm is not finite.
-
-    Steps that incidents.jsonl contains are `recorded`.
-    """
+    """Return one incident for each group of logged steps in a row whose loss or gradient norm is not finite."""
     step = updates["step"]
     names = [name for name in ("loss", "grad_norm") if name in updates]
     bad = ~np.all([np.isfinite(updates[name]) for name in names], axis=0) if names else np.zeros(len(step), bool)

@@ -1,7 +1,4 @@
-"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration.
-
-Runs that are compared have short names that distinguish them. The page lists the options, versions and machines that differ.
-"""
+"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration."""
 
 import os
 import shlex
@@ -216,7 +213,6 @@ def incidents(run: ReportedRun, level: int, prefix: str) -> Html:
 
 
 def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
-    """Return the checkpoints, the newest first."""
     first, there = run.summary.get("began") or 0.0, [one for one in run.checkpoints if one.get("exists")]
     rows = [
         [
