@@ -141,7 +141,7 @@ class Task:
             if any(size > self.dimension for size in cfg.matryoshka):
                 raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
         self.sizes = tuple(sorted({*cfg.matryoshka, self.dimension}, reverse=True))
-        collate = accel_ddp.contrastive.pad_collate(self.processor, accelerator)
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         if cfg.mine_negatives:
             self.mined = accel_ddp.EvalBatches(train_rows, collate, cfg.eval_batch_size, accelerator, cfg)

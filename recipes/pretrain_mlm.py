@@ -60,7 +60,8 @@ class Task:
             train_blocks, self.eval_blocks, fingerprints = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
             facts["the data"] = "".join(fingerprints)
-        collate = accel_ddp.masking.pad_collate(self.processor, accelerator)
+        kind = accel_ddp.masking.MaskedCollate
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",), kind=kind)
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, cfg.mask_share, seed)
         self.train = accel_ddp.TrainBatches(masked(train_blocks, None), collate, fingerprints[0])
         self.eval_masked = masked(self.eval_blocks, cfg.seed)

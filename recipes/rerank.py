@@ -87,7 +87,7 @@ class Task:
             self.model = build_model(cfg, accelerator, self.processor, self.loss)
         self.more_files = self.form.files
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.ranking.ListCollate)
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
 

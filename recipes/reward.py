@@ -78,7 +78,7 @@ class Task:
         with accel_ddp.together("load the model"):
             self.model = build_model(cfg, accelerator, self.processor)
         train_rows, self.eval_rows = rows
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.ranking.ListCollate)
+        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
         self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
 

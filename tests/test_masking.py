@@ -145,13 +145,12 @@ def test_a_block_without_words_has_nothing_to_learn(tokenizer, tokens):
 
 
 def test_logits_of_masked_tokens_are_the_same_as_among_all_logits(tokenizer, blocks):
-    from accelerate import Accelerator
     from transformers import BertConfig, BertForMaskedLM
 
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **shape)).eval()
     items = masking.MaskedBlocks(blocks, tokenizer, 0.15, seed=0)
-    batch = masking.pad_collate(tokenizer, Accelerator(cpu=True))([items[i] for i in (0, len(blocks) - 1, 1)])
+    batch = masking.MaskedCollate(tokenizer, None, ("labels",))([items[i] for i in (0, len(blocks) - 1, 1)])
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     hidden = batch["labels"] != -100
     whole = model(**inputs).logits

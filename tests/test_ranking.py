@@ -16,7 +16,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
-from accel_ddp.tasks.contrastive import NOTHING, in_batch_losses, text_keys
+from accel_ddp.tasks.contrastive import NOTHING, ListCollate, in_batch_losses, text_keys
 from accel_ddp.tasks.negatives import MinedBatches, add_negatives, hardest
 from accel_ddp.tasks.ranking import Query, QueryFormat
 
@@ -210,7 +210,7 @@ def test_losses_and_scores_are_those_of_sentence_transformers(tiny_model):
     for query, texts, values in zip(("fine", "warm"), documents, relevance):
         tokens = tokenizer([query] * len(texts), texts)
         rows.append({"input_ids": tokens["input_ids"], "token_type_ids": tokens["token_type_ids"], "relevance": values})
-    batch = ranking.ListCollate(tokenizer, None)(rows)
+    batch = ListCollate(tokenizer, None)(rows)
     with torch.no_grad():
         scores = ranking.score(encoder.model, batch)
         labels = [torch.tensor(values) for values in relevance]

@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor
 
 from accel_ddp.records.eval_tables import Table
-from accel_ddp.sources import data, tokenization
+from accel_ddp.sources import data
+from accel_ddp.sources.tokenization import PadCollate
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.metrics import regression_metrics
 
 NOTHING = 0  # the key of a negative that a row does not have; no loss counts it
+PER_TEXT = ("input_ids", "token_type_ids")
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
@@ -25,20 +26,21 @@ def text_keys(texts: list[list[str]]) -> list[list[int]]:
     return [[key(text) if text else NOTHING for text in row] for row in zip(*texts)]
 
 
-class PairCollate(tokenization.PadCollate):
-    """Pads rows of several texts each: all texts of row 0, then of row 1, ... together."""
+class ListCollate(PadCollate):
+    """Pads rows of several texts each: all texts of row 0, then of row 1, ... together, and the values of each row."""
 
     def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        batch = super().__call__([{"input_ids": ids} for row in rows for ids in row["input_ids"]])
-        batch["keys"] = torch.tensor([row["keys"] for row in rows])
-        if "scores" in rows[0]:
-            batch["scores"] = torch.tensor([row["scores"] for row in rows], dtype=torch.float32)
+        per_text = [name for name in PER_TEXT if name in rows[0]]
+        texts = [{name: row[name][i] for name in per_text} for row in rows for i in range(len(row["input_ids"]))]
+        batch = super().__call__(texts)
+        if "relevance" in rows[0]:
+            most = max(len(row["relevance"]) for row in rows)
+            lists = [[*row["relevance"], *[float("nan")] * (most - len(row["relevance"]))] for row in rows]
+            batch["relevance"] = torch.tensor(lists, dtype=torch.float32)
+        for name, dtype in (("margin", torch.float32), ("scores", torch.float32), ("keys", torch.int64)):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows], dtype=dtype)
         return batch
-
-
-def pad_collate(tokenizer: Any, accelerator: Accelerator) -> PairCollate:
-    """Return the collate function of a recipe with pairs."""
-    return tokenization.pad_collate(tokenizer, accelerator, kind=PairCollate)
 
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
@@ -144,10 +146,7 @@ def nearest(rows: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 
 
 def make_tables(rows: dict[str, np.ndarray], number: int, inputs: tables.Inputs) -> dict[str, Table]:
-    """Return the errors of cosines of scored pairs, and `number` predictions of each group: found texts, or cosines.
-
-    `inputs` returns the texts `anchor` and `positive` of some rows.
-    """
+    """Return the errors of cosines of scored pairs, and `number` predictions of each group: found texts, or cosines."""
     if "scores" in rows:
         cosines, scores = rows["cosines"][:, 0].astype(np.float64), rows["scores"].astype(np.float64)
         values = {"predictions": cosines, "references": scores}

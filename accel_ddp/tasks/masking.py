@@ -4,13 +4,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import tokenization
+from accel_ddp.sources.tokenization import PadCollate
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.text_blocks import SPECIAL
 
@@ -52,7 +51,7 @@ class MaskedBlocks(Dataset):
         return {"input_ids": ids.tolist(), "attention_mask": [1] * len(ids), "labels": labels.tolist()}
 
 
-class MaskedCollate(tokenization.PadCollate):
+class MaskedCollate(PadCollate):
     """Pads `MaskedBlocks`, and adds `masked_positions`: indices of masked tokens in the flattened batch.
 
     They are computed here, on the host. To find them in `labels` on a GPU, every micro-batch would wait for the GPU.
@@ -62,11 +61,6 @@ class MaskedCollate(tokenization.PadCollate):
         batch = super().__call__(rows)
         batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
         return batch
-
-
-def pad_collate(tokenizer: Any, accelerator: Accelerator) -> MaskedCollate:
-    """Return the collate function of a recipe with masked words."""
-    return tokenization.pad_collate(tokenizer, accelerator, per_token=("labels",), kind=MaskedCollate)
 
 
 def compute_masked_logits_only(model: nn.Module) -> nn.Module:

@@ -20,10 +20,10 @@ from accel_ddp.saving.checkpoint_format import FACTS
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns, require_types
 from accel_ddp.sources.places import warn
-from accel_ddp.sources.tokenization import SOURCE, PadCollate
+from accel_ddp.sources.tokenization import SOURCE
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, check_text
-from accel_ddp.tasks.contrastive import text_keys
+from accel_ddp.tasks.contrastive import PER_TEXT, text_keys
 from accel_ddp.tasks.metrics import regression_metrics
 from accel_ddp.tasks.preferences import Preferences
 from accel_ddp.text import counted
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import datasets
 
 LIST_LOSSES = ("listwise", "softmax", "ranknet")  # of a query, not of a pair
-PER_TEXT = ("input_ids", "token_type_ids")
 # Usual names of columns in public datasets, tried in this order if the option is empty.
 USUAL_COLUMNS = {
     "query_column": ("query", "question", "anchor"),
@@ -173,22 +172,6 @@ def encode(rows: dict[str, list], form: QueryFormat, loss: str, tokenizer: Any, 
     done = {name: [[one] for one in values] for name, values in tokens.items()}
     done |= {"relevance": [[value] for _, value in places], "place": [place for place, _ in places], SOURCE: source}
     return {**done, "keys": [keys[i] for i in source], "problem": [problems[i] for i in source]}
-
-
-class ListCollate(PadCollate):
-    """Pads rows of several texts each: all texts of row 0, then of row 1, ... together, and the values of each row."""
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        per_text = [name for name in PER_TEXT if name in rows[0]]
-        texts = [{name: row[name][i] for name in per_text} for row in rows for i in range(len(row["input_ids"]))]
-        batch = super().__call__(texts)
-        lists = [row["relevance"] if "relevance" in row else [row["margin"]] for row in rows]
-        most = max(map(len, lists))
-        values = torch.tensor([[*some, *[float("nan")] * (most - len(some))] for some in lists], dtype=torch.float32)
-        batch |= {"relevance": values} if "relevance" in rows[0] else {"margin": values[:, 0]}
-        if "keys" in rows[0]:
-            batch["keys"] = torch.tensor([row["keys"] for row in rows])
-        return batch
 
 
 def score_texts(model: Any, batch: Any) -> Tensor:
