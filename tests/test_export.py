@@ -83,7 +83,8 @@ def test_a_model_card_attributes_metrics_to_the_evaluation_data_and_contains_no_
     public = export_files.public_options({**config, "prefix": "a/b: ", "own": str(tmp_path), "metrics": "f1 /home/secret/mine"})
     assert public["metrics"] == "f1 mine"
     assert (public["prefix"], public["own"], public["model"]) == ("a/b: ", tmp_path.name, "base")
-    text = export_files.card({"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1})
+    facts = {"recipe": "classify.py", "config": public, "metrics": {"f1": 0.5}, "versions": {}, "num_ranks": 1}
+    text = export_files.card(facts, "use = load()", "")
     assert "secret" not in text
     assert words in text
     head = yaml.safe_load(text.split("---")[1])

@@ -21,7 +21,6 @@ from accel_ddp.exporting.export_files import (
     find_names,
     public_name,
     public_options,
-    with_base,
     without_paths,
     write_weights,
 )
@@ -173,10 +172,7 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: 
 
 
 def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -> tuple[str, str, str]:
-    """Return the arguments of `examples.command` for code that loads the exported folder and runs the example.
-
-    `base` is the place of the model below the adapters.
-    """
+    """Return the arguments of `examples.command` for code that loads the exported folder and runs the example."""
     is_adapter, is_on_hub = (folder / ADAPTER_CONFIG).is_file(), _is_on_hub(_base_of(files))
     architecture = json.loads(files.get(f"{BASE}/config.json") or files["config.json"])["architectures"][0]
     task = next((task for ending, task in PIPELINES.items() if architecture.endswith(ending)), "")
@@ -284,9 +280,6 @@ class Stream(NamedTuple):
     names: dict[str, str]  # the name in the checkpoint of each tensor
     kind: Any  # the class of the model
 
-    def save_pretrained(self, folder: Path, dtype: str = "") -> None:
-        write_weights(folder, self.pieces, self.names, self.kind, dtype)
-
 
 def _pieces_of(path: Path, averaged: bool) -> Pieces:
     return AveragedPieces(path) if averaged and has_averages(path) else Pieces(path, checkpoint_format.MODEL)
@@ -301,8 +294,8 @@ def _load(model: Any, pieces: Pieces) -> None:
             tensor.copy_(pieces.read(name))
 
 
-def _weights_of(path: Path, averaged: bool = False) -> Any:
-    """Return the weights of a checkpoint, or their averages, or the model with its adapters. `save_pretrained` of both writes them."""
+def _weights_of(path: Path, averaged: bool) -> Any:
+    """Return the weights of a checkpoint or their averages as a `Stream`, or the model with its adapters."""
     import torch
     import transformers
 
@@ -363,7 +356,8 @@ def _write(
         if base:  # who publishes the folder does not publish where the base model lies
             is_published = _is_on_hub(base) or config.get("push_to_hub") or config.get("log_model")
             place = public_name(base) if is_published else locate(base, config.get("cache_dir") or "~/.cache/accel_ddp")
-            files = {**files, ADAPTER_CONFIG: with_base(files[ADAPTER_CONFIG], place)}
+            adapters = {**json.loads(without_paths(files[ADAPTER_CONFIG])), "base_model_name_or_path": place}
+            files = {**files, ADAPTER_CONFIG: json.dumps(adapters, indent=1).encode()}
         more = json.loads(files.get(checkpoint_format.FACTS, b"{}"))  # of the recipe, such as the columns that it has chosen
         published = {**facts, **more, "config": public_options(config)}
         stored = json.dumps({("options" if name == "config" else name): value for name, value in published.items()}, indent=1)
@@ -400,7 +394,7 @@ def _save(folder: Path, model: Any, files: dict[str, bytes], dtype: str) -> None
         files = {**files, "config.json": json.dumps({**config, "dtype": dtype}, indent=2).encode()}
     dtype = _exported_dtype(files, dtype).replace("auto", "")
     if isinstance(model, Stream):
-        model.save_pretrained(folder, dtype)
+        write_weights(folder, *model, dtype)
     else:
         weights = cast_weights(to_save(model) if has_adapters(model) else model.state_dict(), type(model), dtype)
         options: dict[str, Any] = {"state_dict": weights} if weights else {}

@@ -46,18 +46,15 @@ def find_names(kind: Any, config: Any, there: "Facts") -> dict[str, str] | None:
             model.tie_weights()
     except Exception:  # a class that computes with its weights when it is made
         return None
-    state = model.state_dict()
+    state, ignored = model.state_dict(), getattr(model, "_keys_to_ignore_on_save", None) or ()
     originals = {id(tensor): name for name, tensor in state.items()}
-    keep_alive = [*state.values()]  # so that no other tensor gets the same id
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        state.pop(name, None)
+    saved = {name: tensor for name, tensor in state.items() if name not in ignored}
     try:
-        written = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+        written = revert_weight_conversion(model, remove_tied_weights_from_state_dict(saved, model))
     except Exception:  # of code for tensors that have values
         return None
     if any(id(tensor) not in originals for tensor in written.values()):
         return None
-    del keep_alive
     # A checkpoint stores tied weights once, under the first of their names.
     same = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -96,30 +93,21 @@ def cast_weights(weights: "dict[str, torch.Tensor]", kind: Any, dtype: str) -> "
     return {name: done[place(name, tensor)] for name, tensor in weights.items()}
 
 
-def write_weights(
-    folder: Path, pieces: Pieces, names: dict[str, str], kind: Any = None, dtype: str = "", max_bytes: int = MAX_FILE_BYTES
-) -> None:
+def write_weights(folder: Path, pieces: Pieces, names: dict[str, str], kind: Any, dtype: str) -> None:
     """Write the tensors to model.safetensors, or to several files with an index. One tensor at a time is in memory."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     there = {old: (shape, written_as(old, stored, kind, dtype)) for old, (shape, stored) in pieces.tensors.items()}
-    sizes = {new: math.prod(there[old][0]) * there[old][1].itemsize for new, old in names.items()}
-    files: list[list[str]] = [[]]
-    used = 0
-    for new, size in sizes.items():
-        if files[-1] and used + size > max_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(new)
-        used += size
-    count = len(files)
-    file_names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    file_names = file_names if count > 1 else ["model.safetensors"]
-    for file, own in zip(file_names, files):
+    split = split_state_dict_into_shards_factory(
+        {new: there[old] for new, old in names.items()}, filename_pattern="model{suffix}.safetensors", max_shard_size=MAX_FILE_BYTES,
+        get_storage_size=lambda tensor: math.prod(tensor[0]) * tensor[1].itemsize,
+    )  # fmt: skip
+    for file, own in split.filename_to_tensors.items():
         tensors = {new: (*there[names[new]], lambda old=names[new]: pieces.read(old).to(there[old][1])) for new in own}
         write_file(folder / file, tensors, {"format": "pt"})
-    if count > 1:
-        places = {new: file for file, own in zip(file_names, files) for new in own}
+    if split.is_sharded:
         parameters = sum(math.prod(there[old][0]) for old in names.values())
-        index = {"metadata": {"total_parameters": parameters, "total_size": sum(sizes.values())}, "weight_map": places}
+        index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -158,13 +146,7 @@ def without_paths(content: bytes) -> bytes:
     return content if published == json.loads(content) else json.dumps(published, indent=1).encode()
 
 
-def with_base(content: bytes, place: str) -> bytes:
-    """Return the JSON of adapter_config.json with this place of the base model, and without other folders of this machine."""
-    values = json.loads(without_paths(content)) | {"base_model_name_or_path": place}
-    return json.dumps(values, indent=1).encode()
-
-
-def card(facts: dict[str, Any], use: str = "", base: str = "") -> str:
+def card(facts: dict[str, Any], use: str, base: str) -> str:
     """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
 
     `facts["config"]` are options without paths. `use` is code that loads the model. `base` is the model below adapters.
@@ -176,8 +158,7 @@ def card(facts: dict[str, Any], use: str = "", base: str = "") -> str:
     origin = f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
     lines = ["---", _head_of_card(facts, base).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
     lines += [f"{origin} `{(config.get('train_file') or config.get('dataset', '')) or 'other data'}`.", ""]
-    if use:
-        lines += ["## Use", "", "```python", use, "```", ""]
+    lines += ["## Use", "", "```python", use, "```", ""]
     if metrics:
         lines += ["## Evaluation", "", f"On {_describe_evaluation_data(config)}:", "", "| metric | value |", "|---|---|"]
         lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
