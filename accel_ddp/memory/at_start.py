@@ -1,6 +1,4 @@
-"""The estimated GPU memory, printed before a run loads its model, and the options that depend on it. A model that does not fit is
-refused.
-"""
+"""The estimated GPU memory before a run loads its model, and the options that depend on it. A model that does not fit is refused."""
 
 import logging
 import random
@@ -37,8 +35,6 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the main rank has found."""
-
     text: str = ""  # to print
     refusal: str = ""  # the message of the error that every rank raises
     facts: dict[str, Any] = field(default_factory=dict)  # for the log of the run

@@ -52,7 +52,6 @@ class EstimatedRun:
     states: States
     trace: Trace
     precision: str
-    micro_batch_size: int
     is_graphed: bool  # whether layers are captured as CUDA graphs if there is room
     copies_of_gradients: int = 0  # that DDP keeps besides the gradients
 
@@ -119,10 +118,7 @@ def needed(peak: float, ranks: int) -> float:
 
 
 def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, lengths: Sequence[Any] = ()) -> EstimatedRun:
-    """Return the memory of one rank. Raise UserError if the model cannot be found. It takes about a second and loads no weights.
-
-    A model that cannot be traced, for example because its forward pass depends on values, has no activations in the estimate.
-    """
+    """Return the memory of one rank. Raise UserError if the model cannot be found. It takes about a second and loads no weights."""
     with fake_model.quiet():
         fake = fake_model.build(cfg, model_class, precision)._replace(lengths=lengths)
         states = count_states(fake.model, cfg)
@@ -133,7 +129,7 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
             traced = NOTHING
     is_graphed = traced.is_padding_free and cfg.compile != "off" and not cfg.gradient_checkpointing
     copies = (not cfg.gradient_as_bucket_view) + (cfg.comm_hook == "powersgd")  # its buckets, and the errors of powersgd
-    return EstimatedRun(states, traced, precision, micro_batch_size, is_graphed, copies)
+    return EstimatedRun(states, traced, precision, is_graphed, copies)
 
 
 def estimate(
@@ -247,8 +243,6 @@ NARROW_ADAPTERS = {"lora_r": 16, "dtype": "bfloat16"}
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What to type, and the memory of the run with it."""
-
     words: str
     found: Estimate
 
@@ -395,11 +389,8 @@ class Estimator:
                 layouts.append((f"FSDP over the same {ranks} GPUs{how}", ranks, sharded))
             layouts += [(f"FSDP over {number} GPUs{how}", number, sharded) for number in NUMBERS if number > ranks]
             if not sharded.cpu_offload:
-                words = (
-                    "--fsdp_offload_params true"
-                    if plan
-                    else f"FSDP over {max(2, ranks)} GPUs with --fsdp_offload_params true{how}"
-                )
+                words = "" if plan else f"FSDP over {max(2, ranks)} GPUs with "
+                words += f"--fsdp_offload_params true{how}"
                 layouts.append((words, max(2, ranks), dataclasses.replace(plan or sharded, cpu_offload=True)))
         for words, number, other in layouts:
             with contextlib.suppress(UserError):  # the batch cannot be split over so many GPUs
@@ -447,5 +438,4 @@ def _joined(words: str, more: str) -> str:
 
 
 def fits(found: Estimate, available: float) -> bool:
-    """Return whether a run fits into a GPU with so many bytes."""
     return needed(found.peak, found.ranks) <= available

@@ -24,17 +24,12 @@ def build_parser() -> argparse.ArgumentParser:
         description="Print the GPU memory that each rank of a recipe needs, with DDP and with FSDP. No weights and no data are loaded. "
         "Texts are assumed to have --max_length tokens. docs/memory.md explains the rows.",
     )
-    parser.add_argument(
-        "--config_file", default="", help="an accelerate config, for its number of GPUs, FSDP settings and precision"
-    )
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        nargs="+",
-        help="numbers of GPUs (default: from the config, or those of 1 2 4 8 that divide the batch)",
-    )
-    parser.add_argument("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB per GPU (default: 24 40 80 141)")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    add = parser.add_argument
+    add("--config_file", default="", help="an accelerate config, for its number of GPUs, FSDP settings and precision")
+    default = "from the config, or those of 1 2 4 8 that divide the batch"
+    add("--gpus", type=int, nargs="+", help=f"numbers of GPUs (default: {default})")
+    add("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB per GPU (default: 24 40 80 141)")
+    add("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
 
@@ -101,8 +96,6 @@ def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
 
 @dataclass(frozen=True)
 class Launch:
-    """What an accelerate config states."""
-
     plan: ShardingPlan | None = None
     numbers: tuple[int, ...] = ()  # of GPUs; empty: not known
     num_nodes: int = 1

@@ -1,7 +1,4 @@
-"""The model of a run with fake tensors, which have shapes and no values, its micro-batches, and the bytes of its states.
-
-Weights, gradients and optimizer state take the same bytes on every device.
-"""
+"""The model of a run with fake tensors, which have shapes and no values, its micro-batches, and the bytes of its states."""
 
 import contextlib
 import dataclasses
@@ -144,10 +141,7 @@ class FakeModel(NamedTuple):
 
 
 def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> FakeModel:
-    """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found.
-
-    `precision` is the value of --mixed_precision.
-    """
+    """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found."""
     import transformers
 
     mode = compat.fake_mode()
@@ -217,15 +211,10 @@ def quiet() -> Iterator[None]:
             logger.disabled = was
 
 
-def texts_per_item(cfg: Any) -> int:
-    """Return how many texts an item of a recipe has, for example 2 for pairs."""
-    return getattr(cfg, "texts_per_item", 1)
-
-
 def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = False) -> Batch:
     """Return a micro-batch of `items`: the longest rows, or the largest that options allow. Call it in fake mode."""
     known = fake.lengths[1 if for_evaluation else 0] if fake.lengths else None
-    per_item = known.shape[1] if known is not None and known.ndim == 2 else texts_per_item(cfg)
+    per_item = known.shape[1] if known is not None and known.ndim == 2 else getattr(cfg, "texts_per_item", 1)
     texts = items * per_item
     if fake.model_class == IMAGES:
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32

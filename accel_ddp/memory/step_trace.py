@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
-from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch, texts_per_item
+from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch
 from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
@@ -191,10 +191,7 @@ NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, {})  # of
 
 
 def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
-    """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again.
-
-    `precision` is the value of --mixed_precision: no, bf16 or fp16.
-    """
+    """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again."""
     model = fake.model
     with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
         stack, num_layers = _shorten(model)
@@ -321,8 +318,7 @@ def _inputs(fake: FakeModel, batch: Any) -> dict[str, Any]:
 def _loss(fake: FakeModel, computed: _Autocast, head: OutputHead | None, batch: Any, cfg: Any) -> Tensor:
     inputs = _inputs(fake, batch)
     if head is not None:
-        of_rows = texts_per_item(cfg) > 1  # a loss of pairs
-        compute = head.row_logps if of_rows else head.loss_sum
+        compute = head.row_logps if getattr(cfg, "texts_per_item", 1) > 1 else head.loss_sum  # of pairs
         return compute(computed, inputs, losses.next_tokens(batch["labels"]), batch).sum()
     if fake.model_class == "AutoModelForMaskedLM":
         places = torch.zeros(max(1, int(batch["labels"].numel() * getattr(cfg, "mask_share", 0.15))), dtype=torch.long)

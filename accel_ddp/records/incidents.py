@@ -17,7 +17,7 @@ FILE = "incidents.jsonl"
 INFO, WARNING, ERROR = "info", "warning", "error"
 RETRY_SECONDS = 5.0  # after a disk did not accept a line, or the folder was removed
 MOST_WAITING = 1000  # incidents of a disk that does not accept any
-_KIND = re.compile(r"(?:(?:info|warning|error): )?(?:([A-Z][A-Z_]+): )?")
+_LINE = re.compile(r"(?:(info|warning|error): )?(?:([A-Z][A-Z_]+): )?")
 
 
 class Incident(NamedTuple):
@@ -33,14 +33,9 @@ class Incident(NamedTuple):
 
     @classmethod
     def parse(cls, line: str, kind: str = "", level: str = "", **place: object) -> "Incident":
-        """Return the incident of a printed line such as "warning: LOSS_SPIKE: the loss is ...".
-
-        `kind` and `level` apply to a line that states none.
-        """
-        found = _KIND.match(line)
-        stated = line.partition(": ")[0]
-        level = stated if stated in (INFO, WARNING, ERROR) else level or WARNING
-        return cls(level, found[1] or kind, line[found.end() :], **place)  # type: ignore[arg-type]
+        """Return the incident of a line such as "warning: LOSS_SPIKE: ...". `kind` and `level` are for lines that have none."""
+        found = _LINE.match(line)
+        return cls(found[1] or level or WARNING, found[2] or kind, line[found.end() :], **place)  # type: ignore[arg-type]
 
 
 class IncidentWriter:

@@ -53,10 +53,7 @@ class LogWriter:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the events that count, in the order in which they were written.
-
-    A run that continues from step s repeats the steps after s. What earlier attempts have logged for these steps is left out.
-    """
+    """Return the events that count, in the order in which they were written."""
     events: list[dict[str, Any]] = []
     for event in (one for one in read_objects(path) if "event" in one):
         if event["event"] == "start":

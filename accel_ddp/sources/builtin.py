@@ -13,16 +13,13 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.sources import builtin_data
 from accel_ddp.sources.builtin_data import DATASETS
 from accel_ddp.sources.places import path_in_package, prepare_hub, write_once
-
-if TYPE_CHECKING:
-    from accel_ddp.sources.builtin_data import Splits
 
 
 def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: str) -> Path:
@@ -171,7 +168,7 @@ MODELS: dict[str, Callable[[str, str], Path]] = {
 PREFIX = "builtin:"
 
 
-def load_dataset(name: str) -> "Splits":
+def load_dataset(name: str) -> "builtin_data.Splits":
     """Return the splits `train` and `validation` of a built-in dataset."""
     if name not in DATASETS:
         raise UserError(f"--dataset {name}: there is no such built-in dataset. Use one of: {', '.join(DATASETS)}.")

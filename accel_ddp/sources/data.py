@@ -388,14 +388,9 @@ def read_texts(rows: dict[str, list], column: str) -> list[str]:
 
 def find_text_problems(rows: dict[str, list], columns: list[str]) -> list[str]:
     """Return for each row why one of its texts cannot be used, or "". See `drop_broken`."""
-    describe = lambda column, text: (
-        f"its {column} is empty"
-        if is_missing(text)
-        else ""
-        if isinstance(text, str)
-        else f"its {column} is not text\t{text!r:.40}"
-    )
-    return merge_problems(*([describe(column, text) for text in rows[column]] for column in columns))
+    problem = lambda column, text: f"its {column} is empty" if is_missing(text) else f"its {column} is not text\t{text!r:.40}"
+    is_text = lambda value: isinstance(value, str) and not is_missing(value)
+    return merge_problems(*(["" if is_text(one) else problem(column, one) for one in rows[column]] for column in columns))
 
 
 def merge_problems(*parts: list[str]) -> list[str]:
@@ -436,9 +431,8 @@ def _describe_broken(tables: list["datasets.Dataset"], problems: list[dict[int, 
     """Return a line for each source with the number of its broken rows, followed by a line for each kind of problem."""
     source = listed(cfg.train_file) or cfg.dataset
     sources = [source, listed(cfg.eval_file) or source]
-    if not cfg.eval_file and (
-        not cfg.train_file or cfg.train_file[0].endswith(".npz") or has_splits(cfg)
-    ):  # they were not set aside
+    was_set_aside = cfg.train_file and not cfg.train_file[0].endswith(".npz") and not has_splits(cfg)
+    if not cfg.eval_file and not was_set_aside:
         sources = [f"{source} (training)", f"{source} (evaluation)"]
     lines = []
     for place in dict.fromkeys(sources):

@@ -24,41 +24,33 @@ READS = "would read the answers that it learns"
 
 
 def check_config(task: str, name: str, config: Any) -> None:
-    """Raise UserError if the config shows that the model is wrong for the task (see `INSTEAD`).
-
-    `name` is the value of `--model`.
-    """
+    """Raise UserError if the config shows that the model is wrong for the task (see `INSTEAD`)."""
     kind = config.model_type
     is_pair = bool(getattr(config, "is_encoder_decoder", False))
     is_causal = _is_causal_encoder(config)
-    pair, recipe_of = (
-        f"is an encoder-decoder model ({kind}), whose",
-        {"encoder": "pretrain_mlm", "decoder": "sft", "pair": "seq2seq"},
-    )
-    rules = [  # a task, whether the model is wrong for it, the reason, and the kind of the model if another recipe trains it
-        ("AutoModelForCausalLM", is_pair, f"{pair} encoder would be left out", "pair"),
-        (
-            "AutoModelForCausalLM",
-            is_causal is False,
-            f"is an encoder ({kind}): a token sees the tokens after it, so it {READS}",
-            "encoder",
-        ),
-        ("AutoModelForMaskedLM", is_pair, f"{pair} decoder would be given masked tokens", "pair"),
-        ("AutoModelForMaskedLM", is_causal, "is causal: a masked token would not see the tokens after it", "decoder"),
-        (
-            "AutoModelForSequenceClassification",
-            is_causal,
-            f"is causal, but {kind} models classify by their first token, which would see no other token",
-            "",
-        ),
-        ("AutoModelForSeq2SeqLM", not is_pair, f"is not an encoder-decoder model ({kind})", ""),
-        ("rewards", is_causal is False, f"is an encoder ({kind}), and rewards are read at the last token of a chat", ""),
-        ("embeddings", is_pair, f"{pair} embeddings would come from its decoder", ""),
-        ("embeddings", not hasattr(config, "hidden_size"), f"is not a model of texts alone ({kind})", ""),
-    ]
-    for of_task, is_wrong, reason, known in rules:
-        if of_task == task and is_wrong:
-            other = f", or use this model with recipes/{recipe_of[known]}.py" if known else ""
+    pair = f"is an encoder-decoder model ({kind}), whose"
+    by_first = f"is causal, but {kind} models classify by their first token, which would see no other token"
+    # For each task: whether the model is wrong, the reason, and the recipe that trains such a model.
+    rules: dict[str, list[tuple[bool | None, str, str]]] = {
+        "AutoModelForCausalLM": [
+            (is_pair, f"{pair} encoder would be left out", "seq2seq"),
+            (is_causal is False, f"is an encoder ({kind}): a token sees the tokens after it, so it {READS}", "pretrain_mlm"),
+        ],
+        "AutoModelForMaskedLM": [
+            (is_pair, f"{pair} decoder would be given masked tokens", "seq2seq"),
+            (is_causal, "is causal: a masked token would not see the tokens after it", "sft"),
+        ],
+        "AutoModelForSequenceClassification": [(is_causal, by_first, "")],
+        "AutoModelForSeq2SeqLM": [(not is_pair, f"is not an encoder-decoder model ({kind})", "")],
+        "rewards": [(is_causal is False, f"is an encoder ({kind}), and rewards are read at the last token of a chat", "")],
+        "embeddings": [
+            (is_pair, f"{pair} embeddings would come from its decoder", ""),
+            (not hasattr(config, "hidden_size"), f"is not a model of texts alone ({kind})", ""),
+        ],
+    }
+    for is_wrong, reason, recipe in rules.get(task, ()):
+        if is_wrong:
+            other = f", or use this model with recipes/{recipe}.py" if recipe else ""
             raise UserError(f"--model {name}: {reason}. {INSTEAD[task]}{other}.")
 
 
@@ -168,9 +160,7 @@ def why_mixed(model: nn.Module, tokenizer: Any, device: torch.device) -> str:
 
 
 def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str, first_token: str = "") -> None:
-    """Warn if tokens do not see the tokens behind them. With `first_token`, the option that reads only the first token, raise
-    UserError instead.
-    """
+    """Warn if tokens do not see later tokens. Raise UserError instead if the option `first_token` reads only the first token."""
     if not is_causal(model, tokenizer, device):
         return
     reason = f"{_class_name(model)} is causal"

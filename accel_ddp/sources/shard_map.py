@@ -106,15 +106,9 @@ def _map(
         report(len(indices))
         return {**made, SOURCE: [start + indices[i] for i in source]}
 
-    # With `new_fingerprint`, `datasets` does not try to hash the function, which often fails.
-    fixed = {
-        "batched": True,
-        "batch_size": BATCH,
-        "with_indices": True,
-        "remove_columns": part.column_names,
-        "desc": "tokenizing",
-    }
-    return part.map(add_source, **fixed, **options)
+    # With `new_fingerprint` in `options`, `datasets` does not try to hash the function, which often fails.
+    fixed = {"batched": True, "batch_size": BATCH, "with_indices": True, "remove_columns": part.column_names}
+    return part.map(add_source, desc="tokenizing", **fixed, **options)
 
 
 def _write_shard(

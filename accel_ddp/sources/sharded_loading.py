@@ -41,14 +41,13 @@ class _Rows:
     def __getitem__(self, _: Any) -> Tensor:
         if self.begin == self.end:  # there are fewer rows than ranks
             return torch.empty(0, *_shape(self.tensor)[1:])
-        rows: Tensor = self.tensor[self.begin : self.end]
-        return rows
+        return self.tensor[self.begin : self.end]
 
 
 class RowLoader:
     """Reads the rows of this rank. Afterwards `rows` maps each stand-in to its rows, and `digest` describes the files."""
 
-    def __init__(self, plan: ShardingPlan, num_tokens: int = 0, copied: tuple[str, ...] = ()) -> None:
+    def __init__(self, plan: ShardingPlan, num_tokens: int, copied: tuple[str, ...]) -> None:
         self.plan = plan
         self.num_tokens = num_tokens  # of the tokenizer; if they are more than the embeddings, the embeddings are resized
         self.copied = copied  # names of modules that adapters copy
@@ -56,10 +55,7 @@ class RowLoader:
         self.digest = ""
 
     def from_pretrained(self, auto_class: Any, name: str, place: str, **options: Any) -> Any:
-        """Return `from_pretrained(...)`, with stand-ins for parameters.
-
-        If the weights cannot be read by rows, return the whole model, after a warning.
-        """
+        """Return `from_pretrained(...)`, with stand-ins for parameters."""
         from transformers import PreTrainedModel
 
         read = PreTrainedModel._load_pretrained_model
@@ -220,10 +216,7 @@ def _targets(model: Any, tensors: dict[str, Any], load_config: Any) -> dict[str,
 
 
 def _batches(tensors: dict[str, Any], targets: dict[str, tuple[str, bool]]) -> Iterator[dict[str, Any]]:
-    """Yield the tensors that are not converted, and then the others, as many at once as `BATCH_BYTES` allows.
-
-    All tensors that become one parameter are in one batch.
-    """
+    """Yield the tensors that are not converted, and then the others, as many at once as `BATCH_BYTES` allows."""
     yield {key: tensor for key, tensor in tensors.items() if not targets[key][1]}
     groups: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():

@@ -119,15 +119,8 @@ class Reference:
         """Return the rows with a column of values. All ranks compute those that the main rank has not in its cache."""
         cfg, folder = self.cfg, Path(self.cfg.cache_dir).expanduser() / "reference"
         settings = model.config.to_json_string(use_diff=False)  # the same weights may be used in another way
-        key = [
-            _digest(model),
-            settings,
-            torch.__version__,
-            self.accelerator.mixed_precision,
-            cfg.dtype,
-            cfg.quantize,
-            cfg.attn_implementation,
-        ]
+        computed = [self.accelerator.mixed_precision, cfg.dtype, cfg.quantize, cfg.attn_implementation]
+        key = [_digest(model), settings, torch.__version__, *computed]
         files = [folder / f"{mixed(0, json.dumps([*key, one])):016x}.npy" for one in fingerprints]
         with together("read --cache_dir"):
             folder.mkdir(parents=True, exist_ok=True)
