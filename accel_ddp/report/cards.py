@@ -115,10 +115,7 @@ def chart(
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str, *, class_: str | None = None) -> Html:
-    """Return a table that scrolls inside its frame. Columns that contain only numbers are aligned to the right.
-
-    The first column names the rows. At most ROWS rows are shown, and a sentence states how many there are.
-    """
+    """Return a table that scrolls inside its frame. Columns that contain only numbers are aligned to the right."""
     rows = list(rows)
     shown = rows[:ROWS]
     is_numeric = lambda value: value is None or (isinstance(value, int | float | Figure) and not isinstance(value, bool))

@@ -9,7 +9,7 @@ import numpy as np
 
 from accel_ddp.records.files import parse
 from accel_ddp.records.run_log import SCHEMA
-from accel_ddp.report.run_data import PARTS, LogContent, RankTimes, dict_of, holds_number, number_of, whole_of
+from accel_ddp.report.run_data import PARTS, RankTimes, dict_of, holds_number, number_of, whole_of
 
 
 class RankRow(NamedTuple):
@@ -61,27 +61,26 @@ _MOST_COLUMNS = 200  # the memory of a log in which every line has other names
 _NOT_VALUES = ("event", "repeated")
 
 
-def read_log_columns(path: Path) -> LogContent:
-    """Return the content of a log. Raise OSError if it cannot be read."""
-    log = _Reader()
-    with np.errstate(over="ignore"), path.open("rb") as file:  # an absurd value becomes infinite
-        for line in file:
-            if line.endswith((b"\n", b"}")):  # otherwise the run is writing this line, or a crash has cut it
-                log.add_line(line, path)
-        log.parse_updates()
-    log.content.updates, log.content.ranks = _joined(log.chunks), rank_times(log.rows, log.stride)
-    return log.content
+class LogContent:
+    """The events of a log that count. Steps that a later attempt has repeated are left out."""
 
-
-class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        """Read a log. Raise OSError if that is impossible."""
+        self.events: list[dict[str, Any]] = []  # without `update` and `ranks`, in the order of the file
+        self.num_bad_lines = 0
+        self.newer_schema: Any = None  # the number of a schema that this version does not know
         self.pending: list[bytes] = []  # lines of updates
         self.chunks: list[dict[str, np.ndarray]] = []
         self.rows: list[RankRow] = []
         self.seen, self.stride = 0, 1
-        self.content = LogContent()
+        with np.errstate(over="ignore"), path.open("rb") as file:  # an absurd value becomes infinite
+            for line in file:
+                if line.endswith((b"\n", b"}")):  # otherwise the run is writing this line, or a crash has cut it
+                    self._add_line(line, path)
+            self._parse_updates()
+        self.updates, self.ranks = _joined(self.chunks), rank_times(self.rows, self.stride)
 
-    def add_line(self, line: bytes, path: Path) -> None:
+    def _add_line(self, line: bytes, path: Path) -> None:
         # The event is recognized before the line is parsed, which takes most of the time.
         if line.startswith((b'{"event": "update"', b'{"event":"update"')):
             self._add_update(line)
@@ -103,19 +102,19 @@ class _Reader:
     def _add_update(self, line: bytes) -> None:
         self.pending.append(line)
         if len(self.pending) == _BATCH:
-            self.parse_updates()
+            self._parse_updates()
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the event of a line, or None if the line is incomplete or not an event of a step."""
         event = parse(line) or {}
         if isinstance(event.get("event"), str) and (step := whole_of(event.get("step", 0))) is not None:
             return {**event, "step": step, "time": number_of(event.get("time"))}
-        self.content.num_bad_lines += 1
+        self.num_bad_lines += 1
         return None
 
     def _add(self, event: dict[str, Any]) -> None:
         if event["event"] == "start":
-            self.parse_updates()
+            self._parse_updates()
             # What earlier attempts have logged for steps after the one from which this attempt continues is left out.
             step = event["step"]
             for number, columns in enumerate(self.chunks):
@@ -123,18 +122,18 @@ class _Reader:
                 self.chunks[number] = {name: values[kept] for name, values in columns.items()}
             self.rows = [row for row in self.rows if row.step <= step]
             counts = lambda one: one["event"] not in ("evaluate", "tables") or one["step"] <= step
-            self.content.events = list(filter(counts, self.content.events))
+            self.events = list(filter(counts, self.events))
             schema = event.get("schema", SCHEMA)
             if not isinstance(schema, int) or schema > SCHEMA:
-                self.content.newer_schema = schema
-        self.content.events.append(event)
+                self.newer_schema = schema
+        self.events.append(event)
 
     def _add_rank_line(self, event: dict[str, Any]) -> None:
         self.rows.append(row := RankRow.of(event))
         if len(self.rows) > min(MOST_RANK_LINES, max(_FEWEST_RANK_LINES, MOST_RANK_VALUES // max(1, row.values.shape[1]))):
             self.rows, self.stride = self.rows[1::2], 2 * self.stride
 
-    def parse_updates(self) -> None:
+    def _parse_updates(self) -> None:
         lines, self.pending = self.pending, []
         if not lines:
             return
@@ -146,7 +145,7 @@ class _Reader:
                 events = [event for line in lines if (event := self._parse(line))]
             columns, count = _columns(events), len(events)
         self.chunks.append(columns)
-        self.content.num_bad_lines += count - len(columns["step"])
+        self.num_bad_lines += count - len(columns["step"])
 
 
 def _parse_fast(lines: list[bytes]) -> dict[str, np.ndarray] | None:

@@ -30,23 +30,9 @@ class RankTimes:
         return max((values.shape[1] for values in self.seconds.values()), default=0)
 
     def usual_lines(self, first_steps: list[int]) -> np.ndarray:
-        """Return which lines do not contain the first step of an attempt, which starts data workers and chooses kernels.
-
-        All lines are usual if there are no others.
-        """
+        """Return which lines do not contain the first step of an attempt, which starts data workers and chooses kernels."""
         is_usual = ~np.isin(self.first_steps, first_steps)
         return is_usual if is_usual.any() else np.ones(len(is_usual), bool)
-
-
-@dataclass
-class LogContent:
-    """The events of a log that count. Steps that a later attempt has repeated are left out."""
-
-    updates: dict[str, np.ndarray] = field(default_factory=dict)
-    ranks: RankTimes = field(default_factory=RankTimes)
-    events: list[dict[str, Any]] = field(default_factory=list)  # all other events, in the order of the file
-    num_bad_lines: int = 0
-    newer_schema: Any = None  # the number of a schema that this version does not know
 
 
 State = Literal["complete", "stopped", "running", "interrupted"]
@@ -123,7 +109,7 @@ def list_of(value: Any) -> list[Any]:
 _RATES = ("samples_per_second", "tokens_per_second", "mfu")
 
 
-def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> dict[str, Any]:
+def summarize(run: ReportedRun, best: dict[str, Any], events: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the summary of a run. Values that are not known are None.
 
     The times between attempts are part of `wall_seconds`. The rates are averages over time. `seconds_per_step` has the average of each
@@ -138,7 +124,7 @@ def summarize(run: ReportedRun, best: dict[str, Any], content: LogContent) -> di
     size = number_of(dict_of(start.get("batch")).get("global", run.options.get("global_batch_size")))
     ranks = [one for one in list_of(start.get("ranks")) if isinstance(one, dict)]
     per_rank = _seconds_per_rank(run.ranks, run.first_steps)
-    measured = [number_of(one.get("goodput")) for one in (*content.events, *ends) if one["event"] in ("restart", "end")]
+    measured = [number_of(one.get("goodput")) for one in (*events, *ends) if one["event"] in ("restart", "end")]
     goodputs = [value for value in measured if math.isfinite(value)]
     return {
         "began": min(times, default=None),

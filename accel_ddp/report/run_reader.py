@@ -17,8 +17,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.records import eval_tables, incidents, run_log
 from accel_ddp.records.files import parse, read_objects
 from accel_ddp.records.redaction import redact_values
-from accel_ddp.report.log_reader import read_log_columns
-from accel_ddp.report.run_data import LogContent, ReportedRun, State, dict_of, holds_number, number_of, summarize, whole_of
+from accel_ddp.report.log_reader import LogContent
+from accel_ddp.report.run_data import ReportedRun, State, dict_of, holds_number, number_of, summarize, whole_of
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.text import counted
 
@@ -140,7 +140,7 @@ def read_run(folder: str | Path, name: str = "") -> ReportedRun:
     folder = Path(folder)
     path = folder / run_log.FILE
     try:
-        content = read_log_columns(path)
+        content = LogContent(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
     if not content.events and not len(content.updates["step"]):
@@ -174,7 +174,7 @@ def read_run(folder: str | Path, name: str = "") -> ReportedRun:
         run.notes.append("The log has no beginning (event start).")
     if content.ranks.stride > 1:
         run.notes.append(f"The log is long. Of the times of ranks, one line in {content.ranks.stride} was read.")
-    run.summary = summarize(run, best, content)
+    run.summary = summarize(run, best, content.events)
     # Newer runs store no secrets, but a message of an older one may contain some.
     run.starts, run.options, run.incidents, run.end = redact_values([run.starts, run.options, run.incidents, run.end])
     return run
