@@ -25,7 +25,6 @@ CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\[?\{")  # where
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(prog="accel-ddp chat", description=__doc__.partition(":")[2])
     add_model_options(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
@@ -35,7 +34,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(words: list[str]) -> int:
-    """Run `accel-ddp chat` and return its exit code."""
     given = build_parser().parse_args(words)
     check_options(given)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of torchao's code

@@ -41,7 +41,6 @@ Types = dict[str, tuple[str, int]]  # of the columns of predictions: the type, a
 
 
 def main(words: list[str]) -> int:
-    """Run `accel-ddp predict` and return its exit code."""
     given = build_parser().parse_args(words)
     check_options(given)
     output = Path(given.output)
@@ -69,7 +68,6 @@ def main(words: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
     parser = argparse.ArgumentParser(prog="accel-ddp predict", description=__doc__.partition(":")[2].partition("\n")[0])
     add = parser.add_argument
     add_model_options(parser)

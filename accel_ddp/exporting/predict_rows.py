@@ -88,11 +88,9 @@ class InputRows:
         return column
 
     def shard(self, number: int) -> range:
-        """Return the rows of a shard."""
         return range(number * self.shard_rows, min((number + 1) * self.shard_rows, len(self.table)))
 
     def path(self, partial: Path, number: int) -> Path:
-        """Return the file of a shard."""
         return partial / f"shard-{number:06d}.{'npy' if self.kind == 'vectors' else 'json'}"
 
     def read(self, rows: range) -> tuple[list[Any], list[str]]:

@@ -30,8 +30,6 @@ MOST_NEW = 256  # tokens of an answer
 
 
 class Encoded(NamedTuple):
-    """An input of the model."""
-
     inputs: Any
     length: int = 1
     places: list[int] = []  # of the first token of each word, or of the masks
@@ -195,7 +193,6 @@ class Prompts:
 
 
 def context_length(model: Any, tokenizer: Any) -> int:
-    """Return how many tokens the model accepts."""
     config = model.config.get_text_config()
     known = (getattr(tokenizer, "model_max_length", 0), getattr(config, "max_position_embeddings", 0))
     return min((number for number in known if number and 0 < number < 1e9), default=1 << 30)

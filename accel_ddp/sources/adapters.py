@@ -77,10 +77,7 @@ def locate_base(name: str, adapters: Adapters, cache_dir: str) -> str:
 
 
 def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
-    """Return the model with low-rank adapters. Everything else is frozen, except for new modules such as a new head.
-
-    The adapters are new, or those that `--model` names.
-    """
+    """Return the model with low-rank adapters. Everything else is frozen, except for new modules such as a new head."""
     import peft
 
     given = getattr(model, "_adapters", None)

@@ -157,10 +157,7 @@ def _short_names(paths: list[str]) -> tuple[str, ...]:
 
 
 def _join(option: str, tables: list["datasets.Dataset"], paths: list[str]) -> tuple["datasets.Dataset", dict[str, str]]:
-    """Return one table, and why columns cannot be required. A column that a file lacks is empty there, as in one joined file.
-
-    Types are unified. A column whose types have nothing in common is left out.
-    """
+    """Return one table, and why columns cannot be required. A column that a file lacks is empty there, as in one joined file."""
     import datasets
 
     lacking, kinds = {}, {}

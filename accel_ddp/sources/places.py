@@ -29,10 +29,7 @@ def warn(text: str) -> None:
 
 
 def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
-    """Return a file or folder of an installed package, without running code of the package.
-
-    `option` and `name` are what the user typed, for the error message.
-    """
+    """Return a file or folder of an installed package, without running code of the package."""
     spec = find_spec(package)
     path = Path(spec.submodule_search_locations[0] if spec else "/nowhere") / inside
     if not path.exists():

@@ -72,10 +72,7 @@ def _compute_fingerprint(rows: "datasets.Dataset") -> str:
 
 @cache
 def _digest_of_code() -> str:
-    """Return a digest of the code that tokenization may call: `sources`, `tasks` and the seeds.
-
-    Changes elsewhere in the package do not change it, so they do not cause the data to be tokenized again.
-    """
+    """Return a digest of the code that tokenization may call: `sources`, `tasks` and the seeds."""
     package = Path(__file__).parents[1]
     files = [*(package / "sources").rglob("*.py"), *(package / "tasks").rglob("*.py"), package / "seeds.py"]
     digest = hashlib.blake2b(digest_size=16)

@@ -1,7 +1,4 @@
-"""Sequence-to-sequence generation: truncated texts, the settings of the search, and metrics of generated texts.
-
-The metrics come from installed packages and need no access to the Hub.
-"""
+"""Sequence-to-sequence generation: truncated texts, the settings of the search, and metrics of generated texts."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, Any

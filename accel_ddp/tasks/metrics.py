@@ -175,10 +175,7 @@ class MoreMetrics:
             self.cfg.best().require(dict.fromkeys(measured, 0.0))
 
     def add_to(self, metrics: dict[str, float], **inputs: Any) -> dict[str, float]:
-        """Return the metrics of a recipe and of `--metrics`. One that fails is reported and NaN.
-
-        `inputs` are predictions and references, if needed probabilities, and sources of texts.
-        """
+        """Return the metrics of a recipe and of `--metrics`. One that fails is reported and NaN."""
         metrics = dict(metrics)
         for name in [*(name for name in self.built_in if name not in metrics), *self.loaded]:
             try:

@@ -1,7 +1,4 @@
-"""Raw text as blocks of tokens: tokenized once and cached, or tokenized while large files are read.
-
-The texts come from tables with a column of texts, or from .txt files with a text per line.
-"""
+"""Raw text as blocks of tokens: tokenized once and cached, or tokenized while large files are read."""
 
 import hashlib
 import logging
@@ -122,10 +119,7 @@ Block = dict[str, list[int]]  # `input_ids`, and `words`: the number of each tok
 
 
 class BlockTokenizer:
-    """Tokenizes texts, finds where words begin, and makes blocks with the model's special tokens.
-
-    A block has up to `room` tokens of text between the special tokens.
-    """
+    """Tokenizes texts, finds where words begin, and makes blocks with the model's special tokens."""
 
     def __init__(self, tokenizer: Any, model: str, max_length: int):
         """`model` is the value of `--model`, for error messages."""

@@ -1,7 +1,4 @@
-"""Image classification: images are checked once, augmented, and converted to the model's inputs.
-
-They come from folders with a subfolder per class, from .npz arrays, and from tables.
-"""
+"""Image classification: images are checked once, augmented, and converted to the model's inputs."""
 
 import base64
 import dataclasses
@@ -96,10 +93,7 @@ def decode(content: bytes) -> Image.Image:
 
 
 def thumbnail(image: dict[str, Any]) -> str | None:
-    """Return a data URI of the image with at most THUMBNAIL pixels per side, or None if its file is no longer there.
-
-    It has at most a few kilobytes: .png, or .jpg for images with many colors.
-    """
+    """Return a data URI of the image with at most THUMBNAIL pixels per side, or None if its file is no longer there."""
     try:
         picture = decode(read_content(image))
     except Exception:  # types of Pillow and of the disk; every image was decoded once before training
