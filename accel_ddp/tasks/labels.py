@@ -74,8 +74,7 @@ class Labels:
         import datasets
 
         feature = train.features[column]
-        kinds = (getattr(datasets, name, datasets.Sequence) for name in ("Sequence", "List", "LargeList"))  # polars: LargeList
-        is_multi_label = isinstance(feature, tuple(kinds))
+        is_multi_label = isinstance(feature, datasets.Sequence | datasets.List | datasets.LargeList)  # polars: LargeList
         inner = feature.feature if is_multi_label else feature
         names = getattr(inner, "names", None)  # declared by the dataset, including classes without rows
         found = []

@@ -243,9 +243,8 @@ def _compute(kind: Kind, name: str, predictions: Any, references: Any, **more: A
     if kind == "numbers":
         from sklearn import metrics as sklearn
 
-        if name == "rmse":
-            return math.sqrt(sklearn.mean_squared_error(references, predictions))
-        functions = {"mae": sklearn.mean_absolute_error, "mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
+        functions = {"rmse": sklearn.root_mean_squared_error, "mae": sklearn.mean_absolute_error}
+        functions |= {"mape": sklearn.mean_absolute_percentage_error, "r2": sklearn.r2_score}
         known = functions.get(name)
         return known(references, predictions) if known else regression_metrics(predictions, references)[name]
     if kind == "texts":
