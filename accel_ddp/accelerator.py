@@ -29,7 +29,7 @@ from accel_ddp.nodes.terminal import connect_output
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.observe.display import share_terminal
 from accel_ddp.phases import LOAD
-from accel_ddp.ranks import group, reporting, signals
+from accel_ddp.ranks import group, reporting, restarts, signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.ranks.supervise import supervise_program
@@ -215,7 +215,9 @@ def _choose_output_dir(cfg: TrainConfig) -> tuple[str, str]:
     if not before:
         links.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
-    links.tell_monitor({"output_dir": os.path.abspath(cfg.output_dir), "is_watched": this_rank.is_main})
+    folder = os.path.abspath(cfg.output_dir)
+    links.by_hand = restarts.how_to_resume(folder)
+    links.tell_monitor({"output_dir": folder, "by_hand": links.by_hand, "is_watched": this_rank.is_main})
     return before, given
 
 
@@ -250,7 +252,7 @@ def _find_earlier_folder(given: str) -> str:
 
 def _tracker_names(cfg: TrainConfig) -> list[str]:
     """Return the names in `--report_to`. Raise UserError for an unknown one, and for `--log_model` without a tracker for it."""
-    names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip() not in ("", "none")))
+    names = cfg.tracker_names()
     known = sorted(LOGGER_TYPE_TO_CLASS)
     for name in names:
         if name not in known:
