@@ -373,8 +373,8 @@ into. Options, files and columns are checked before any rank starts.
 --config has options of the recipe. --config_file describes nodes and processes. It is a path or the name of a config that comes
 with accel_ddp: local.yaml (the default for one process), 1node.yaml (the default for several), 2node.yaml (the default with
 options for several nodes). Options that describe nodes and processes (--config_file, --num_processes, --num_machines,
---machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend) may follow the recipe. Other options of
-`accelerate launch` stand before the recipe, or between the recipe and `--`."""
+--machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend, --max_restarts) may follow the recipe. Other
+options of `accelerate launch` stand before the recipe, or between the recipe and `--`."""
 
 
 if __name__ == "__main__":

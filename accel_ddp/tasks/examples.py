@@ -58,7 +58,7 @@ def system_option(code: str) -> str:
     found = re.search(r'\[\{"role": "system", "content": ("(?:[^"\\]|\\.)*")', code)
     text = ast.literal_eval(found[1]) if found else ""
     # The code has only the first words of a long prompt.
-    return f" --system {shlex.quote(text) if len(text) < MAX_LENGTH / 2 else 'TEXT'}" if text else ""
+    return f" --system {shlex.quote(text) if len(text) < MAX_LENGTH - 40 else 'TEXT'}" if text else ""
 
 
 def show_rows(task: Any, cfg: Any) -> str:
