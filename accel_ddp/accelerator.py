@@ -228,7 +228,11 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
         if cfg.resume and not (given or before):
             raise UserError("--resume needs the run folder. Use --resume --output_dir runs/...")
         if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
-            _check_trackers(trackers)
+            for name in trackers:
+                if find_spec(name) is None:
+                    raise UserError(
+                        f"--report_to {name}: the package is not installed on {this_rank.host}. Run: pip install {name}"
+                    )
             ending.run_folder_lock = run_folder.claim(cfg)
             links.tell_monitor({"is_claimed": True})  # it writes incidents.jsonl; before, the folder may be another run's
             _check_hub_token(cfg)
@@ -263,12 +267,6 @@ def _tracker_names(cfg: TrainConfig) -> list[str]:
     if cfg.log_model and not {"wandb", "mlflow"} & set(names):
         raise UserError("--log_model: needs --report_to wandb or --report_to mlflow, which store artifacts.")
     return names
-
-
-def _check_trackers(names: list[str]) -> None:
-    for name in names:
-        if find_spec(name) is None:
-            raise UserError(f"--report_to {name}: the package is not installed on {this_rank.host}. Run: pip install {name}")
 
 
 def _check_hub_token(cfg: TrainConfig) -> None:

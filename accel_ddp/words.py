@@ -3,7 +3,6 @@
 Accelerate, torchrun and recipes accept `--num-processes` for `--num_processes`. Names here have underscores and no dashes before them.
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -75,13 +74,10 @@ def group_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def differences(there: Sequence[str], here: Sequence[str]) -> list[str]:
     """Return the options in which two commands differ, with both values."""
-    scripts = [" ".join(itertools.takewhile(lambda word: not word.startswith("--"), words)) for words in (there, here)]
-    if scripts[0] != scripts[1]:
-        return [f"the script is {scripts[0]} there and {scripts[1]} here"]
-    options = [dict(group_values(words)) for words in (there, here)]
+    one, other = (dict(group_values(["--", *words])) for words in (there, here))  # the script has no name
     shown = lambda values: "not given" if values is None else " ".join(values) or "given"
-    names = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
-    return [f"--{name} is {shown(options[0].get(name))} there and {shown(options[1].get(name))} here" for name in names]
+    different = [(f"--{name}" if name else "the script", name) for name in {**one, **other} if one.get(name) != other.get(name)]
+    return [f"{title} is {shown(one.get(name))} there and {shown(other.get(name))} here" for title, name in different]
 
 
 def script_at(words: Sequence[str], names: Collection[str] = ()) -> int:

@@ -95,10 +95,7 @@ def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | N
 
 
 def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0) -> str:
-    """Return the end of the message of a failure: that the launcher restarts the ranks, or what the user does (`by_hand`).
-
-    `code` is the exit code of the ranks. `parent` is the parent of the ranks if the caller is another process.
-    """
+    """Return the end of a message about ranks that exit with `code`: the launcher restarts them, or what the user does."""
     used, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     failed_steps = read_run(launcher_pid(parent)).get("failed_steps", [])
     if used < most and not why_not_restarted({"exit_code": code, "step": step}, failed_steps):
