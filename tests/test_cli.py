@@ -388,7 +388,8 @@ def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
     trains = [PROGRAMS / "trains.py", "--step_seconds", "0.5", "--save_every", "100", "--output_dir", tmp_path / "run"]
     (tmp_path / "single.yaml").write_text(SINGLE)
     command = [ACCEL_DDP, "run", "--config_file", "single.yaml", *trains]
-    running = Running([command], [clean_environment()], cwd=tmp_path)
+    environment = clean_environment(SLURM_JOB_ID=None, KUBERNETES_SERVICE_HOST=None)  # a user has typed it
+    running = Running([command], [environment], cwd=tmp_path)
     running.until("step  2/12")
     launcher = psutil.Process(running.processes[0].pid)
     (rank,) = launcher.children()

@@ -213,7 +213,8 @@ def test_a_replacement_with_another_option_is_refused_by_name_and_the_job_waits_
 def start_two_ranks(launcher: list, cwd: Path, *arguments: object, program: tuple = (TRAINS,)) -> Running:
     """Start two ranks of one node, which are restarted 5 times at most."""
     command = [*launcher, "--max_restarts", 5, *program, *arguments]
-    return Running([command], [clean_environment(OMP_NUM_THREADS="1")], cwd=cwd)
+    environment = clean_environment(OMP_NUM_THREADS="1", SLURM_JOB_ID=None, KUBERNETES_SERVICE_HOST=None)  # a user has typed it
+    return Running([command], [environment], cwd=cwd)
 
 
 def torchrun() -> list:
