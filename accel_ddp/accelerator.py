@@ -29,7 +29,7 @@ from accel_ddp.nodes.terminal import connect_output
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.observe.display import share_terminal
 from accel_ddp.phases import LOAD
-from accel_ddp.ranks import group, reporting, signals
+from accel_ddp.ranks import group, reporting, restarts, signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import ending, links, this_rank
 from accel_ddp.ranks.supervise import supervise_program
@@ -215,7 +215,9 @@ def _choose_output_dir(cfg: TrainConfig) -> tuple[str, str]:
     if not before:
         links.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
-    links.tell_monitor({"output_dir": os.path.abspath(cfg.output_dir), "is_watched": this_rank.is_main})
+    folder = os.path.abspath(cfg.output_dir)
+    links.by_hand = restarts.how_to_resume(folder)
+    links.tell_monitor({"output_dir": folder, "by_hand": links.by_hand, "is_watched": this_rank.is_main})
     return before, given
 
 
@@ -226,7 +228,11 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
         if cfg.resume and not (given or before):
             raise UserError("--resume needs the run folder. Use --resume --output_dir runs/...")
         if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
-            _check_trackers(trackers)
+            for name in trackers:
+                if find_spec(name) is None:
+                    raise UserError(
+                        f"--report_to {name}: the package is not installed on {this_rank.host}. Run: pip install {name}"
+                    )
             ending.run_folder_lock = run_folder.claim(cfg)
             links.tell_monitor({"is_claimed": True})  # it writes incidents.jsonl; before, the folder may be another run's
             _check_hub_token(cfg)
@@ -250,7 +256,7 @@ def _find_earlier_folder(given: str) -> str:
 
 def _tracker_names(cfg: TrainConfig) -> list[str]:
     """Return the names in `--report_to`. Raise UserError for an unknown one, and for `--log_model` without a tracker for it."""
-    names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip() not in ("", "none")))
+    names = cfg.tracker_names()
     known = sorted(LOGGER_TYPE_TO_CLASS)
     for name in names:
         if name not in known:
@@ -261,12 +267,6 @@ def _tracker_names(cfg: TrainConfig) -> list[str]:
     if cfg.log_model and not {"wandb", "mlflow"} & set(names):
         raise UserError("--log_model: needs --report_to wandb or --report_to mlflow, which store artifacts.")
     return names
-
-
-def _check_trackers(names: list[str]) -> None:
-    for name in names:
-        if find_spec(name) is None:
-            raise UserError(f"--report_to {name}: the package is not installed on {this_rank.host}. Run: pip install {name}")
 
 
 def _check_hub_token(cfg: TrainConfig) -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel_ddp import __version__
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.options import properties_of
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
-from accel_ddp.nodes.launcher import parse_accelerate_command, stated_precision
+from accel_ddp.nodes.launcher import TYPED, launch_options, parse_accelerate_command, stated_precision
+from accel_ddp.records.redaction import redact_command
 from accel_ddp.text import counted, did_you_mean, nearest, table
 from accel_ddp.words import find_options, name_of, script_at, without
 
@@ -116,6 +118,7 @@ def _run(words: list[str]) -> int:
         if option.value and option.value.isdigit():
             launch = without(launch, [option])
             os.environ["CUDA_VISIBLE_DEVICES"] = option.value
+    os.environ[TYPED] = f"{os.getpid()} {shlex.join(redact_command(['accel-ddp', 'run', *words]))}"
     _replace_process([*launcher, *with_config(launch), str(script), *options])
 
 
@@ -190,6 +193,7 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
                 recipe_files.recipe_path(word)  # raises UserError with the nearest name
         raise UserError(f"accel-ddp run needs a recipe, for example `accel-ddp run classify`. Recipes are: {', '.join(names)}.")
     launch, recipe, rest = words[:at], words[at], words[at + 1 :]
+    _check_launch_options(launch, words[at:])
     if "--" in rest:
         border = rest.index("--")
         return launch + rest[:border], recipe, rest[border + 1 :]
@@ -199,6 +203,21 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
             raise UserError(f"{rest[option.at]} needs a value.")
         launch += rest[option.at : option.end]
     return launch, recipe, without(rest, moved)
+
+
+def _check_launch_options(launch: list[str], behind: list[str]) -> None:
+    """Raise UserError for a word before the recipe that `accelerate launch` does not know. It would print its whole usage."""
+    known, kept, moved = launch_options(), list[str](), list[str]()
+    words = kept
+    for word in launch:
+        if word.startswith("-"):
+            words = moved if known and (name := name_of(word)) and name not in known else kept
+        words.append(word)
+    for name in filter(None, map(name_of, moved)):
+        if name not in properties_of(RecipeConfig) and (meant := did_you_mean(name, known, "--{}", cutoff=0.8)):
+            raise UserError(f"--{name}: `accelerate launch` has no such option.{meant}")
+        command = shlex.join(["accel-ddp", "run", *kept, *behind, *moved])
+        raise UserError(f"--{name}: options before the recipe are those of `accelerate launch`. Run: {command}")
 
 
 def with_config(launch: list[str]) -> list[str]:
@@ -354,8 +373,8 @@ into. Options, files and columns are checked before any rank starts.
 --config has options of the recipe. --config_file describes nodes and processes. It is a path or the name of a config that comes
 with accel_ddp: local.yaml (the default for one process), 1node.yaml (the default for several), 2node.yaml (the default with
 options for several nodes). Options that describe nodes and processes (--config_file, --num_processes, --num_machines,
---machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend) may follow the recipe. Other options of
-`accelerate launch` stand before the recipe, or between the recipe and `--`."""
+--machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend, --max_restarts) may follow the recipe. Other
+options of `accelerate launch` stand before the recipe, or between the recipe and `--`."""
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from accel_ddp.phases import CHECK, COMPILE, DATA, DEVICE, END, HOOKS, LOAD, MET
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import LAUNCHER_DIED, EvaluationStopped, Failure, Stopped
-from accel_ddp.ranks.process import Exit, Moment, ending
+from accel_ddp.ranks.process import Exit, Moment, ending, links
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving import restart_record
@@ -463,18 +463,9 @@ class TrainingRun:
             return Failure(
                 "unsaved", f"a stop was requested by {reason}, but {unsaved}. --resume continues from an older checkpoint."
             )
-        if reason.startswith(LAUNCHER_DIED):
-            return Failure(
-                "died",
-                f"{reason}. Step {self.step} of {self.total_steps} is saved. Start the launcher again with the same command and "
-                f"--resume --output_dir {self.cfg.output_dir}",
-                step=self.step,
-            )
-        return Failure(
-            "stopped",
-            f"requested by {reason}. Step {self.step} of {self.total_steps} is saved. To continue, run the same command with "
-            f"--resume --output_dir {self.cfg.output_dir}",
-        )
+        text = f"{reason}. Step {self.step} of {self.total_steps} is saved. To continue, {links.by_hand}"
+        is_orphan = reason.startswith(LAUNCHER_DIED)
+        return Failure("died", text, step=self.step) if is_orphan else Failure("stopped", f"requested by {text}")
 
 
 def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_steps: int) -> None:

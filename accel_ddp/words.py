@@ -72,6 +72,14 @@ def group_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return groups
 
 
+def differences(there: Sequence[str], here: Sequence[str]) -> list[str]:
+    """Return the options in which two commands differ, with both values."""
+    one, other = (dict(group_values(["--", *words])) for words in (there, here))  # the script has no name
+    shown = lambda values: "not given" if values is None else " ".join(values) or "given"
+    different = [(f"--{name}" if name else "the script", name) for name in {**one, **other} if one.get(name) != other.get(name)]
+    return [f"{title} is {shown(one.get(name))} there and {shown(other.get(name))} here" for title, name in different]
+
+
 def script_at(words: Sequence[str], names: Collection[str] = ()) -> int:
     """Return the place of the first word that is a Python file or one of `names`, or the number of words."""
     return next((place for place, word in enumerate(words) if word.endswith(".py") or word in names), len(words))

@@ -16,6 +16,8 @@ import torch
 from accel_ddp import __version__, cli
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import recipe_files
+from accel_ddp.nodes.launcher import launch_options
+from accel_ddp.words import name_of
 from tests.conftest import BIN, PROGRAMS, ROOT, SINGLE, Running, clean_environment, free_port, run_all
 
 ACCEL_DDP = BIN / "accel-ddp"
@@ -60,6 +62,16 @@ def test_the_version_is_printed(capsys):
         (
             ["run", "classify", "--config_file", "3node"],
             "1node.yaml, 2node.yaml, 2node_fsdp.yaml, fsdp.yaml, local.yaml",
+        ),
+        (
+            ["run", "--debug", "--resume", "--lr", "1e-4", "sft", "--steps", "2"],
+            "--resume: options before the recipe are those of `accelerate launch`. "
+            "Run: accel-ddp run --debug sft --steps 2 --resume --lr 1e-4\n",
+        ),
+        (["run", "--messages_column", "chat", "sft"], "Run: accel-ddp run sft --messages_column chat\n"),
+        (
+            ["run", "--max_restart", "3", "sft"],
+            "--max_restart: `accelerate launch` has no such option. Did you mean --max_restarts?\n",
         ),
         (["copy", "clasify"], "Did you mean 'classify'?"),
     ],
@@ -135,6 +147,8 @@ def test_recipes_have_no_option_that_describes_nodes():
     sys.path.insert(0, str(ROOT / "recipes"))
     of_launcher = {name for action in launch_command_parser()._actions for name in action.option_strings if action.nargs is None}
     assert {f"--{name}" for name in cli.NODE_OPTIONS} <= of_launcher
+    every = {name_of(name) for action in launch_command_parser()._actions for name in action.option_strings}
+    assert every - {""} <= launch_options()
     for name in recipe_files.recipe_names():
         of_recipe = {field.name for field in dataclasses.fields(importlib.import_module(name).Config)}
         assert not of_recipe & set(cli.NODE_OPTIONS), name
@@ -374,7 +388,8 @@ def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
     trains = [PROGRAMS / "trains.py", "--step_seconds", "0.5", "--save_every", "100", "--output_dir", tmp_path / "run"]
     (tmp_path / "single.yaml").write_text(SINGLE)
     command = [ACCEL_DDP, "run", "--config_file", "single.yaml", *trains]
-    running = Running([command], [clean_environment()], cwd=tmp_path)
+    environment = clean_environment(SLURM_JOB_ID=None, KUBERNETES_SERVICE_HOST=None)  # a user has typed it
+    running = Running([command], [environment], cwd=tmp_path)
     running.until("step  2/12")
     launcher = psutil.Process(running.processes[0].pid)
     (rank,) = launcher.children()
@@ -385,6 +400,8 @@ def test_run_waits_for_its_rank_after_ctrl_c(tmp_path):
     assert ended.codes == [1], "accelerate launch returns 1 for every failure of a single process"
     assert "Traceback" not in ended.text
     assert len(list((tmp_path / "run").glob("step_*"))) == 1
+    again = f"accel-ddp run --config_file single.yaml {PROGRAMS / 'trains.py'} --step_seconds 0.5 --save_every 100"
+    assert f"To continue, run: {again} --resume --output_dir {tmp_path / 'run'}\n" in ended.text
 
 
 def test_launchers_of_several_ranks_print_one_line_for_a_wrong_option_and_a_report_after_a_failure(tmp_path):

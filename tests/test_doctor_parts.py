@@ -1,5 +1,6 @@
 """The doctor's parts: variables of launchers, files, GPUs as a driver reports them, and data from untrusted peers."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 
 from accel_ddp.doctor import (
     at_launch,
+    check_options,
     compare_nodes,
     facts,
     findings,
@@ -88,9 +90,9 @@ def test_a_process_without_rank_variables_is_one_node(environment, monkeypatch, 
     assert (mine.node_rank, mine.num_nodes, mine.num_ranks, mine.local_rank, mine.num_local_processes) == (1, 2, 4, 1, 2)
     (tmp_path / "run.yaml").write_text("preflight: off\npreflight_wait: 7\n")
     words = ["recipe.py", "--config", str(tmp_path / "run.yaml")]
-    assert launcher_restarts.read_recipe_option(words, "preflight", "on") == "False"
-    assert launcher_restarts.read_recipe_option([*words, "--preflight=on"], "preflight", "on") == "on"
-    assert launcher_restarts.read_recipe_option(words, "preflight_wait", "") == "7"
+    assert check_options.read_recipe_option(words, "preflight", "on") == "False"
+    assert check_options.read_recipe_option([*words, "--preflight=on"], "preflight", "on") == "on"
+    assert check_options.read_recipe_option(words, "preflight_wait", "") == "7"
 
 
 def test_a_module_of_the_working_directory_is_recognized(tmp_path, monkeypatch):
@@ -121,6 +123,14 @@ def test_invalid_values_files_and_options_are_reported_without_a_traceback(envir
     assert "unrecognized arguments: --machine_rnak 1. Did you mean --machine_rank?" in ended.texts[1]
     assert "none.py: there is no such script" in ended.texts[2]
     assert "Traceback" not in ended.text
+
+
+@pytest.mark.usefixtures("environment")
+def test_configs_that_come_with_accel_ddp_are_found_by_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    given = command.add_options(argparse.ArgumentParser()).parse_args(["--config_file", "2node.yaml", "--machine_rank", "1"])
+    topology, _ = command.read_options(given, [])
+    assert (topology.node_rank, topology.num_nodes) == (1, 2)
 
 
 def test_a_running_rendezvous_is_told_apart_from_other_programs():

@@ -8,8 +8,7 @@ import pytest
 
 from accel_ddp import cli
 from accel_ddp.config.parsing import parse_config
-from accel_ddp.doctor.check_options import load_recipe
-from accel_ddp.doctor.launcher_restarts import read_recipe_option
+from accel_ddp.doctor.check_options import load_recipe, read_recipe_option
 from accel_ddp.nodes.recipe_files import examples, options_path, place_example, recipe_path
 from tests.conftest import BIN, ROOT, clean_environment, run_all
 

@@ -54,6 +54,16 @@ def test_own_data_are_suggested_after_built_in_data_only(tmp_path, tiny_model, c
     assert printed == [True, False, False]
 
 
+def test_the_system_prompt_of_the_data_is_an_option_of_the_suggested_chat():
+    code = lambda *messages: f'use = pipeline("text-generation", {{model}})({examples.literal(list(messages))}, max_new_tokens=9)'
+    user = {"role": "user", "content": '[{"role": "system", "content": "no"}'}
+    for text in filter(None, TEXTS):
+        option = examples.system_option(code({"role": "system", "content": text}, user))
+        assert shlex.split(option) == ["--system", text]
+    assert examples.system_option(code(user)) == examples.system_option("") == ""
+    assert examples.system_option(code({"role": "system", "content": examples.shorten("word " * 100)})) == " --system TEXT"
+
+
 def test_long_texts_are_shortened_between_words():
     assert examples.shorten("word " * 100) == " ".join(["word"] * 31)
     assert len(examples.shorten("x" * 1000)) == examples.MAX_LENGTH

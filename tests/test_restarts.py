@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -211,7 +213,8 @@ def test_a_replacement_with_another_option_is_refused_by_name_and_the_job_waits_
 def start_two_ranks(launcher: list, cwd: Path, *arguments: object, program: tuple = (TRAINS,)) -> Running:
     """Start two ranks of one node, which are restarted 5 times at most."""
     command = [*launcher, "--max_restarts", 5, *program, *arguments]
-    return Running([command], [clean_environment(OMP_NUM_THREADS="1")], cwd=cwd)
+    environment = clean_environment(OMP_NUM_THREADS="1", SLURM_JOB_ID=None, KUBERNETES_SERVICE_HOST=None)  # a user has typed it
+    return Running([command], [environment], cwd=cwd)
 
 
 def torchrun() -> list:
@@ -244,7 +247,13 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
     ended = running.ended()
     assert ended.codes == [75], ended.text
     assert "restart 1 of 5: RANK_DIED: rank 1 " in ended.text
+    died = r"error: RANK_DIED: rank 1 .*\. The launcher restarts the ranks from the last checkpoint \(restart 1 of 5\)\.\n"
+    assert re.search(died, ended.text), ended.text
     assert "stopped: requested by the file" in ended.text
+    command = json.loads((folder / "log.jsonl").read_text().splitlines()[0])["launcher"]
+    assert command[:2] == ["accelerate-launch", "--config_file"]
+    assert command[-len(options) :] == [str(word) for word in options]
+    assert f"To continue, run: {shlex.join(command)} --resume --output_dir {folder}\n" in ended.text
     assert len(restarts_of(folder)) == 1, "the stop was taken for a failure"
     assert list((tmp_path / "runs" / "trains").iterdir()) == [folder]
     ids = {path.name.rsplit("-", 1)[1] for path in (folder / "wandb").glob("offline-run-*")}
@@ -356,6 +365,28 @@ def test_an_attempt_is_restarted_only_if_that_can_help(code, step, failed_steps,
     ended = None if code is None else {"exit_code": code, "step": step}
     assert restart_files.why_not_restarted(ended, failed_steps).startswith(reason)
     assert bool(restart_files.why_not_restarted(ended, failed_steps)) == bool(reason)
+
+
+def test_a_failure_advises_resume_only_if_the_launcher_does_not_restart_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    by_hand = "To continue from the last checkpoint, run: accel-ddp run x"
+
+    def advice(used, code=1, step=5):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(used))
+        return restart_files.how_to_continue(code, step, "run: accel-ddp run x")
+
+    assert advice(0) == by_hand
+    variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", restart_files.LAUNCHER: str(os.getpid())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert advice(1) == "The launcher restarts the ranks from the last checkpoint (restart 2 of 2)."
+    assert advice(1, code=2) == by_hand
+    assert advice(2) == f"No restart of --max_restarts 2 is left. {by_hand}"
+    restart_files.store_run(os.getpid(), failed_steps=[5, 5])
+    assert (advice(1), advice(1, step=8)) == (
+        by_hand,
+        "The launcher restarts the ranks from the last checkpoint (restart 2 of 2).",
+    )
 
 
 def test_attempts_that_all_fail_before_their_first_step_end_the_job():

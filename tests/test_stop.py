@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import sys
 import time
@@ -122,7 +123,8 @@ def test_a_killed_rank_is_named_once_on_its_node_and_ends_the_others(tmp_path):
 def test_a_killed_rank_of_a_launcher_is_named_once(tmp_path):
     """The launcher immediately sends SIGTERM to the other ranks of the node."""
     command = [BIN / "torchrun", "--nproc_per_node", 3, "--master_port", free_port(), TRAINS, *OPTIONS, "--global_batch_size", 6]
-    running = Running([[*command, "--output_dir", tmp_path / "launched", "--step_seconds", 0.5]], [clean_environment()])
+    environment = clean_environment(SLURM_JOB_ID=None, KUBERNETES_SERVICE_HOST=None)  # a user has typed it
+    running = Running([[*command, "--output_dir", tmp_path / "launched", "--step_seconds", 0.5]], [environment])
     running.until("step  2/12")
     launched = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
     next(process for process in launched if process.environ()["RANK"] == "1").kill()
@@ -130,6 +132,8 @@ def test_a_killed_rank_of_a_launcher_is_named_once(tmp_path):
     assert ended.codes == [1], ended.text
     assert len(re.findall(rf"^{DIED}", ended.text, re.MULTILINE)) == 1, ended.text
     assert "stopped:" not in ended.text
+    again = shlex.join(["torchrun", *map(str, command[1:]), "--step_seconds", "0.5", "--resume"])
+    assert f"To continue from the last checkpoint, run: {again} --output_dir {tmp_path / 'launched'}\n" in ended.text
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])

@@ -125,6 +125,10 @@ class TrainConfig(
         """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
         return choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
+    def tracker_names(self) -> list[str]:
+        """Return the names in `--report_to`, each once."""
+        return list(dict.fromkeys(name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")))
+
     @property
     def step_size(self) -> int:
         """The items of a step, or its tokens with `--global_batch_tokens`."""

@@ -1,5 +1,6 @@
 """What the doctor checks besides the nodes themselves: `CheckOptions`, also derived from a recipe and its options."""
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -9,13 +10,17 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig, options_that_must_match
 from accel_ddp.doctor import host
 from accel_ddp.doctor.findings import Finding
 from accel_ddp.errors import UserError
+from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.run_secret import NodeKeys, read_secret
+from accel_ddp.words import find_options
 
 
 @dataclass(kw_only=True)
@@ -100,6 +105,29 @@ def load_recipe(path: Path) -> Any:
     sys.path.insert(0, str(path.parent))  # own_loop.py imports classify.py
     spec.loader.exec_module(module)
     return module
+
+
+def read_recipe_option(argv: list[str], name: str, default: str) -> str:
+    """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
+    value = default
+    for option in find_options(argv, ("config", name)):
+        if option.name == name:
+            value = option.value or ""
+            continue
+        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):  # the recipe reports it
+            value = str((yaml.safe_load(recipe_files.options_path(option.value or "").read_text()) or {}).get(name, value))
+    return value
+
+
+def runs_preflight(argv: list[str]) -> bool:
+    """Return whether the options of the recipe leave the preflight on."""
+    return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
+
+
+def wait_of(argv: list[str]) -> float:
+    """Return for how many seconds to wait for other nodes."""
+    wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
+    return float(wait) if wait.replace(".", "", 1).isdigit() else CheckOptions.wait_seconds
 
 
 def model_bytes(model: str) -> int:

@@ -15,6 +15,7 @@ from accel_ddp.doctor.cluster import check_cluster, print_progress
 from accel_ddp.doctor.collective_launch import run_collectives
 from accel_ddp.doctor.host import HOST
 from accel_ddp.errors import USER_ERROR, UserError
+from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import check_rank_variables, is_world_of_mpi
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, topology_of_this_rank
@@ -34,7 +35,7 @@ error, 2 an invalid command line."""
 def add_shared_options(parser: argparse.ArgumentParser) -> Any:
     """Add the options that `accel-ddp doctor` and `accel-ddp tune` share. Return the group for what is checked."""
     node = parser.add_argument_group("the position of this node, as for accelerate launch or torchrun")
-    node.add_argument("--config_file", default="", help="an accelerate config, for example accelerate_configs/2node.yaml")
+    node.add_argument("--config_file", default="", help="an accelerate config: a path, or one of ours, such as 2node.yaml")
     add = lambda *names, **more: node.add_argument(*spellings(*names), dest=names[0], **more)
     add("machine_rank", "node_rank", type=int, help="0 on the main node; 1, 2 ... on the others")
     add("num_machines", "nnodes", help="number of nodes")
@@ -117,7 +118,7 @@ def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology
     if not is_typed and is_world_of_mpi():
         check_rank_variables()
     if "TORCHELASTIC_RUN_ID" not in os.environ and (is_typed or not topology.is_launched):
-        topology = find_topology(typed, given.config_file)
+        topology = find_topology(typed, given.config_file and str(recipe_files.config_path(given.config_file)))
         topology.accelerate_config |= {name: getattr(given, name) for name in ("mixed_precision", "cpu") if getattr(given, name)}
     resolve_main = lambda: host.resolve(topology.main_address)
     is_alone = topology.num_nodes == 1 and topology.num_local_processes == 1

@@ -24,7 +24,6 @@ import asyncio
 import atexit
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -40,15 +39,12 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-import yaml
-
 from accel_ddp import compat
 from accel_ddp.doctor import cluster, host
-from accel_ddp.doctor.check_options import CheckOptions
+from accel_ddp.doctor.check_options import CheckOptions, runs_preflight, wait_of
 from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import (
     CONFIG_FILE,
     find_config_file,
@@ -61,7 +57,7 @@ from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import Topology, find_topology
 from accel_ddp.records.redaction import redact_command
 from accel_ddp.watch import restart_files
-from accel_ddp.words import find_options, group_values, value_of
+from accel_ddp.words import differences, value_of
 
 IMPATIENCE_SECONDS = 60.0  # a node that waits longer for the next round has lost its ranks without a diagnosis on the others
 DECIDE_SECONDS = 2.0  # for the monitors to find out which rank has died
@@ -90,35 +86,12 @@ def prepare_launcher(argv: list[str]) -> None:
         names = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend")
         given = {name: request.get(name) for name in names}
         find = lambda: find_topology(given, find_config_file(sys.orig_argv))
-        _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, find if _is_checked(argv) else None, argv[0])
+        _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, find if runs_preflight(argv) else None, argv[0])
     num_nodes = request.get("num_machines")
-    if _is_checked(argv) and isinstance(num_nodes, int) and num_nodes > 1:
+    if runs_preflight(argv) and isinstance(num_nodes, int) and num_nodes > 1:
         # If another program has the main port, Accelerate raises an exception on node 0 before the preflight begins, and the other
         # nodes do not receive the reason. The preflight reports it on every node.
         compat.skip_port_check()
-
-
-def read_recipe_option(argv: list[str], name: str, default: str) -> str:
-    """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
-    value = default
-    for option in find_options(argv, ("config", name)):
-        if option.name == name:
-            value = option.value or ""
-            continue
-        with contextlib.suppress(OSError, yaml.YAMLError, AttributeError):  # the recipe reports it
-            value = str((yaml.safe_load(recipe_files.options_path(option.value or "").read_text()) or {}).get(name, value))
-    return value
-
-
-def _is_checked(argv: list[str]) -> bool:
-    """Return whether the options of the recipe leave the preflight on."""
-    return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
-
-
-def _read_wait(argv: list[str]) -> float:
-    """Return for how many seconds to wait for other nodes."""
-    wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
-    return float(wait) if wait.replace(".", "", 1).isdigit() else CheckOptions.wait_seconds
 
 
 def adopt_config() -> None:
@@ -158,7 +131,7 @@ def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable
 
 def create_after_preflight(params: Any, backend: str, create: Callable[[Any], Any], argv: list[str]) -> "RestartingRendezvous":
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
-    is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and _is_checked(argv)
+    is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and runs_preflight(argv)
     request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
     num_ranks = (request or {}).get("num_processes")
     num_ranks = max(0, num_ranks) if isinstance(num_ranks, int) else 0
@@ -183,7 +156,7 @@ def create_after_preflight(params: Any, backend: str, create: Callable[[Any], An
     variables = {**os.environ, "GROUP_WORLD_SIZE": str(params.max_nodes)}
     _check_sharding(variables, num_ranks, find if is_on else None, argv[0])
     max_restarts = _find_in_frames(traceback.walk_stack(sys._getframe()), "config", lambda one: getattr(one, "max_restarts", 0))
-    return RestartingRendezvous(params, backend, create, check, argv, _read_wait(argv), max_restarts or 0)
+    return RestartingRendezvous(params, backend, create, check, argv, wait_of(argv), max_restarts or 0)
 
 
 def _endpoint_of(params: Any, backend: str) -> tuple[str, int]:
@@ -197,7 +170,7 @@ def _run_preflight(topology: Topology, argv: list[str], is_running: Callable[[],
     """Check all nodes. Return True instead if the launchers of the other nodes have already been checked and `is_running()`."""
     options = CheckOptions(
         script=argv[0], measures_bandwidth=False, sets_interface=True, no_answer_seconds=host.PREFLIGHT_NO_ANSWER,
-        wait_seconds=_read_wait(argv), may_join_rendezvous=topology.node_rank != 0,  # the launcher of node 0 opens the store itself
+        wait_seconds=wait_of(argv), may_join_rendezvous=topology.node_rank != 0,  # the launcher of node 0 opens the store itself
     )  # fmt: skip
     outcome = asyncio.run(cluster.check_cluster(topology, options, print_progress))
     if any(finding.code == "I_RENDEZVOUS" for finding in outcome.findings):  # a store is open at the main port
@@ -515,20 +488,9 @@ class RestartingRendezvous:
             return json.loads(store.get(self.any_job_key)) if store.check([self.any_job_key]) else []
 
         found = call_with_timeout(find, 2 * PROBE_SECONDS, [])
-        if found and (different := _differences(redact_command(found), redact_command(self.command))):
+        if found and (different := differences(redact_command(found), redact_command(self.command))):
             raise UserError(
                 f"a job runs at {address}:{port}, and this node cannot join it, because its options differ: {'; '.join(different)}. "
                 f"Start {HOST} with the same command as the other nodes, or use another port for another job."
             )
         return bool(found)
-
-
-def _differences(there: list[str], here: list[str]) -> list[str]:
-    """Return the options in which two commands differ, with both values."""
-    scripts = [" ".join(itertools.takewhile(lambda word: not word.startswith("--"), words)) for words in (there, here)]
-    if scripts[0] != scripts[1]:
-        return [f"the script is {scripts[0]} there and {scripts[1]} here"]
-    options = [dict(group_values(words)) for words in (there, here)]
-    shown = lambda values: "not given" if values is None else " ".join(values) or "given"
-    names = [name for name in {**options[0], **options[1]} if options[0].get(name) != options[1].get(name)]
-    return [f"--{name} is {shown(options[0].get(name))} there and {shown(options[1].get(name))} here" for name in names]

@@ -166,8 +166,9 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: 
             is_there = Path(written["base_model_name_or_path"]).is_dir()
             lines[-1] += f" If the model moves, change {where}." if is_there else f" First write the model's folder into {where}."
     config = files.get(f"{BASE}/config.json") or files["config.json"]
-    use = "chat {}" if b"ForCausalLM" in config or b"LMHeadModel" in config else "predict {} --input FILE --output FILE"
-    lines.append(f"use:  accel-ddp {use.format(shlex.quote(str(folder)))}")
+    place, can_chat = shlex.quote(str(folder)), b"ForCausalLM" in config or b"LMHeadModel" in config
+    use = f"chat {place}{examples.system_option(example)}" if can_chat else f"predict {place} --input FILE --output FILE"
+    lines.append(f"use:  accel-ddp {use}")
     return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
 
 

@@ -106,7 +106,7 @@ class JobOnNode:
         pairs = zip(request["words"], request["kinds"])
         words = [node_checks.find_file(word, kind) or word if kind else word for word, kind in pairs]
         words = expand_run_folder(words, request["run_folder"])
-        env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder}
+        env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder, "ACCEL_DDP_GUARD": "1"}
         if config := request["env"].get(CONFIG_FILE):
             env[CONFIG_FILE] = node_checks.find_file(config, "accelerate_configs") or config
         env["PATH"] = node_checks.path_of_programs(env)

@@ -12,10 +12,14 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import runpy
+import shlex
 import signal
 import sys
 import zlib
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +40,9 @@ DISTRIBUTED_TYPES = {
 }  # fmt: skip
 # The accelerate config of ranks that torchrun starts. `accel-ddp launch` sets it where Accelerate cannot start the ranks.
 CONFIG_FILE = "ACCEL_DDP_CONFIG_FILE"
+# `accel-ddp run` sets its pid, which becomes the launcher's, and its words, to which it adds options for the launcher.
+TYPED = "_ACCEL_DDP_TYPED"
+_OTHER_STARTERS = {"SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "ACCEL_DDP_GUARD"}  # the user has typed another command
 # Names of the rank, the number of ranks, the local rank and the number of local ranks.
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
@@ -112,15 +119,30 @@ def find_config_file(argv: list[str]) -> str:
     return next((str(file) for file in _configs_of_wizard()), "")
 
 
-def find_accelerate_request() -> dict[str, Any] | None:
-    """Return the settings and options given to the `accelerate launch` that started this process, or None if none did."""
+def _read_parents() -> Iterator[tuple[str, list[str]]]:
+    """Yield pid and command line of the two processes above. A shell script may run between a launcher and a rank."""
     import psutil
 
     for parent in psutil.Process().parents()[:2]:
         with contextlib.suppress(psutil.Error):
-            if (request := parse_accelerate_command(parent.cmdline())) is not None:
-                return request
-    return None
+            yield str(parent.pid), parent.cmdline()
+
+
+def find_accelerate_request() -> dict[str, Any] | None:
+    """Return the settings and options given to the `accelerate launch` that started this process, or None if none did."""
+    return next((found for _, words in _read_parents() if (found := parse_accelerate_command(words)) is not None), None)
+
+
+def find_launcher_command() -> list[str]:
+    """Return the `accel-ddp run`, `accelerate launch` or torchrun that a user has typed to start this rank, or [] if none was."""
+    run, _, typed = os.environ.get(TYPED, "").partition(" ")
+    for pid, words in _read_parents() if not _OTHER_STARTERS & os.environ.keys() else ():
+        names = [os.path.basename(word) for word in words[:4]]
+        if pid == run:  # a launcher that a rank has started inherits the variable
+            return shlex.split(typed)
+        if {"torchrun", "torch.distributed.run"} & {*names} or parse_accelerate_command(words) is not None:
+            return [*names[1:2], *words[2:]] if {"accelerate", "accelerate-launch", "torchrun"} & {*names[1:2]} else words
+    return []
 
 
 def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
@@ -149,6 +171,13 @@ def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
     except UserError:  # accelerate reads the same file and reports the problem itself
         base = {}
     return {**base, **given}
+
+
+def launch_options() -> set[str]:
+    """Return the names of all options of `accelerate launch` (tested: 1.15), from its source, because its import takes seconds."""
+    found = find_spec("accelerate")
+    file = Path(found.origin if found and found.origin else "").parent / "commands" / "launch.py"
+    return {name.replace("-", "_") for name in re.findall(r'"--([\w-]+)"', file.read_text())} if file.is_file() else set()
 
 
 def stated_precision(config: dict[str, Any]) -> str:

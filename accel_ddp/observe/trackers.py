@@ -167,13 +167,12 @@ class Trackers(Hook):
         self.scale = Scale(0, cfg.global_batch_size, ())
         self.total_steps = self.step = 0
         self.is_closed = False
-        names = list(dict.fromkeys(name.strip() for name in cfg.report_to.split(",") if name.strip() not in ("", "none")))
         folder = str(accelerator.logging_dir or cfg.output_dir)
         # wandb and others record the command line. All options are parsed by now.
         sys.argv[:] = redact_command(sys.argv)
         ending.run(Moment.TRACKERS)  # those of an earlier `fit`, which nothing else would close before the process ends
         keep_forks_apart_from_starts()  # of the programs of trackers, and of data workers
-        self.threads = [TrackerThread(make_tracker(name, cfg, folder)) for name in names]
+        self.threads = [TrackerThread(make_tracker(name, cfg, folder)) for name in cfg.tracker_names()]
         self._put("import", Tracker.load.__name__)
         wait = cfg.tracker_wait  # the last numbers take seconds; more would delay the next job if a server does not answer
         finished = max(wait, MODEL_SECONDS) if cfg.log_model else wait

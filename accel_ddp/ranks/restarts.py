@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import tempfile
 import time
 from typing import Any, NoReturn
@@ -12,12 +13,15 @@ import torch.distributed as dist
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import INTERRUPTED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.nodes.launcher import find_launcher_command
 from accel_ddp.ranks.agreement import REPORT_EVERY
 from accel_ddp.ranks.failures import Failure, Stopped
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.records.redaction import HIDDEN, redact_command
 from accel_ddp.text import ranks_text
 from accel_ddp.watch import restart_files
 from accel_ddp.watch.restart_files import current_round, launcher_pid, read_outcome
+from accel_ddp.words import find_options, without
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +66,17 @@ def newest_run(runs: list[dict[str, Any]]) -> dict[str, Any]:
     if failures:  # a failure with a step comes from a node that has received the diagnosis
         found["failure"] = max(failures, key=lambda failure: (failure.get("step") is not None, failure.get("time") or 0))
     return found
+
+
+def how_to_resume(folder: str) -> str:
+    """Return what the user does to continue the run in `folder`: "run: COMMAND" if it is known, and is the only one."""
+    words, options = redact_command(find_launcher_command()), ["--resume", "--output_dir", folder]
+    if not words or len(links.nodes) > 1 or any(HIDDEN in word for word in words):
+        return f"run the same command with {shlex.join(options)}"
+    words = without(words, find_options(words, ["output_dir"]))
+    given = find_options(words, ["resume"])  # may have no value
+    words = without(words, [one._replace(end=one.at + 1) if (one.value or "").startswith("-") else one for one in given])
+    return f"run: {shlex.join([*words, *options])}"
 
 
 def join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tuple[dist.Store, list[dict[str, Any]]]:

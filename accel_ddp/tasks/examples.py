@@ -1,5 +1,6 @@
 """Rows of the user's data: as the model receives them, and in code to try a trained model, which survives every shell."""
 
+import ast
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,14 @@ def command(code: str, folder: str, model: str = "{folder}") -> str:
     """Return a shell command that runs the code. {folder} in it becomes a text, and {model} becomes the code `model`."""
     code = code.replace("'{folder}'", "{folder}").replace("{model}", model).replace("{folder}", literal(folder))
     return f"python -c {shlex.quote(code)}"
+
+
+def system_option(code: str) -> str:
+    """Return " --system PROMPT" of `accel-ddp chat` for code whose chat begins with a system prompt, and otherwise ""."""
+    found = re.search(r'\[\{"role": "system", "content": ("(?:[^"\\]|\\.)*")', code)
+    text = ast.literal_eval(found[1]) if found else ""
+    # The code has only the first words of a long prompt.
+    return f" --system {shlex.quote(text) if len(text) < MAX_LENGTH - 40 else 'TEXT'}" if text else ""
 
 
 def show_rows(task: Any, cfg: Any) -> str:

@@ -35,6 +35,7 @@ from accel_ddp.saving.checkpoints import Checkpoints, Metrics
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace
+from accel_ddp.watch.restart_files import how_to_continue
 
 LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
 MOST_RANKS = 8  # that a message lists
@@ -131,9 +132,8 @@ class ParameterCheck:
             f"The parameter {names[0]}{others}; the largest difference in {names[0]} is {largest:.3g}. Possible causes: "
             "another learning rate or optimizer state on one rank, an update that one rank skipped, code that changes "
             "weights on some ranks only, defective memory. Checkpoints are not affected: "
-            "each has passed this check before it was written. To continue from the newest one, run the same command "
-            f"with --resume --output_dir {self.cfg.output_dir}. If the same host is named again, test its memory. If nodes have "
-            "different processors or GPUs, which may round differently, use --check_every 0."
+            "each has passed this check before it was written. If the same host is named again, test its memory. If nodes have "
+            f"different processors or GPUs, which may round differently, use --check_every 0. {how_to_continue(1, step, links.by_hand)}"
         )
         return Failure("failed", text, step)
 

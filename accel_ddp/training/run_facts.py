@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.nodes.launcher import find_launcher_command
 from accel_ddp.phases import COMPILE
 from accel_ddp.ranks.agreement import gather_objects
 from accel_ddp.ranks.process import links, this_rank
@@ -36,8 +37,10 @@ def describe_run(
     if not ranks:
         return {}
     micro, count = cfg.split(accelerator.num_processes)
+    launcher = redact_command(find_launcher_command())
     return {
         "command": redact_command(sys.argv),
+        **({"launcher": launcher} if launcher else {}),
         "ranks": ranks,
         "versions": versions(),
         "options": changed_options(cfg),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_ddp.nodes import messages, probe
-from accel_ddp.phases import Phases
+from accel_ddp.phases import NAMES, Phases, Timing
 from accel_ddp.watch import processes
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
@@ -39,6 +39,21 @@ CONNECT_SECONDS = 5.0
 MOST_REPORTS = 3  # of messages that cannot be handled
 _FULL_BUFFER = 1 << 18  # bytes; a peer that does not read gets nothing more
 _PING = ">IQ"  # the node that sends a datagram, and the number of the datagram
+_NUMBER, _PLACE = (int, float), {"rank": int, "host": str, "step": int}
+_ROW = (  # of a heartbeat, see `Monitor._send_beat`
+    int, int, int, _NUMBER, (*_NUMBER, type(None)), str, _NUMBER, bool, _NUMBER, bool, *[_NUMBER] * len(Timing._fields)
+)  # fmt: skip
+_IS_ROW = lambda row: (
+    isinstance(row, list) and len(row) == len(_ROW) and all(map(isinstance, row, _ROW)) and 0 <= row[2] < len(NAMES)
+)
+_FAILURE = {"kind": str, "text": str, "line": str, "exit_code": int, **_PLACE}
+# What other monitors send: the key of a message, and the shape of its value.
+SHAPES = {
+    "ranks": [_IS_ROW], "failure": _FAILURE, "failed": _FAILURE, "event": {"severity": str, "kind": str, "text": str, **_PLACE},
+    "incident": {"level": str, "kind": str, "text": str, **_PLACE}, "stop": str, "want_stack": int, "stack": (int, [str], str),
+    "measure": int, "rate": (int, [int | float]), "traffic": [(str, str, int, int, int)],
+    "silent": [(int, int, int | float, bool)], "relay": [int],
+}  # fmt: skip
 
 
 class MonitorAddress(NamedTuple):

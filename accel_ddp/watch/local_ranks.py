@@ -9,7 +9,6 @@ import contextlib
 import json
 import mmap
 import os
-import shlex
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from accel_ddp.text import format_bytes
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, RankView
 from accel_ddp.watch.processes import Stack, read_stack, read_stack_of_worker
+from accel_ddp.watch.restart_files import how_to_continue
 
 EXIT_SECONDS = 10.0  # a rank that can end by itself has ended this long after the failure was sent to it (8 s at a stop)
 SAVE_SECONDS = 22.0  # the same for a rank that is writing a checkpoint
@@ -65,7 +65,7 @@ class LocalRanks(dict[int, LocalRank]):
     def __init__(self, node: int, host: str, launcher: int):
         super().__init__()
         self.node, self.host, self.launcher = node, host, launcher
-        self.output_dir = "FOLDER"  # until a rank has reported it
+        self.by_hand = "run the same command with --resume --output_dir FOLDER"  # until a rank knows more
 
     def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
         """Add a rank that has connected."""
@@ -118,7 +118,9 @@ class LocalRanks(dict[int, LocalRank]):
         """Return the failure of a rank that has ended without a message."""
         seen = phases.read(local.memory)
         what = processes.describe_exit(local.status)
-        how = f"To continue from the last checkpoint, run the same command with --resume --output_dir {shlex.quote(self.output_dir)}"
+        place = {"rank": local.rank, "host": self.host, "step": phases.step_of(seen.step, seen.phase)}
+        code = max(local.status or 0, 0)  # every rank ends with the code that the program has chosen
+        how = how_to_continue(code or 1, place["step"], self.by_hand, self.launcher)
         is_killed = local.status in (-signal.SIGKILL, None)
         if is_killed and (cgroups := local.kills.happened()):
             size = f" of {format_bytes(limit)}" if (limit := processes.memory_limit(cgroups)) else ""
@@ -144,8 +146,6 @@ class LocalRanks(dict[int, LocalRank]):
             what += " without an error message"
             how = "Look for os._exit or a library that exits the process. " + how
         text = f"RANK_DIED: rank {local.rank} ({self.host}, pid {local.pid}) {what} {phases.format_place(seen.step, seen.phase)}. {how}"
-        place = {"rank": local.rank, "host": self.host, "step": phases.step_of(seen.step, seen.phase)}
-        code = max(local.status or 0, 0)  # every rank ends with the code that the program has chosen
         return {"kind": "died", "text": text, "line": f"error: {text}", "code": code, "exit_code": code or 1, **place}
 
     def end(self, seconds: float) -> list[str]:

@@ -25,7 +25,7 @@ from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.incidents import ERROR, INFO, WARNING, Incident, IncidentWriter
 from accel_ddp.watch import processes
 from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
-from accel_ddp.watch.link import COORDINATORS, Peer, Peers
+from accel_ddp.watch.link import COORDINATORS, SHAPES, Peer, Peers
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
 from accel_ddp.watch.processes import Stack
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
@@ -39,21 +39,6 @@ LONGEST_LINE = 1 << 26  # bytes of a message of a rank; that with all ranks of a
 UNREACHABLE_SECONDS = 20.0  # a coordinator that has not answered for this long after the start cannot be reached
 FRESH_SECONDS = 2.0  # what another node has observed is true for this long
 MOST_WITNESSES = 9  # nodes that are asked whether they hear a node that is silent here
-_NUMBER, _PLACE = (int, float), {"rank": int, "host": str, "step": int}
-_ROW = (  # of a heartbeat, see `_send_beat`
-    int, int, int, _NUMBER, (*_NUMBER, type(None)), str, _NUMBER, bool, _NUMBER, bool, *[_NUMBER] * len(phases.Timing._fields)
-)  # fmt: skip
-_IS_ROW = lambda row: (
-    isinstance(row, list) and len(row) == len(_ROW) and all(map(isinstance, row, _ROW)) and 0 <= row[2] < len(phases.NAMES)
-)
-_FAILURE = {"kind": str, "text": str, "line": str, "exit_code": int, **_PLACE}
-# What other monitors send: the key of a message, and the shape of its value.
-_SHAPES = {
-    "ranks": [_IS_ROW], "failure": _FAILURE, "failed": _FAILURE, "event": {"severity": str, "kind": str, "text": str, **_PLACE},
-    "incident": {"level": str, "kind": str, "text": str, **_PLACE}, "stop": str, "want_stack": int, "stack": (int, [str], str),
-    "measure": int, "rate": (int, [int | float]), "traffic": [(str, str, int, int, int)],
-    "silent": [(int, int, int | float, bool)], "relay": [int],
-}  # fmt: skip
 GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspended machine), what it sees is not the ranks' fault
 
 
@@ -116,7 +101,7 @@ class Monitor:
                 elif "roster" in message:
                     self._connect(message)
                 elif "output_dir" in message:
-                    self.ranks.output_dir = message["output_dir"]
+                    self.ranks.by_hand = message["by_hand"]
                     if message["is_watched"]:
                         self.output = OutputFolder(message["output_dir"])
                 elif "is_claimed" in message and self.output:
@@ -251,8 +236,8 @@ class Monitor:
 
     def receive(self, node: int, message: dict[str, Any]) -> None:
         """Handle a message of another monitor. Raises ValueError, and changes nothing, if the message is malformed."""
-        for name in message.keys() & _SHAPES.keys():
-            check_shape(message[name], _SHAPES[name])
+        for name in message.keys() & SHAPES.keys():
+            check_shape(message[name], SHAPES[name])
         self._read_beat(node, message)
         if "failure" in message and not self.failure:
             self._fail(message["failure"])

@@ -16,7 +16,9 @@ EVENTS: dict[str, tuple[str, Fields]] = {
     "start": ("A process begins to train, at step 0 or at the step of its checkpoint.", {
         "schema": ("integer", "version of these fields"),
         "total_steps": ("integer (updates)", "the last step of the run"),
-        "command": ("list of strings", "the command without secrets"),
+        "command": ("list of strings", "the recipe and its options without secrets"),
+        "launcher": ("list of strings, or missing", "the whole command on the main node, from `accel-ddp run`, `accelerate launch` or "
+                     "torchrun on, without secrets. Missing under Slurm, Kubernetes and `accel-ddp launch`"),
         "ranks": ("list of objects", "for each rank: `rank`, `node`, `host`, `pid`, `device`, and on a GPU `memory` in bytes"),
         "versions": ("object", "versions of Python, torch and other packages"),
         "options": ("object", "options that differ from their defaults, each as [value, default]"),
