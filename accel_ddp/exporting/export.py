@@ -1,6 +1,7 @@
 """The export of a trained model: a folder that transformers loads: weights, config, tokenizer, label names and a model card."""
 
 import copy
+import functools
 import json
 import shlex
 import shutil
@@ -37,7 +38,7 @@ from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.pieces import AveragedPieces, Pieces, has_averages
 from accel_ddp.saving.state_tensors import digest_of_frozen, has_adapters, to_save, versions
 from accel_ddp.sources import builtin
-from accel_ddp.sources.adapters import adapter_config
+from accel_ddp.sources.adapters import adapter_config, load_base
 from accel_ddp.sources.builtin import locate
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.tasks import examples
@@ -326,7 +327,7 @@ def _weights_of(path: Path, averaged: bool = False) -> Any:
         try:
             place = locate(source, run["config"].get("cache_dir") or "~/.cache/accel_ddp")
             dtype = getattr(torch, run["config"].get("dtype", "auto"), config.dtype)  # as in training, for the digest below
-            base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=dtype)
+            base = load_base(functools.partial(kind.from_pretrained, place, dtype=dtype), place, config, adapters)
         except Exception as error:
             raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
         adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
@@ -354,7 +355,10 @@ def _write(
     """Write the folder. `model` is a model, whose adapters are merged in place, or a `Stream`."""
     base, original = _base_of(files), files
     is_quantized = getattr(model, "is_quantized", False)  # merged weights would be rounded to 4 or 8 bits again
-    merges = bool(base) and (merge == "on" or (merge == "auto" and not _is_on_hub(base) and not is_quantized))
+    # Few programs read the embeddings of new tokens from adapters, so these are merged.
+    has_tokens = bool(base) and bool(json.loads(files[ADAPTER_CONFIG]).get("trainable_token_indices"))
+    wanted = merge == "auto" and (has_tokens or not _is_on_hub(base)) and not is_quantized
+    merges = bool(base) and (merge == "on" or wanted)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
