@@ -114,6 +114,7 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             layer.forward = functools.partial(_forward_at_once, layer)
         elif isinstance(layer, peft.tuners.trainable_tokens.TrainableTokensLayer):
             layer.trainable_tokens_delta.float()  # as all adapters
+            layer.own_tokens = torch.tensor(layer.token_indices["default"])
             layer.forward = functools.partial(_forward_tokens, layer)
     if given:
         _load_adapters(model, given, cfg)
@@ -170,7 +171,7 @@ def _forward_tokens(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if layer.disable_adapters or layer.merged or len(names) != 1:
         return type(layer).forward(layer, x, *args, **kwargs)
     rows, out = layer.trainable_tokens_delta[names[0]], base(x)
-    tokens = torch.tensor(layer.token_indices[names[0]], device=x.device)
+    tokens = layer.own_tokens = layer.own_tokens.to(x.device)
     if isinstance(base, nn.Linear):
         bias = None if base.bias is None else base.bias[tokens].to(out.dtype)
         return out.index_copy(-1, tokens, F.linear(x.to(out.dtype), rows.to(out.dtype), bias).to(out.dtype))
