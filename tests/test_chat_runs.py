@@ -6,6 +6,9 @@ The expected tokens come from tests/test_chat_templates.py, which computes them 
 import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -21,7 +24,7 @@ from tokenizers import Tokenizer
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.exporting import export, trained_model
 from accel_ddp.sources import models
-from tests.conftest import PROGRAMS, ROOT, run_ranks
+from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 from tests.test_chat_templates import OWN, answer, expected, make_tokenizer, result, tool, trained_backend, user
 from tests.test_recipes import FSDP, evaluations, sentence, write_jsonl
 
@@ -203,7 +206,7 @@ def test_adapters_of_a_sharded_model_learn_what_one_rank_learns(name, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("adapters", [(), ("--lora_r", "2", "--lr", "1")], ids=["all weights", "adapters"])
-def test_a_base_model_learns_a_template_whose_tokens_it_lacks(adapters, run, tmp_path):
+def test_a_base_model_learns_a_template_whose_tokens_it_lacks(adapters, run, tmp_path, capsys):
     """The tokens are in the exported tokenizer and model, and their embeddings are trained, also below adapters."""
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -233,5 +236,12 @@ def test_a_base_model_learns_a_template_whose_tokens_it_lacks(adapters, run, tmp
         found = trained_model.find(cfg.model, tmp_path)
         others += [models.adapt(further, cfg, "CAUSAL_LM"), trained_model.load(found, "float32", torch.device("cpu"))]
         others += [AutoPeftModelForCausalLM.from_pretrained(one / "model" / "adapter")]
+        export.from_checkpoint(one / "step_00000004", tmp_path / "alone", merge="off")
+        command = capsys.readouterr().out.split("try:  ")[-1]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        printed = subprocess.run(
+            command, shell=True, check=True, capture_output=True, text=True, env=clean_environment(PATH=path)
+        )
+        assert "LlamaForCausalLM" in printed.stdout
     for other in others:
         torch.testing.assert_close(other(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -74,8 +74,11 @@ def supervise_program(cfg: TrainConfig) -> None:
         if os.getpid() != own_pid:
             return
         try:
-            if is_child and isinstance(exit := sys.exc_info()[1], SystemExit) and isinstance(exit.__context__, Exception):
-                raise exit.__context__  # torch has stored the error, and exits
+            raised = sys.exc_info()[1] if is_child else None
+            if isinstance(raised, SystemExit):  # torch has stored an error, and exits
+                raised = raised.__context__ if raised.code else None
+            if isinstance(raised, Exception):
+                raise raised
             if ending.early_exit and (ending.early_exit.code or not _leaves_with_others()):
                 raise ending.early_exit
             code = _finish(exits=False)  # after `fit`, the program may have called sys.exit with a code that cannot be read here
