@@ -2,6 +2,7 @@
 
 import logging
 import math
+import multiprocessing
 import os
 import platform
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, DistributedDataParallelKwargs
 
@@ -25,14 +27,14 @@ from accel_ddp.nodes import launcher
 from accel_ddp.nodes.cores import choose_num_threads
 from accel_ddp.nodes.sharding_plan import take_plan
 from accel_ddp.nodes.spawn import raise_file_limit
-from accel_ddp.nodes.terminal import connect_output
+from accel_ddp.nodes.terminal import connect_output, in_notebook
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.observe.display import share_terminal
 from accel_ddp.phases import LOAD
 from accel_ddp.ranks import group, reporting, restarts, signals
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import ending, links, this_rank
-from accel_ddp.ranks.supervise import supervise_program
+from accel_ddp.ranks.process import begin_again, ending, links, this_rank
+from accel_ddp.ranks.supervise import forget_run, supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed
 from accel_ddp.text import counted
@@ -67,6 +69,11 @@ def start(cfg: TrainConfig) -> Accelerator:
 
 def _become_supervised(cfg: TrainConfig) -> None:
     """Connect the output of this rank, and let messages and an exit code follow from how it ends."""
+    if in_notebook():
+        forget_run()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    elif multiprocessing.parent_process() is not None and not ending.is_supervised:
+        begin_again()  # `notebook_launcher` has set the rank after it has forked a kernel that may have imported this package
     raise_file_limit()  # first, because the monitor and the data workers inherit it
     connect_output()  # for a program without `run`
     reporting.configure()

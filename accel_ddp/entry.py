@@ -17,7 +17,7 @@ from accel_ddp.errors import INTERRUPTED, STOPPED, USER_ERROR, UserError
 from accel_ddp.nodes.cores import set_num_threads
 from accel_ddp.nodes.sharding_plan import read_plan
 from accel_ddp.nodes.spawn import is_pending
-from accel_ddp.nodes.terminal import connect_output
+from accel_ddp.nodes.terminal import connect_output, in_notebook
 from accel_ddp.nodes.topology import is_local_main, topology_of_this_rank
 from accel_ddp.ranks import reporting
 from accel_ddp.ranks.failures import write_error_file
@@ -30,6 +30,8 @@ C = TypeVar("C", bound=TrainConfig)
 
 def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
     """Parse the command line into `cls`, run `main(cfg)`, and exit. A failure prints a message and exits with a non-zero code."""
+    if in_notebook():
+        _run_in_notebook(cls, main)
     connect_output()
     sys.stdout.reconfigure(line_buffering=True)  # a killed run has shown everything that it printed
     sys.stdout, sys.stderr = _NeverFails(sys.stdout), _NeverFails(sys.stderr)
@@ -70,6 +72,24 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     gc.freeze()  # the interpreter would look for cycles in compiled code and CUDA graphs: 20 s after a compilation
+    sys.exit(0)
+
+
+def _run_in_notebook(cls: type[C], main: Callable[[C], object]) -> NoReturn:
+    """Run `main(cfg)` under `%run`, and raise SystemExit. Streams, signals and the process stay the kernel's."""
+    from accel_ddp.ranks.failures import Diverged, Stopped
+    from accel_ddp.ranks.supervise import forget_run
+
+    try:
+        main(parse_config(cls))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(USER_ERROR)
+    except (Stopped, Diverged) as end:
+        print(end.failure, file=sys.stderr, flush=True)
+        sys.exit(end.failure.exit_code)
+    finally:
+        forget_run()
     sys.exit(0)
 
 

@@ -15,6 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
+from accel_ddp.ranks.process import links
+from accel_ddp.sources import models as source_models
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, pack_documents
 from accel_ddp.tasks import chat, chat_template
@@ -598,7 +600,6 @@ def test_a_model_without_a_template_gets_one(tmp_path):
         form_of(tokenizer, chat_template=given)
         assert tokenizer.chat_template == CHATML
     for given, reason in {
-        "llama3": "lacks one of its tokens: <|start_header_id|> <|end_header_id|> <|eot_id|>. Use one of: plain, chatml, mistral",
         "chatmll": "no such file or built-in template. Did you mean chatml?",
         "{% for m in messages %}{{ m.content }}": "cannot be used for chats: Unexpected end of template",
         "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}": "does not write the messages of the assistant",
@@ -607,6 +608,9 @@ def test_a_model_without_a_template_gets_one(tmp_path):
     }.items():
         with pytest.raises(UserError, match=re.escape(reason)):
             form_of(tokenizer_with(None), chat_template=given)
+    lacks = "lacks one of its tokens: <|start_header_id|> <|end_header_id|> <|eot_id|>. Use one of: plain, chatml, mistral"
+    with pytest.raises(UserError, match=re.escape(lacks)):  # `accel-ddp predict`, which trains nothing
+        chat_template.set_template(tokenizer_with(None), recipe_config()(model="tiny", chat_template="llama3"))
     assert tuple(chat_template.TEMPLATES) == CHAT_TEMPLATES
     recipe_config()(chat_template="chatml").validate()
     with pytest.raises(
@@ -618,6 +622,40 @@ def test_a_model_without_a_template_gets_one(tmp_path):
     assert form_of(tokenizer, chat_template="plain").template.end == tokenizer.eos_token
     with pytest.raises(UserError, match=r"no chat template, which chats need.* --chat_template plain"):
         form_of(tokenizer_with(None))
+
+
+@pytest.mark.parametrize(("is_tied", "room"), [(False, 0), (True, 0), (False, 9)])
+def test_adapters_train_the_embeddings_of_new_tokens(is_tied, room, tmp_path, monkeypatch):
+    """They compute what peft's own layers compute. `room` embeddings of the base model belong to no token."""
+    import torch
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = tokenizer_with(None)
+    size = {"vocab_size": len(tokenizer) + room, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": is_tied, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**size, **ends)).save_pretrained(tmp_path)
+    form_of(tokenizer, chat_template="llama3")
+    new = tokenizer.new_token_ids
+    assert [tokenizer.eos_token, *new] == ["<|eot_id|>", *range(len(tokenizer))[-3:]]
+    cfg = recipe_config()(model=str(tmp_path), lora_r=2, mixed_precision="no", max_length=9, chat_template="llama3")
+    model = source_models.adapt(source_models.load(AutoModelForCausalLM, cfg, tokenizer), cfg, "CAUSAL_LM")
+    rows = {name: p for name, p in model.named_parameters() if "tokens_delta" in name}
+    assert [p.requires_grad for p in rows.values()] == [True] * (1 if is_tied else 2)
+    found = []
+    for layers in ([], [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]):
+        for layer in layers:
+            del layer.forward  # ours
+        model.zero_grad()
+        output = model(input_ids=torch.tensor([[3, new[0], 5, new[2]]]), labels=torch.tensor([[3, new[0], 5, new[2]]]))
+        output.loss.backward()
+        found.append([output.logits.detach(), *(p.grad for p in rows.values())])
+    assert len(layers) == 2
+    assert all(value.abs().sum() > 0 for value in found[0])
+    torch.testing.assert_close(*found)
+    monkeypatch.setattr(links, "sharding", object())
+    with pytest.raises(UserError, match=r"--chat_template llama3 --lora_r 2: adds tokens.*FSDP.*Use --chat_template plain"):
+        source_models.load(AutoModelForCausalLM, cfg, tokenizer)
 
 
 def test_max_length_is_chosen_by_the_data_up_to_the_limit_of_the_model(tiny_model, tmp_path, capsys, caplog):

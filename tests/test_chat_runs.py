@@ -6,6 +6,9 @@ The expected tokens come from tests/test_chat_templates.py, which computes them 
 import functools
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -18,7 +21,10 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from tests.conftest import PROGRAMS, ROOT, run_ranks
+from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.exporting import export, trained_model
+from accel_ddp.sources import models
+from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 from tests.test_chat_templates import OWN, answer, expected, make_tokenizer, result, tool, trained_backend, user
 from tests.test_recipes import FSDP, evaluations, sentence, write_jsonl
 
@@ -82,6 +88,9 @@ KINDS = {
 }
 
 
+BASE = {"new tokens": Kind("", chats)}  # a model without a chat template, and without the tokens of one
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, cache) -> Callable[..., Path]:
     """Return a function that makes a run of a kind and returns its folder. The same run is made once."""
@@ -105,7 +114,7 @@ def run(tmp_path_factory, cache) -> Callable[..., Path]:
 
     @functools.cache
     def run_once(name: str, ranks: int = 1, *more: str, sharded: bool = False, script: Path = SFT) -> Path:
-        kind = KINDS[name]
+        kind = (KINDS | BASE)[name]
         out = folder / f"{name} {ranks} {' '.join(more).replace('/', ' ')[-40:]} {sharded}"
         given = ["--model", model(kind.template), "--max_length", kind.max_length, "--mixed_precision", "no", "--samples", "0"]
         given += ["--steps", "4", "--save_every", "2", "--eval_every", "4", "--global_batch_size", "4", "--micro_batch_size", "2"]
@@ -193,3 +202,46 @@ def test_adapters_of_a_sharded_model_learn_what_one_rank_learns(name, run):
     losses = [evaluations(folder)[-1]["loss"] for folder in (one, sharded)]
     assert math.isclose(*losses, abs_tol=1e-6)
     assert abs(losses[0] - evaluations(one)[0]["loss"]) > 0.05, "the comparison means little if the adapters do not change"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [(), ("--lora_r", "2", "--lr", "1")], ids=["all weights", "adapters"])
+def test_a_base_model_learns_a_template_whose_tokens_it_lacks(adapters, run, tmp_path, capsys):
+    """The tokens are in the exported tokenizer and model, and their embeddings are trained, also below adapters."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    options = ("--chat_template", "chatml", *adapters)
+    one, two = run("new tokens", 1, *options), run("new tokens", 2, *options, sharded=not adapters)
+    resumed = run("new tokens", 1, *options, "--resume", str(one / "step_00000002"))
+    tokenizer, model = AutoTokenizer.from_pretrained(one / "model"), AutoModelForCausalLM.from_pretrained(one / "model")
+    new, (end,) = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]), tokenizer.encode("</s>")
+    assert (tokenizer.eos_token, model.config.vocab_size, new) == ("<|im_end|>", len(tokenizer), [*range(len(tokenizer))[-2:]])
+    assert GenerationConfig.from_pretrained(one / "model").eos_token_id == [end, new[1]]
+    for table, trained in ((model.get_input_embeddings().weight, new), (model.get_output_embeddings().weight, new[1:])):
+        assert not torch.isclose(table[trained], table[end], atol=1e-3).all(1).any(), "they began like the end token"
+    loss = evaluations(one)[-1]["loss"]
+    assert loss == pytest.approx(plain_loss(one / "model", [chats(i) for i in range(16, 23)], 2048), abs=1e-6)
+    assert evaluations(two)[-1]["loss"] == pytest.approx(loss, abs=1e-6)
+    for key, value in weights_of(one, "model.safetensors").items():
+        np.testing.assert_allclose(weights_of(two, "model.safetensors")[key], value, atol=1e-6, rtol=0, err_msg=key)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (resumed / "step_00000004" / file).read_bytes() == (one / "step_00000004" / file).read_bytes()
+    export.from_checkpoint(one / "step_00000004", tmp_path / "again")
+    ids = torch.tensor([[*new, end, *range(5)]])
+    others = [AutoModelForCausalLM.from_pretrained(tmp_path / "again")]
+    if adapters:
+        cfg = RecipeConfig(model=str(one / "model" / "adapter"), mixed_precision="no")
+        further = models.load(AutoModelForCausalLM, cfg, models.load_tokenizer(cfg))
+        found = trained_model.find(cfg.model, tmp_path)
+        others += [models.adapt(further, cfg, "CAUSAL_LM"), trained_model.load(found, "float32", torch.device("cpu"))]
+        others += [AutoPeftModelForCausalLM.from_pretrained(one / "model" / "adapter")]
+        export.from_checkpoint(one / "step_00000004", tmp_path / "alone", merge="off")
+        command = capsys.readouterr().out.split("try:  ")[-1]
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        printed = subprocess.run(
+            command, shell=True, check=True, capture_output=True, text=True, env=clean_environment(PATH=path)
+        )
+        assert "LlamaForCausalLM" in printed.stdout
+    for other in others:
+        torch.testing.assert_close(other(input_ids=ids).logits, model(input_ids=ids).logits)

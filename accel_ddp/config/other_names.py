@@ -149,10 +149,11 @@ NO_EQUIVALENT = {
     "all adapters have one learning rate": "loraplus_lr_ratio loraplus_lr_embedding embedding_lr embedding_lr_scale",
     "only plain LoRA is trained": "use_dora use_rslora peft_use_dora peft_use_rslora pissa_init relora peft "
     "peft_init_lora_weights oft_rank gptq use_llama_pro",
-    "adapters are trained in linear layers only, and new tokens keep their embeddings": "lora_modules_to_save modules_to_save "
-    "additional_target lora_target_parameters peft_layers_to_transform peft_trainable_token_indices fix_untrained_tokens",
-    "tokens are not added: add them to the tokenizer and the model before": "tokens add_tokens add_special_tokens resize_vocab "
-    "new_special_tokens_config resize_token_embeddings_to_32x",
+    "adapters are trained in linear layers, and in the embeddings of tokens that --chat_template adds": "lora_modules_to_save "
+    "modules_to_save additional_target lora_target_parameters peft_layers_to_transform peft_trainable_token_indices "
+    "fix_untrained_tokens",
+    "only --chat_template adds tokens: add others to the tokenizer and the model before": "tokens add_tokens add_special_tokens "
+    "resize_vocab new_special_tokens_config resize_token_embeddings_to_32x",
     "parts are frozen by name (--freeze), not unfrozen": "unfrozen_parameters freeze_trainable_layers freeze_trainable_modules "
     "freeze_extra_modules",
     "the learning rate falls until the last step": "cosine_constant_lr_ratio",

@@ -1,6 +1,7 @@
 """The export of a trained model: a folder that transformers loads: weights, config, tokenizer, label names and a model card."""
 
 import copy
+import functools
 import json
 import shlex
 import shutil
@@ -36,7 +37,7 @@ from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.saving.pieces import AveragedPieces, Pieces, has_averages
 from accel_ddp.saving.state_tensors import digest_of_frozen, has_adapters, to_save, versions
 from accel_ddp.sources import builtin
-from accel_ddp.sources.adapters import adapter_config
+from accel_ddp.sources.adapters import adapter_config, load_base
 from accel_ddp.sources.builtin import locate
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.tasks import examples
@@ -185,20 +186,28 @@ def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -
     if not example:
         example = f"from transformers import {architecture}; model = {architecture}.from_pretrained({{folder}})"
     has_labels = architecture.endswith(("ForSequenceClassification", "ForTokenClassification"))
-    if not is_adapter or (is_on_hub and not has_labels):
+    if is_adapter and _adds_tokens(files):  # peft adds rows for the tokens of the tokenizer in the folder
+        kind, one = ("SequenceClassification", ", num_labels=1") if has_labels else ("CausalLM", "")
+        code = f"import peft; model = peft.AutoPeftModelFor{kind}.from_pretrained({{folder}}{one}).get_base_model(); "
+    elif not is_adapter or (is_on_hub and not has_labels):
         return example, str(folder), "{folder}"
-    # `pipeline` and peft's classes would load the model below the adapters with labels of its own.
-    place = "{folder}" if is_on_hub else examples.literal(base)
-    code = f"from transformers import AutoConfig, {architecture}; "
-    code += f'config = AutoConfig.from_pretrained({{folder}}, subfolder="{BASE}"); '
-    code += f"model = {architecture}.from_pretrained({place}, config=config, ignore_mismatched_sizes=True); "
-    code += "" if is_on_hub else "model.load_adapter({folder}); "
+    else:  # `pipeline` and peft's classes would load the model below the adapters with labels of its own
+        place = "{folder}" if is_on_hub else examples.literal(base)
+        code = f"from transformers import AutoConfig, {architecture}; "
+        code += f'config = AutoConfig.from_pretrained({{folder}}, subfolder="{BASE}"); '
+        code += f"model = {architecture}.from_pretrained({place}, config=config, ignore_mismatched_sizes=True); "
+        code += "" if is_on_hub else "model.load_adapter({folder}); "
     return code + (example if "{model}" in example else "print(type(model))"), str(folder), "model, tokenizer={folder}"
 
 
 def _base_of(files: dict[str, bytes]) -> str:
     """Return the model below adapters: a Hub name, a built-in name or an absolute path. Return "" without adapters."""
     return json.loads(files[ADAPTER_CONFIG])["base_model_name_or_path"] if ADAPTER_CONFIG in files else ""
+
+
+def _adds_tokens(files: dict[str, bytes]) -> bool:
+    """Return whether adapters contain embeddings of tokens that their model lacks."""
+    return bool(json.loads(files.get(ADAPTER_CONFIG, b"{}")).get("trainable_token_indices"))
 
 
 def _is_on_hub(base: str) -> bool:
@@ -320,7 +329,7 @@ def _weights_of(path: Path, averaged: bool) -> Any:
         try:
             place = locate(source, run["config"].get("cache_dir") or "~/.cache/accel_ddp")
             dtype = getattr(torch, run["config"].get("dtype", "auto"), config.dtype)  # as in training, for the digest below
-            base = kind.from_pretrained(place, config=config, ignore_mismatched_sizes=True, dtype=dtype)
+            base = load_base(functools.partial(kind.from_pretrained, place, dtype=dtype), place, config, adapters)
         except Exception as error:
             raise UserError(f"{path}: the model below its adapters, {source}, cannot be loaded: {error}") from error
         adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
@@ -348,7 +357,9 @@ def _write(
     """Write the folder. `model` is a model, whose adapters are merged in place, or a `Stream`."""
     base, original = _base_of(files), files
     is_quantized = getattr(model, "is_quantized", False)  # merged weights would be rounded to 4 or 8 bits again
-    merges = bool(base) and (merge == "on" or (merge == "auto" and not _is_on_hub(base) and not is_quantized))
+    # Few programs read the embeddings of new tokens from adapters, so these are merged.
+    wanted = merge == "auto" and (_adds_tokens(files) or not _is_on_hub(base)) and not is_quantized
+    merges = bool(base) and (merge == "on" or wanted)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -1,6 +1,7 @@
 """Find a trained model by its place (an export, adapters, a run, a checkpoint, any transformers model), its task, and load it."""
 
 import contextlib
+import functools
 import io
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
+from accel_ddp.sources.adapters import load_base
 from accel_ddp.sources.builtin import from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
 
@@ -137,10 +139,12 @@ def load(found: TrainedModel, dtype: str, device: Any) -> Any:
         return from_pretrained(auto_class, found.name, found.place, **options).eval().to(device)
     import peft
 
-    own = Path(found.place) / "base"  # the config with the labels of the run
-    if own.is_dir():
-        options |= {"config": transformers.AutoConfig.from_pretrained(own), "ignore_mismatched_sizes": True}
-    model = from_pretrained(auto_class, found.base, locate(found.base, RecipeConfig.cache_dir), **options)
+    own, place = Path(found.place) / "base", locate(found.base, RecipeConfig.cache_dir)
+    read = functools.partial(from_pretrained, auto_class, found.base, place, **options)
+    if own.is_dir():  # the config with the labels of the run
+        model = load_base(read, place, transformers.AutoConfig.from_pretrained(own), peft.PeftConfig.from_pretrained(found.place))
+    else:
+        model = read()
     model = peft.PeftModel.from_pretrained(model, found.place).get_base_model()  # its layers have the adapters
     if (own / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(own)

@@ -12,6 +12,7 @@ This module uses the standard library only.
 
 import contextlib
 import io
+import multiprocessing
 import os
 import re
 import select
@@ -37,6 +38,12 @@ def can_draw(descriptor: int, environ: Mapping[str, str] | None = None) -> bool:
         return is_drawn and os.isatty(descriptor)
     except OSError:
         return False
+
+
+def in_notebook() -> bool:
+    """Return whether this process is a kernel of Jupyter or an IPython shell, which must outlive a run. Its child processes are not."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and multiprocessing.parent_process() is None and ipython.get_ipython() is not None
 
 
 def erase_before_line(descriptor: int) -> str:

@@ -190,3 +190,10 @@ class Ending:
 this_rank = RankPlace.read()
 links = Connections(this_rank)
 ending = Ending()
+
+
+def begin_again() -> None:
+    """Set the state of this process as at its import: for the next run in a notebook, or in a process that was forked after it."""
+    vars(this_rank).update(vars(RankPlace.read()))
+    vars(links).update(vars(Connections(this_rank)))
+    vars(ending).update(vars(Ending()))

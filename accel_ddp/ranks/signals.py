@@ -15,8 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.nodes.spawn import die_with_parent
+from accel_ddp.nodes.terminal import in_notebook
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.ranks.failures import LAUNCHER_DIED, Failure, write_error_file
 from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
@@ -211,10 +213,24 @@ def _exit_now(failure: Failure, is_urgent: bool = False, ends_job: bool = False)
 def can_save(cfg: TrainConfig) -> Iterator[None]:
     """Turn signals into a checkpoint and a stop of all ranks inside the block. Outside of it a signal ends the rank at once."""
     ending.stop.can_save, ending.stop.file = True, Path(cfg.output_dir) / "STOP"
+    is_cell = in_notebook() and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, _interrupt_cell) if is_cell else None
     try:
         yield
     finally:
         ending.stop.can_save = False
+        if is_cell:
+            signal.signal(signal.SIGINT, before)
+            phases.enter(phases.END)  # whatever was raised; otherwise the monitor would report that a step does not end
+
+
+def _interrupt_cell(*_: object) -> None:
+    """Let the run of a notebook save and stop. A second interrupt stops it at once."""
+    if ending.stop.reason:
+        raise KeyboardInterrupt
+    _request("an interrupt of the notebook")
+    with contextlib.suppress(RuntimeError):  # this may have interrupted a `print`
+        print(f"saving {ending.stop.when}, then stopping. Interrupt again to stop at once without saving.", flush=True)
 
 
 def is_stop_requested() -> bool:

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import errno
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import UNLIMITED, format_place
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_file
-from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
+from accel_ddp.ranks.process import Exit, Moment, begin_again, ending, links, this_rank
 from accel_ddp.ranks.reporting import record, report_failure, wait_for_failure
 from accel_ddp.records.incidents import ERROR, INFO
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
@@ -58,6 +59,7 @@ def supervise_program(cfg: TrainConfig) -> None:
     if ending.is_supervised:
         return
     ending.is_supervised = True
+    is_child = multiprocessing.parent_process() is not None  # of `notebook_launcher`: it runs no atexit and no excepthook
     own_pid, hook_before = os.getpid(), sys.excepthook  # a child process inherits both handlers and must not use them
 
     def fail(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -72,6 +74,11 @@ def supervise_program(cfg: TrainConfig) -> None:
         if os.getpid() != own_pid:
             return
         try:
+            raised = sys.exc_info()[1] if is_child else None
+            if isinstance(raised, SystemExit):  # torch has stored an error, and exits
+                raised = raised.__context__ if raised.code else None
+            if isinstance(raised, Exception):
+                raise raised
             if ending.early_exit and (ending.early_exit.code or not _leaves_with_others()):
                 raise ending.early_exit
             code = _finish(exits=False)  # after `fit`, the program may have called sys.exit with a code that cannot be read here
@@ -80,8 +87,25 @@ def supervise_program(cfg: TrainConfig) -> None:
         if code:
             _exit(code)
 
+    if is_child:
+        signals.listen(cfg)  # they are not the notebook's
+        multiprocessing.util.Finalize(None, finish, exitpriority=100)
+        return
     sys.excepthook = fail
     atexit.register(finish)
+
+
+def forget_run() -> None:
+    """Close what a run has left open in a notebook: its monitor, its trackers and the lock of its folder."""
+    for moment in (Moment.MESSAGES, Moment.SAVE, Moment.TRACKERS):
+        ending.run(moment, Exit.STOPPED)
+    links.incidents.close(1)
+    for opened in (links.monitor, ending.run_folder_lock):
+        if opened:
+            opened.close()
+    is_supervised = ending.is_supervised
+    begin_again()
+    ending.is_supervised = is_supervised  # its handlers stay
 
 
 def _exit(code: int) -> None:

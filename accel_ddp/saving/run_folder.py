@@ -36,19 +36,21 @@ def claim(cfg: TrainConfig) -> IO[str]:
     folder = Path(cfg.output_dir)
     if folder.is_file():
         raise UserError(f"--output_dir {folder}: is a file on {this_rank.host}. Give a folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _refuse_foreign_files(folder)  # before the lock is made, so that the folder stays as it is
-        lock = _lock(folder)
-        if not resume.continues_run_in(folder, cfg):
-            _refuse_other_run(folder, cfg)
-        resume.check_options_early(cfg)
-        if _is_run(folder):  # elsewhere hidden files belong to the user
-            checkpoint_format.sweep(folder)
-        checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
-        _write_options(cfg)
-    except OSError as error:
-        raise UserError(f"--output_dir {folder}: cannot be written on {this_rank.host}: {error.strerror}.") from error
+    with contextlib.ExitStack() as opened:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _refuse_foreign_files(folder)  # before the lock is made, so that the folder stays as it is
+            lock = opened.enter_context(_lock(folder))  # an error releases it: the traceback in a notebook would keep it
+            if not resume.continues_run_in(folder, cfg):
+                _refuse_other_run(folder, cfg)
+            resume.check_options_early(cfg)
+            if _is_run(folder):  # elsewhere hidden files belong to the user
+                checkpoint_format.sweep(folder)
+            checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
+            _write_options(cfg)
+        except OSError as error:
+            raise UserError(f"--output_dir {folder}: cannot be written on {this_rank.host}: {error.strerror}.") from error
+        opened.pop_all()
     return lock
 
 

@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
     config = _checked_config(given, model, cfg, task) if given else peft.LoraConfig(
         task_type=task, r=cfg.lora_r, lora_alpha=cfg.lora_alpha, lora_dropout=cfg.lora_dropout, target_modules=targets,
         modules_to_save=model._new_modules or None,  # they are random: if frozen, their values would be in no file
+        trainable_token_indices=_token_tables(model, getattr(model, "_new_tokens", ())) or None,
     )  # fmt: skip
     try:
         with torch.random.fork_rng():
@@ -107,11 +109,73 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
         if isinstance(layer, peft.tuners.lora.LoraLayer) and _is_plain(layer):
             # Not a method, which pickle would look for in peft's class.
             layer.forward = functools.partial(_forward_at_once, layer)
+        elif isinstance(layer, peft.tuners.trainable_tokens.TrainableTokensLayer):
+            layer.trainable_tokens_delta.float()  # as all adapters
+            layer.own_tokens = torch.tensor(layer.token_indices["default"])
+            layer.forward = functools.partial(_forward_tokens, layer)
     if given:
         _load_adapters(model, given, cfg)
     trained, total = model.get_nb_trainable_parameters()
     log.info(f"LoRA adapters of rank {config.r}: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
     return model
+
+
+def trained_tokens(config: Any) -> list[int]:
+    """Return the tokens whose embeddings are part of adapters."""
+    found = getattr(config, "trainable_token_indices", None) or {}
+    return sorted({*found} if isinstance(found, list) else {token for tokens in found.values() for token in tokens})
+
+
+def _token_tables(model: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
+    """Return the tokens by the names of the layers with their embeddings: the input layer, and a head with weights of its own."""
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()] if tokens else []
+    distinct = {table.weight: table for table in reversed(tables) if table is not None}.values()
+    return {name: [*tokens] for name, module in model.named_modules() if any(module is table for table in distinct)}
+
+
+@torch.no_grad()
+def add_token_rows(model: Any, num_tokens: int, tokens: Sequence[int]) -> None:
+    """Let new tokens begin with the embedding of the end token, which is the same in every process, unlike random values.
+
+    A model of chats ends a turn as the base model ends a text.
+    """
+    end = model.config.get_text_config().eos_token_id
+    end = next(iter(end if isinstance(end, list) else [end]))
+    if len(model.get_input_embeddings().weight) < num_tokens:
+        model.resize_token_embeddings(num_tokens, mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for values in (table.weight, getattr(table, "bias", None)) if table is not None else ():
+            if values is not None:
+                values[[*tokens]] = values[end or 0].clone()
+
+
+def load_base(load: Callable[..., Any], place: str, config: Any, adapters: Any) -> Any:
+    """Return `load(config=config)`, the model below adapters. If they train new tokens, it has fewer embeddings than `config` says."""
+    from transformers import AutoConfig
+
+    own, size = config.get_text_config(), 0
+    if tokens := trained_tokens(adapters):
+        size, own.vocab_size = own.vocab_size, AutoConfig.from_pretrained(place).get_text_config().vocab_size
+    model = load(config=config, ignore_mismatched_sizes=True)
+    if tokens:
+        add_token_rows(model, size, tokens)
+    return model
+
+
+def _forward_tokens(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Replace the embeddings or logits of new tokens. peft copies the whole table in every pass, and computes a gradient of it."""
+    base, names = layer.base_layer, layer.active_adapters
+    if layer.disable_adapters or layer.merged or len(names) != 1:
+        return type(layer).forward(layer, x, *args, **kwargs)
+    rows, out = layer.trainable_tokens_delta[names[0]], base(x)
+    tokens = layer.own_tokens = layer.own_tokens.to(x.device)
+    if isinstance(base, nn.Linear):
+        bias = None if base.bias is None else base.bias[tokens].to(out.dtype)
+        return out.index_copy(-1, tokens, F.linear(x.to(out.dtype), rows.to(out.dtype), bias).to(out.dtype))
+    is_new, number = (x[..., None] == tokens).max(-1)
+    scale = layer._get_embed_scale()  # of Gemma's embeddings
+    new = rows[number].to(out.dtype)
+    return torch.where(is_new[..., None], new if scale is None else new * scale.to(out.dtype), out)
 
 
 class _AdaptedProduct(torch.autograd.Function):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
 from accel_ddp.ranks.process import links
 from accel_ddp.sources import model_kinds
-from accel_ddp.sources.adapters import add_adapters, find_adapters, locate_base
+from accel_ddp.sources.adapters import Adapters, add_adapters, add_token_rows, find_adapters, locate_base, trained_tokens
 from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
@@ -140,6 +141,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         instead = f"Give one, for example --lr {OTHER_LR[cfg.optimizer]:g}"
         raise UserError(f"--optimizer {cfg.optimizer} --lr auto: auto knows the learning rates of AdamW only. {instead}.")
     is_adapted = bool(cfg.lora_r or adapters)
+    new_tokens = _find_new_tokens(cfg, tokenizer, adapters)
     dtype, reason = weights_dtype(cfg, config, is_adapted, cfg.mixed_precision)
     if reason:
         choose(cfg, "dtype", dtype, reason)
@@ -156,6 +158,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     model_rows: dict[nn.Parameter, Tensor] = {}  # of this rank, if the model will be sharded
     if links.sharding:
         num_tokens = len(tokenizer) if tokenizer is not None else 0
+        num_tokens = sys.maxsize if new_tokens else num_tokens  # their embeddings are written even if the table has room for them
         loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
         with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
             model, info = loader.from_pretrained(auto_class, name, place, **options)
@@ -181,7 +184,10 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     model_kinds.keep_weights_in_eval(model)
     model_kinds.report_new_weights(auto_class.__name__, model, missing, cfg.model)
     rows = model_kinds.num_embeddings(model) if tokenizer is not None else 0
-    if rows and len(tokenizer) > rows:
+    model._new_tokens = new_tokens
+    if new_tokens:
+        add_token_rows(model, len(tokenizer), new_tokens)
+    elif rows and len(tokenizer) > rows:
         if cfg.lora_r or adapters:
             raise UserError(
                 f"--lora_r {cfg.lora_r}: the tokenizer has {len(tokenizer):,} tokens, but the model has {rows:,} embeddings. "
@@ -190,6 +196,23 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         log.info(f"the tokenizer has {len(tokenizer):,} tokens, and the model has {rows:,} embeddings: new ones are added")
         model.resize_token_embeddings(len(tokenizer))
     return model
+
+
+def _find_new_tokens(cfg: RecipeConfig, tokenizer: Any, adapters: Adapters | None) -> list[int]:
+    """Return the tokens that a chat template has added, or with which adapters were trained. Raise UserError if they cannot be."""
+    new, known = getattr(tokenizer, "new_token_ids", []), trained_tokens(adapters.config) if adapters else []
+    name = f"--chat_template {getattr(cfg, 'chat_template', '')}"
+    if adapters and new:
+        raise UserError(
+            f"{name}: adds tokens to the model, which the adapters in --model {cfg.model} lack. Use --chat_template plain, or train "
+            f"new adapters: --model {adapters.base} --lora_r {adapters.config.r}."
+        )
+    if new and cfg.lora_r and links.sharding:
+        raise UserError(
+            f"{name} --lora_r {cfg.lora_r}: adds tokens to the model, and FSDP shards their embeddings, which adapters would need. Use "
+            "--chat_template plain, leave --lora_r out, or train with DDP: accelerate_configs/1node.yaml or 2node.yaml."
+        )
+    return known or new
 
 
 def _check_length(max_length: int, name: str, *limits: int | None) -> None:

@@ -60,6 +60,19 @@ MOST_CUT = 0.05  # of the rows may lose a part of their answer without a --max_l
 TEXT_LENGTH = 2048  # tokens of a row of plain text, if the model accepts as many
 
 
+def _add_tokens(tokenizer: Any, template: str) -> None:
+    """Add the tokens of a built-in template that a base model lacks. The last one ends a turn, so it becomes the end token.
+
+    `models.load` gives `new_token_ids` embeddings, which are trained, also below adapters.
+    """
+    needed = TEMPLATES[template][1] if template in TEMPLATES else ()
+    missing = [token for token in needed if token != "eos_token" and token not in tokenizer.get_vocab()]
+    if missing:
+        tokenizer.add_tokens(missing, special_tokens=True)
+        tokenizer.eos_token, tokenizer.new_token_ids = needed[-1], tokenizer.convert_tokens_to_ids(missing)
+        log.info(f"--chat_template {template}: {', '.join(missing)} are new tokens. {needed[-1]} is now the end token")
+
+
 class Format:
     """How the rows of a table become tokens: `kind` is "chats", "instructions" or "texts", read from `columns`."""
 
@@ -68,10 +81,12 @@ class Format:
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any, today: str = ""):
         self.tokenizer, self.train_on_prompts, self.train_on = tokenizer, cfg.train_on_prompts, cfg.train_on
         self.row_format = cfg.row_format
+        self.kind, self.columns = self._find_columns(rows, cfg)
+        if self.kind != "texts":
+            _add_tokens(tokenizer, cfg.chat_template)
         set_template(tokenizer, cfg)
         # Runs before this option had a newline there.
         self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t") if self.row_format > 1 else "\n"
-        self.kind, self.columns = self._find_columns(rows, cfg)
         if self.kind == "chats" and not tokenizer.chat_template:
             raise UserError(
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for chats, or "
