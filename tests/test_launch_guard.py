@@ -17,7 +17,7 @@ from tests.conftest import BIN, clean_environment
 from tests.jobs import HangingDisk
 from tests.nodes import NotPossible
 
-SLEEPS = "sleep\0600\0"  # the command line of `setpriv ... sleep 600` when it has become the other user
+SLEEPS = "sleep\x00600\x00"  # the command line of `setpriv ... sleep 600` when it has become the other user
 
 
 def start_guard(folder: Path, program: str, before: tuple[str, ...] = (), **more: object) -> subprocess.Popen:
@@ -78,7 +78,7 @@ def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_
     program = f"""
 import subprocess, time
 child = subprocess.Popen({words!r})
-while open(f"/proc/{{child.pid}}/cmdline").read() != {SLEEPS!r}: time.sleep(0.01)
+while child.poll() is None and open(f"/proc/{{child.pid}}/cmdline").read() != {SLEEPS!r}: time.sleep(0.01)
 print(child.pid)"""
     if is_launcher:
         program = f"import os; print(os.getpid(), flush=True); os.execvp('setpriv', {words!r})"
@@ -87,7 +87,9 @@ print(child.pid)"""
     for line in filter(bytes.strip, guard.stdout):
         messages.append(json.loads(line))
         if is_launcher and messages[-1]["is"] == "out":
+            deadline = time.monotonic() + 60
             while Path(f"/proc/{messages[-1]['lines'][0]}/cmdline").read_text() != SLEEPS:
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
             guard.stdin.write(b'{"do": "kill", "why": "a test"}\n')
             guard.stdin.flush()
