@@ -140,7 +140,7 @@ class Job:
         )  # fmt: skip
 
     def codes(self, timeout: float = 240) -> list[int | None]:
-        """Wait for all processes and return their exit codes. None stands for a process that has not ended."""
+        """Wait for all processes and their output, and return their exit codes. None stands for a process that has not ended."""
         deadline = time.monotonic() + timeout
         codes: list[int | None] = []
         for process in self.processes:
@@ -148,6 +148,10 @@ class Job:
                 codes.append(process.wait(max(0.01, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
                 codes.append(None)
+        if None not in codes:
+            deadline = time.monotonic() + 30  # a process that is left may have the pipe open; `nothing_is_left` finds it
+            for reader in self.readers:
+                reader.join(max(0.0, deadline - time.monotonic()))
         return codes
 
     def left(self) -> list[str]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,11 +21,12 @@ from accel_ddp.nodes.run_secret import NodeKeys, read_secret
 from accel_ddp.saving.checkpoint_format import list_checkpoints
 from accel_ddp.watch.link import Peers
 from accel_ddp.watch.monitor import Monitor
+from accel_ddp.watch.slowness import STRAGGLER
 from tests.conftest import PROGRAMS, clean_environment
 from tests.jobs import Job, Jobs
 from tests.nodes import Node, Nodes, tool
 
-STRANGER, STEPS = PROGRAMS / "stranger.py", 40
+STRANGER = PROGRAMS / "stranger.py"
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,11 @@ def listening(node: Node) -> list[str]:
     return [line.split()[3] for line in done.stdout.splitlines()]
 
 
-def attacked(jobs: Jobs, job: Job, recorder: subprocess.Popen, num_idle: int) -> dict:
-    """Attack a job until it ends. Return what the stranger has found out."""
+def attacked(jobs: Jobs, job: Job, recorder: subprocess.Popen, num_idle: int, folder: Path) -> dict:
+    """Attack a job, then stop it. Return what the stranger has found out."""
     first, second, other = jobs.cluster.nodes
     job.until_step(3)
-    recorded, _ = recorder.communicate("end\n", timeout=30)
+    recorded, _ = recorder.communicate("end\n", timeout=120)
     ports = {node.address: listening(node) for node in (first, second)}
     print("LISTENING", ports)
     # Only torch's store listens on all addresses, and only on the main node.
@@ -62,13 +64,15 @@ def attacked(jobs: Jobs, job: Job, recorder: subprocess.Popen, num_idle: int) ->
     targets = [place.replace("*", first.address) for places in ports.values() for place in places]
     holder = stranger(other, "hold", num_idle, *targets)
     attack = stranger(other, first.address, everywhere[0].rpartition(":")[2])
-    found, _ = attack.communicate(recorded, timeout=60)
+    found, _ = attack.communicate(recorded, timeout=180)
     assert holder.stdout.readline().startswith("holds "), holder.communicate("")
     other.link(False)  # the connections of the holder are half-open from now on
     holder.kill()
     holder.communicate()
-    assert job.last_step() < STEPS, "the run has ended before the attack"
-    assert job.codes() == [0, 0], job.all_output()
+    job.until_step(job.last_step() + 3)  # it continues
+    (folder / "STOP").touch()
+    assert job.codes() == [75, 75], job.all_output()
+    assert "stopped: requested by the file" in job.text()
     other.link(True)
     return {**json.loads(found.splitlines()[-1]), "ports": ports}
 
@@ -79,19 +83,19 @@ def test_a_stranger_cannot_end_stop_or_change_a_run(jobs, tmp_path, secret):
     for number in (0, 1):  # ranks inherit the limit of the server that forks them
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.prlimit(jobs.server(number).process.pid, resource.RLIMIT_NOFILE, (512, limits[1]))
-    options = ["--steps", STEPS, "--save_every", 0]
+    options = ["--steps", 5000, "--save_every", 0]  # until the test stops it
     start = lambda *more: jobs.ranks([0, 1], *options, "--output_dir", *more, ACCEL_DDP_TOKEN=secret)
     recorder = stranger(jobs.cluster.nodes[0], "record")
     assert recorder.stdout.readline() == "records\n"
-    with start(tmp_path / "attacked", "--step_seconds", 0.6 if secret else 0.15) as job:
+    with start(tmp_path / "attacked") as job:
         limit = resource.prlimit(job.rank_pid(0), resource.RLIMIT_NOFILE)
         assert limit[0] == min(limit[1], 1 << 20) > 512, "the soft limit of open files is raised"
-        found = attacked(jobs, job, recorder, 100 if secret else 5)
+        found = attacked(jobs, job, recorder, 100 if secret else 5, tmp_path / "attacked")
         assert ("security: the nodes trust the keys" in job.text(0)) == (not secret), job.text(0)
         assert found["accepted"] == []
         assert found["learned"] <= 16, "a process without the key receives nothing but a random number"
         assert found["has_replayed"] > 200, "the handshake and a heartbeat"
-        assert job.diagnoses() == []
+        assert [d for d in job.diagnoses() if d.kind != STRAGGLER] == []  # other processes may slow one of the ranks
         assert "planted" not in job.text()
         if secret:
             assert secret not in json.dumps(found)
@@ -100,8 +104,9 @@ def test_a_stranger_cannot_end_stop_or_change_a_run(jobs, tmp_path, secret):
             ]
     if not secret:  # a second run would take too long for a test that is not slow
         return
-    with start(tmp_path / "reference", "--step_seconds", 0) as job:
-        assert job.codes() == [0, 0]
+    stopped = int(list_checkpoints(tmp_path / "attacked")[-1].name[5:])
+    with start(tmp_path / "reference", "--step_seconds", 0, "--stop_after", stopped) as job:
+        assert job.codes() == [75, 75]
     assert weights(tmp_path / "attacked") == weights(tmp_path / "reference")
 
 
@@ -137,7 +142,7 @@ def keys_of(secret: str) -> tuple[NodeKeys, NodeKeys]:
     return NodeKeys(secret), NodeKeys(secret)
 
 
-async def until(condition: Callable[[], object], seconds: float = 5) -> bool:
+async def until(condition: Callable[[], object], seconds: float = 60) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         await asyncio.sleep(0.01)

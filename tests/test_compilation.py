@@ -132,7 +132,7 @@ def test_the_process_that_compiles_is_killed_with_its_parent(tmp_path):
     assert Path(f"/proc/{pid}").exists()
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{pid}/exe").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{pid}/exe").exists()

@@ -90,7 +90,7 @@ child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PI
 assert child.stdout.readline() == "set\\n"
 print(child.pid, flush=True)
 os._exit(0)"""
-    ended = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=50, env=clean_environment())
+    ended = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, timeout=180, env=clean_environment())
     assert ended.returncode == 0, ended.stderr
     assert not is_running(int(ended.stdout))
 
@@ -99,7 +99,7 @@ def is_running(pid: int) -> bool:
     import psutil
 
     try:
-        psutil.wait_procs([psutil.Process(pid)], timeout=10)
+        psutil.wait_procs([psutil.Process(pid)], timeout=50)
         return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -263,7 +263,7 @@ def test_data_are_tokenized_again_only_if_code_that_tokenizes_has_changed(tmp_pa
 
 
 def test_slow_tokenizing_is_done_by_one_rank_and_outlasts_the_process_group_timeout(tmp_path):
-    """With two ranks, 12 s of tokenizing and a timeout of 5 s, one rank works, and the other waits and reports it."""
+    """With two ranks, 8 s of tokenizing and a timeout of 5 s, one rank works, and the other waits and reports it."""
     ended = run_ranks(
         2, PROGRAMS / "slow_tokenizing.py", "--cache_dir", tmp_path / "cache", "--ddp_timeout_seconds", 5,
         "--global_batch_size", 2, "--output_dir", tmp_path / "run",

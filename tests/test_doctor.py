@@ -35,7 +35,10 @@ class DoctorRun:
         self.seconds = ended.seconds
         self.codes = dict(zip(order, ended.codes))
         self.texts = dict(zip(order, ended.texts))
-        assert all(nodes.nodes[n].pids() == [] for n in order), "a process is still running"
+        deadline = time.monotonic() + 30
+        while left := [pid for n in order for pid in nodes.nodes[n].pids()]:
+            assert time.monotonic() < deadline, f"these processes are still running: {left}"
+            time.sleep(0.02)
 
     def verdict(self, node: int) -> str:
         """Return the output from the first finding on, which must be the same on every node."""
@@ -115,9 +118,9 @@ def test_1a_a_node_that_does_not_start_is_reported_before_the_wait_ends(nodes):
 
 def test_1a_every_connected_node_prints_which_node_is_missing(nodes):
     nodes.require("host names")
-    commands = {n: [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 4] for n in (0, 2)}
+    commands = {n: [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 6] for n in (0, 2)}
     ended = DoctorRun(nodes, commands, {})
-    missing = "machine_rank 1 did not connect within 4 s; connected: 0 node0"
+    missing = "machine_rank 1 did not connect within 6 s; connected: 0 node0"
     ended.reports("E_MISSING", missing, "TCP to 10.77.0.1:29500 must be open")
     waiting = "waiting for machine_rank 1 (2 of 3 nodes are connected: 0 node0, 2 node2)"
     assert all(waiting in text for text in ended.texts.values())
@@ -126,11 +129,11 @@ def test_1a_every_connected_node_prints_which_node_is_missing(nodes):
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_1b_1d_without_the_main_node_the_others_report_that_nothing_listens(nodes, backend):
     nodes.require("host names")
-    ended = run_doctor(nodes, "--rdzv_backend", backend, only=1, wait=3)
+    ended = run_doctor(nodes, "--rdzv_backend", backend, only=1, wait=4)
     assert ended.codes == {1: 1}
     assert "10.77.0.1:29500 is up, but nothing listens there (refused)" in ended.verdict(1)
     assert "start node 0" in ended.verdict(1)
-    assert re.search(r"node1: waiting for the main node \(2 of 3 s\)", ended.texts[1])
+    assert re.search(r"node1: waiting for the main node \([234] of 4 s\)", ended.texts[1])
 
 
 def test_1c_c10d_needs_no_machine_rank_and_reports_missing_nodes(nodes):
@@ -230,11 +233,11 @@ def test_2d_a_closed_port_of_the_main_node(nodes):
     command = nodes.nodes[1].command(
         [*DOCTOR, "--num_machines", 2, "--machine_rank", 1, "--main_process_ip", MAIN]
     )  # without --wait, whose default is 300 s
-    ended = Running([command], [clean_environment(SLURM_JOB_ID="7")], fresh=True).ended(60)
+    ended = Running([command], [clean_environment(SLURM_JOB_ID="7")], fresh=True).ended(180)
     assert ended.codes == [1]
     assert re.search(r"^E_DROPPED  \[node1, machine_rank 1\] 10.77.0.1:29500 does not answer at all", ended.text, re.MULTILINE)
     assert "Slurm: the nodes of a job must reach each other on all TCP ports" in ended.text
-    assert re.search(r"waiting for the main node \([234] of 8 s\): 10.77.0.1:29500 does not answer at all", ended.text)
+    assert re.search(r"waiting for the main node \([2-8] of 8 s\): 10.77.0.1:29500 does not answer at all", ended.text)
 
 
 def test_2e_only_the_main_port_is_open(nodes):
@@ -311,8 +314,8 @@ def test_an_error_of_the_main_node_is_also_reported_on_a_node_that_starts_later(
     main = Running([nodes.nodes[0].command([*words, 0])], [env], fresh=True)
     main.until("E_IFNAME: waiting up to 15 s for machine_rank 1, so that every node prints the error.")
     time.sleep(1)
-    late = Running([nodes.nodes[1].command([*words, 1])], [clean_environment()], fresh=True).ended(60)
-    ended = main.ended(60)
+    late = Running([nodes.nodes[1].command([*words, 1])], [clean_environment()], fresh=True).ended()
+    ended = main.ended()
     assert ended.codes == late.codes == [1]
     for text in (ended.text, late.text):
         assert "E_IFNAME  [node0, machine_rank 0] GLOO_SOCKET_IFNAME=ens5" in text
@@ -367,7 +370,7 @@ def test_4_counts_that_differ(nodes):
 def test_4e_accelerate_launch_with_cpu_is_refused_by_the_recipe(tmp_path):
     command = [BIN / "accelerate-launch", "--cpu", "--num_machines", "2", "--num_processes", "2", "--machine_rank", "1"]
     command += ["--main_process_ip", MAIN, "--main_process_port", "29500"]
-    ended = Running([[*command, RECIPE]], [clean_environment()], fresh=True).ended(60)
+    ended = Running([[*command, RECIPE]], [clean_environment()], fresh=True).ended()
     assert ended.codes == [1]  # accelerate's own; the script's is 2
     assert "accelerate was asked for 2 processes but started 1" in ended.text
 
@@ -461,10 +464,11 @@ def test_a_missing_node_is_reported_inside_accelerate_launch(nodes, tmp_path):
     """Without the preflight, it waits 900 s for the other node before it starts a rank, and prints nothing."""
     nodes.require("host names")
     launch = [BIN / "accelerate-launch", "--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", MAIN]
-    ended = DoctorRun(nodes, {0: [*launch, "--machine_rank", 0, RECIPE, "--preflight_wait", 3]}, {})
+    ended = DoctorRun(nodes, {0: [*launch, "--machine_rank", 0, RECIPE, "--preflight_wait", 4]}, {})
     assert ended.codes == {0: 2}
-    assert "node0: waiting for machine_rank 1 (1 of 2 nodes are connected: 0 node0), 2 of 3 s" in ended.texts[0]
-    assert "E_MISSING  machine_rank 1 did not connect within 3 s" in ended.texts[0]
+    waiting = r"node0: waiting for machine_rank 1 \(1 of 2 nodes are connected: 0 node0\), [234] of 4 s"
+    assert re.search(waiting, ended.texts[0]), ended.texts[0]
+    assert "E_MISSING  machine_rank 1 did not connect within 4 s" in ended.texts[0]
     assert "Traceback" not in ended.texts[0]
     both_0 = DoctorRun(nodes, {n: [*launch, "--machine_rank", 0, RECIPE] for n in (0, 1)}, {})
     both_0.reports("E_DUPLICATE", "machine_rank 0 is used by node0 (10.77.0.1", exit_code=2)
@@ -530,7 +534,7 @@ def test_json_output_has_the_findings_and_nodes(nodes):
 
 def test_a_node_with_another_token_is_rejected(nodes):
     nodes.require("host names")
-    ended = run_doctor(nodes, "--token", "ours", each={1: ["--token", "theirs"]}, wait=3)
+    ended = run_doctor(nodes, "--token", "ours", each={1: ["--token", "theirs"]}, wait=5)
     assert ended.codes == {0: 1, 1: 1}
     assert "is answered by something that is not the doctor of this run (it refused our token)" in ended.verdict(1)
     assert "connections without the token were rejected" in ended.verdict(0)
@@ -561,7 +565,7 @@ def test_a_port_that_another_program_uses_is_reported_on_both_nodes(nodes, launc
 
 
 def start_one_of_three(nodes: Nodes, n: int) -> Running:
-    words = [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 20]
+    words = [*DOCTOR, "--num_machines", 3, "--machine_rank", n, "--main_process_ip", MAIN, "--wait", 120]
     return Running([nodes.nodes[n].command(words)], [clean_environment()], fresh=True)
 
 
@@ -574,12 +578,12 @@ def test_a_killed_node_may_connect_again_and_a_killed_main_node_is_reported(node
     main.until("node1 (machine_rank 1) has closed its connection.")
     again = start_one_of_three(nodes, 1)
     third = start_one_of_three(nodes, 2)
-    assert [r.ended(60).codes for r in (main, again, third)] == [[0], [0], [0]]
+    assert [r.ended().codes for r in (main, again, third)] == [[0], [0], [0]]
 
     main, other = start_one_of_three(nodes, 0), start_one_of_three(nodes, 1)
     main.until("2 of 3 nodes are connected")
     main.kill()
-    ended = other.ended(60)
+    ended = other.ended()
     assert ended.codes == [1]
     assert "E_MAIN_LOST  [node1, machine_rank 1] the connection to the main node 10.77.0.1:29500 was lost" in ended.text
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,13 @@ def test_an_exception_in_a_program_without_run_is_reported_to_the_other_ranks(tm
 
 @pytest.mark.parametrize("uses_run", ["--uses_run", pytest.param("--no-uses_run", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_in_the_middle_with_code_0_is_reported_at_once(tmp_path, uses_run):
-    began = time.monotonic()
-    ended = run_ranks(2, ENDINGS, "--how", "leave", uses_run, "--hang_report_seconds", 60, "--output_dir", tmp_path / "run")
+    ended = run_ranks(2, ENDINGS, "--how", "leave", uses_run, "--hang_report_seconds", 240, "--output_dir", tmp_path / "run")
     assert ended.codes == [1, 1], ended.text
     assert re.search(
         r"^error: RANK_FAILED: rank 1 \(\S+, pid \d+\) left at step 4, in forward, with code 0, before", ended.text, re.M
     )
     assert "DEADLOCK" not in ended.text
-    assert time.monotonic() - began < 60, "it has waited for the other rank"
+    assert ended.seconds < 240, "it has waited for the other rank"
     if uses_run == "--no-uses_run":  # all ranks may leave together
         run_ranks(2, ENDINGS, "--how", "all leave", "--output_dir", tmp_path / "all").well()
 
@@ -204,8 +202,12 @@ kept = [number for number in range(1, 7) if links.store.check([f"wait/{number}/{
 with agreement.together("compare") as facts:
     facts["files"] = "the same"
 links.store.asked = 0
-time.sleep(0 if is_first else 2)
+if not is_first:
+    store.wait(["waits"])
+    time.sleep(2)
 began = time.monotonic()
+if is_first:
+    store.set("waits", "")
 agreement.broadcast_object(None)
 print(f"kept {kept}, asked {links.store.asked} times in {time.monotonic() - began:.1f} s")
 try:
@@ -240,5 +242,5 @@ def test_waits_leave_no_keys_and_ask_the_store_rarely_and_an_error_of_one_rank_r
         assert text.count("raised: this file is damaged") == 1
         assert re.search(r"differ: the labels on rank 1 \(.*\) differ from those on rank 0 .*, left: False", text), text
     asked, seconds = re.search(r"asked (\d+) times in (\S+) s", ended.texts[0]).groups()
-    assert float(seconds) > 1.5
-    assert 1 <= int(asked) < 80, "200 times, if it asks every 10 ms"
+    assert float(seconds) > 1.9
+    assert 1 <= int(asked) < 40 * float(seconds), "100 times per second, if it asks every 10 ms"

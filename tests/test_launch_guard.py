@@ -17,6 +17,8 @@ from tests.conftest import BIN, clean_environment
 from tests.jobs import HangingDisk
 from tests.nodes import NotPossible
 
+SLEEPS = "sleep\x00600\x00"  # the command line of `setpriv ... sleep 600` when it has become the other user
+
 
 def start_guard(folder: Path, program: str, before: tuple[str, ...] = (), **more: object) -> subprocess.Popen:
     """Start a guard, with the command `before` if given, whose launcher is a Python program, and send heartbeats to it."""
@@ -73,7 +75,11 @@ def test_the_end_of_a_job_arrives_over_a_link_that_is_slower_than_the_output(tmp
 def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_launcher):
     """The process belongs to another user, and the guard lacks the capability of root to kill processes of others."""
     words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "sleep", "600"]
-    program = f"import os, subprocess; print(subprocess.Popen({words!r}).pid)"
+    program = f"""
+import subprocess, time
+child = subprocess.Popen({words!r})
+while child.poll() is None and open(f"/proc/{{child.pid}}/cmdline").read() != {SLEEPS!r}: time.sleep(0.01)
+print(child.pid)"""
     if is_launcher:
         program = f"import os; print(os.getpid(), flush=True); os.execvp('setpriv', {words!r})"
     guard = start_guard(tmp_path, program, ("setpriv", "--bounding-set=-kill"), kill_seconds=1)
@@ -81,7 +87,10 @@ def test_a_job_ends_although_one_of_its_processes_cannot_be_killed(tmp_path, is_
     for line in filter(bytes.strip, guard.stdout):
         messages.append(json.loads(line))
         if is_launcher and messages[-1]["is"] == "out":
-            time.sleep(1)  # it has become the other user
+            deadline = time.monotonic() + 60
+            while Path(f"/proc/{messages[-1]['lines'][0]}/cmdline").read_text() != SLEEPS:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
             guard.stdin.write(b'{"do": "kill", "why": "a test"}\n')
             guard.stdin.flush()
     (pid,) = [int(line) for message in messages if message["is"] == "out" for line in message["lines"]]
@@ -104,7 +113,7 @@ def test_stop_ends_a_guard_that_was_stopped(tmp_path):
     guard.send_signal(signal.SIGSTOP)
     (tmp_path / "cluster.yaml").write_text("{backend: local, nodes: [here], gpus_per_node: 0}")
     words = [BIN / "accel-ddp", "stop", "--now", "cluster.yaml", "--name", "job"]
-    done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=180)
     assert "here: exited with code 137" in done.stdout, done
     assert guard.wait(60) == 0
 

@@ -209,9 +209,8 @@ def test_a_mistake_is_one_message_before_anything_starts(machines, name):
         prepare(machines, keys)
     folder = machines.laptop.home / ".ssh"
     known_hosts = {path.name: path.read_bytes() for path in folder.glob("known_hosts*")}
-    began = time.monotonic()
     with watched(machines) as commands:
-        ended = launch(machines, machines.describe(**keys), SCRIPT, "end", timeout=60)
+        ended = launch(machines, machines.describe(**keys), SCRIPT, "end", timeout=120)
     if name == "port in use":
         machines.listener.kill()
         machines.listener.ended()
@@ -222,7 +221,6 @@ def test_a_mistake_is_one_message_before_anything_starts(machines, name):
     assert "Traceback" not in ended.text
     assert not [words for words in commands if re.search(r"bin/(torchrun|accelerate) ", words)]
     assert {path.name: path.read_bytes() for path in folder.glob("known_hosts*")} == known_hosts
-    assert time.monotonic() - began < 30
     nothing_left(machines)
 
 
@@ -283,8 +281,11 @@ def test_if_one_node_fails_all_are_stopped_and_the_cause_is_printed_last(machine
     """
     machines.write(machines.nodes[0], ".bashrc", "echo Welcome.; echo '{}'; echo [1, 2]; echo to stderr >&2\n")
     nodes = [{"host": "node0", "processes": 2}, "node1", "node2"]
-    began = time.monotonic()
-    ended = launch(machines, machines.describe(nodes), SCRIPT, "fail", timeout=120)
+    running = start(machines, machines.describe(nodes), SCRIPT, "fail")
+    while len(received(running.read[0])) < 4:
+        running.until('{"argv"')
+    machines.write(machines.nodes[2], "work/fail now", "")
+    ended = running.ended()
     assert "Welcome" not in ended.text
     assert [one["world"] for one in received(ended.text)] == [
         ["0", "0", "4", "2"], ["1", "1", "4", "2"], ["2", "0", "4", "1"], ["3", "0", "4", "1"],
@@ -295,7 +296,6 @@ def test_if_one_node_fails_all_are_stopped_and_the_cause_is_printed_last(machine
     assert last.startswith("accel-ddp: job 'launched' failed after"), ended.text
     assert "exit code 7" in last
     assert ended.codes == [7]
-    assert time.monotonic() - began < 60
     nothing_left(machines)
 
 
@@ -376,9 +376,8 @@ def test_a_job_ends_on_every_node_within_30_s_after_its_launcher_is_gone(machine
     """The ranks ignore SIGINT and SIGTERM, and have started processes that have left their session."""
     terminal = in_terminal(machines, machines.describe(UNEQUAL), SCRIPT, "ignore")
     machines.until(lambda: len(ranks_of(machines)) == 3, 180, "three ranks")
-    time.sleep(1)
-    sleeping = [line for line in machines.processes() if line.endswith("sleep 600")]
-    assert len(sleeping) == 3
+    sleeping = lambda: [line for line in machines.processes() if line.endswith("sleep 600")]
+    machines.until(lambda: len(sleeping()) == 3, 60, "the processes that the ranks have started")
     began = time.monotonic()
     way(machines, terminal)
     shown = lambda line: not line.startswith("node3") and ("sshd" not in line or way in (cut_links, stop_only_launcher))
@@ -415,11 +414,11 @@ def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
     given_up = elsewhere.start_command(accel_ddp("logs", "-f", file, "--name", "long"))
     given_up.until("rank 2 prints an error")
     guards = lambda: len([line for line in machines.processes() if line.endswith("accel_ddp.launch.guard")])
-    assert guards() == 4
+    machines.until(lambda: guards() == 4, 60, "the guards of two `logs -f`")
     given_up.processes[0].kill()
-    machines.until(lambda: guards() == 2, 5, "the end of the guards of `logs -f`")
+    machines.until(lambda: guards() == 2, 60, "the end of the guards of `logs -f`")
 
-    again = launch(machines, "--name", "long", file, SCRIPT, "end", timeout=60)
+    again = launch(machines, "--name", "long", file, SCRIPT, "end")
     assert again.codes != [0]
     assert re.search(
         r"error: .*\n  node0: a job named 'long' is running since.* `accel-ddp stop cluster.yaml --name long`", again.text
@@ -428,7 +427,7 @@ def test_a_detached_job_continues_and_is_found_from_another_machine(machines):
 
     stopped = elsewhere.run(*accel_ddp("stop", file, "--name", "long"))
     assert stopped.codes == [0], stopped.text
-    followed = following.ended(30)
+    followed = following.ended()
     assert {line for line in followed.text.splitlines() if "prints an error" in line}, followed.text
     nothing_left(machines)
     status = machines.laptop.run(*accel_ddp("status", file)).text

@@ -50,7 +50,7 @@ def test_the_values_include_data_workers_and_the_thread_ends(monkeypatch):
         worker.kill()
         until(lambda: value("memory") < alone + (100 << 20))
         assert worker in multiprocessing.active_children() or worker.exitcode == -9, "its exit code was not collected"
-    until(lambda: threading.active_count() == before, 5)
+    until(lambda: threading.active_count() == before)
 
 
 def test_a_measurement_that_fails_is_nan_and_the_next_one_is_tried(monkeypatch):

@@ -119,9 +119,9 @@ def test_a_terminal_that_is_not_read_blocks_neither_frames_nor_prints(user, term
         if number % 100 == 0:
             terminal.draw(PANEL)
     assert not terminal.flush(0.1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     user.reads.set()
-    assert terminal.flush(30)
+    assert terminal.flush(120)
     user.settle().emulates = True
     print("the end", file=stream)
     terminal.draw(PANEL)
@@ -229,8 +229,8 @@ def test_two_ranks_in_one_terminal_show_every_message_once_and_one_panel(user, t
 @pytest.mark.parametrize("how", ["error", "Ctrl-C", "killed"])
 def test_the_message_of_a_run_that_fails_is_the_last_thing_on_the_screen(user, tmp_path, how):
     (process,) = start(user, 1, tmp_path / "run", "--steps", 400, "--fails_at", 12 if how == "error" else 0)
-    user.until(r"train +step \d+/400 ")
     if how != "error":
+        user.until(r"train +step \d+/400 ")
         os.kill(process.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
     (code,) = end([process])
     last = {"error": "ValueError: a bug in this step", "Ctrl-C": "--resume --output_dir", "killed": "error: RANK_DIED: rank 0"}[

@@ -44,7 +44,7 @@ class Job:
         ]  # fmt: skip
         self.working_directory = folder.parent
         self.launchers: list[psutil.Popen] = [None, None]
-        self.texts, self.changed = ["", ""], threading.Condition()
+        self.texts, self.changed, self.readers = ["", ""], threading.Condition(), []
         self.start(0), self.start(1)
 
     def start(self, node: int) -> None:
@@ -52,7 +52,8 @@ class Job:
         command = self.nodes[node].command(self.commands[node])
         process = Running([command], [env], cwd=self.working_directory).processes[0]
         self.launchers[node] = process
-        threading.Thread(target=self._read, args=(node, process), daemon=True).start()
+        self.readers.append(threading.Thread(target=self._read, args=(node, process), daemon=True))
+        self.readers[-1].start()
 
     def _read(self, node: int, process) -> None:
         for line in process.stdout:
@@ -79,7 +80,8 @@ class Job:
 
     def end(self, timeout: float = 300) -> list[int]:
         codes = [launcher.wait(timeout) for launcher in self.launchers]
-        time.sleep(0.5)
+        for reader in self.readers:
+            reader.join(60)
         return codes
 
     @property
@@ -159,7 +161,7 @@ def test_static_nodes_continue_after_a_killed_rank_and_after_the_loss_of_the_mai
     check_faults(nodes, "static", folder, uninterrupted, faults)
     *first, last = restarts_of(folder)
     assert all("RANK_DIED: rank 1 (node1, pid " in restart["text"] for restart in first)
-    assert last["lost_steps"] <= 3
+    assert last["lost_steps"] <= 4, "a save waits for the one before it, so at most two intervals are lost"
     assert last["lost_seconds"] > 0
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [event["restart"] for event in events if event["event"] == "restart"] == [1, 2][: len(faults)]
@@ -241,7 +243,7 @@ def test_a_killed_rank_is_restarted_in_the_same_folder_and_a_stop_is_not_undone(
         time.sleep(0.1)
     wandb_id = (folder / "wandb_id.txt").read_text().strip()
     ranks = [p for p in psutil.Process(running.processes[0].pid).children() if "trains.py" in " ".join(p.cmdline())]
-    ranks[1].kill()
+    next(rank for rank in ranks if rank.environ()["RANK"] == "1").kill()
     running.until("error: RANK_DIED: rank 1")
     (folder / "STOP").touch()
     ended = running.ended()

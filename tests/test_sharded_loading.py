@@ -88,7 +88,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder, cache) -> list[dict]:
     """Return what each of two sharded ranks printed."""
-    ended = run_ranks(2, PROGRAMS / "sharded_loading.py", folder, timeout=120, **FSDP).well()
+    ended = run_ranks(2, PROGRAMS / "sharded_loading.py", folder, **FSDP).well()
     lines = [next(line for line in text.splitlines() if line.startswith("RESULT ")) for text in ended.texts]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 

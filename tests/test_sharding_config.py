@@ -198,7 +198,7 @@ def test_each_node_prints_within_seconds_that_the_other_has_another_config(tmp_p
             [BIN / "accelerate-launch", *config, *common, "--machine_rank", node, SMALL_RUN, "--output_dir", tmp_path / "run"]
             for node, config in enumerate(configs)
         ]
-        ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2, timeout=120)
+        ended = run_all(commands, [clean_environment(GLOO_SOCKET_IFNAME="lo")] * 2)
         assert ended.codes == [2, 2], (case, ended.text)
         for text, expected in zip(ended.texts, words):
             assert expected in text, text
@@ -246,7 +246,7 @@ def test_a_launcher_refuses_a_config_before_it_starts_a_rank(chosen, tmp_path):
         (tmp_path / case).mkdir()
         file = config_file(tmp_path / case, **changes)
         command = [BIN / "accelerate-launch", "--config_file", file, *options, SMALL_RUN, "--output_dir", tmp_path / case / "run"]
-        return run_all([command], [clean_environment()], timeout=120)
+        return run_all([command], [clean_environment()])
 
     with ThreadPoolExecutor(2) as pool:
         for case, ended in zip(chosen, pool.map(launch, chosen)):

@@ -336,6 +336,12 @@ def seconds_of(folder: Path, rank: int) -> Timing:
     return Timing(last[0], *[(b - a) / (last[0] - first[0]) for a, b in zip(first[1:], last[1:])])
 
 
+def timings_of(folder: Path, rank: int) -> list[Timing]:
+    """Return the seconds of each part in each step."""
+    rows = [[0.0] * 7, *(json.loads(line)[1:] for line in (folder / f"{rank}.jsonl").read_text().splitlines())]
+    return [Timing(b[0], *(y - x for x, y in zip(a[1:], b[1:]))) for a, b in itertools.pairwise(rows)]
+
+
 @pytest.mark.parametrize(
     ("slow", "part", "options"),
     [
@@ -351,9 +357,10 @@ def test_the_time_of_a_slow_rank_is_its_own_and_that_of_the_others_is_communicat
     arguments = ["--out", tmp_path, "--output_dir", tmp_path / "run", "--slow", slow, "--seconds", 0.1, "--steps", 8, *options]
     with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
         assert job.codes() == [0, 0], job.all_output()
-    fast, slowed = seconds_of(tmp_path, 0), seconds_of(tmp_path, 1)
-    added = {"loss": 0.2, "backward": 0.1, "data": 0.16, "hook": 0.1}[slow]
     own = lambda timing: sum(timing[1:-1])
+    steps = zip(*(timings_of(tmp_path, rank)[2:] for rank in range(2)), strict=True)
+    fast, slowed = min(steps, key=lambda pair: own(pair[0]) + own(pair[1]))  # the step that other processes disturbed least
+    added = {"loss": 0.2, "backward": 0.1, "data": 0.16, "hook": 0.1}[slow]
     assert getattr(slowed, part) > added > 2 * (own(slowed) - getattr(slowed, part))
     assert fast.communication > 0.6 * added > 2 * own(fast)
     assert abs(sum(fast[1:]) - sum(slowed[1:])) < 0.3 * sum(fast[1:])  # a step takes equally long on both
@@ -364,7 +371,7 @@ def test_a_rank_that_is_stopped_for_most_of_the_time_is_reported_and_never_ended
     with jobs.ranks([0, 0], *arguments, script=PROGRAMS / "slow_rank.py") as job:
         job.until_step(8)
         pid = job.processes[1].pid
-        while not job.diagnoses() and job.last_step() < 75:
+        while not any(d.kind == STRAGGLER for d in job.diagnoses()) and job.last_step() < 75:
             for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
                 kill(pid, number)
                 time.sleep(seconds)
@@ -387,7 +394,7 @@ async def main(ip, port):
     server = ProbeServer(b"token")
     await server.open(ip, 1)
     print(server.ports[0], flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 asyncio.run(main(*sys.argv[1:]))
 """
     source, target = nodes.nodes[:2]
@@ -399,7 +406,11 @@ asyncio.run(main(*sys.argv[1:]))
     try:
         for rate in ("", "1mbit"):
             shape_link(source, rate) if rate else None
-            rates.append(float(run_all([source.command([*words, port])], [clean_environment()], fresh=True).well().text))
+            for _ in range(3):  # a process that gets no core for a moment measures a lower rate
+                measured = float(run_all([source.command([*words, port])], [clean_environment()], fresh=True).well().text)
+                if measured > (5e4 if rate else 5e6):
+                    break
+            rates.append(measured)
     finally:
         shape_link(source, "")
         server.kill()
@@ -410,15 +421,15 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 def test_a_straggler_of_50_ms_is_reported_with_its_host_and_what_it_costs(jobs, tmp_path):
-    """One rank sleeps 50 ms in every step. The truth is what its sleeps have really taken.
+    """One rank sleeps 50 ms in every step. The truth is by how much its own time is longer, as both ranks have measured it.
 
-    Other processes of a busy machine may slow one of the two ranks for seconds, which is then a part of the cost. Therefore one of
-    three runs must have the right cost. Everything else must be right in each that is reported.
+    Other processes of a busy machine slow both ranks, which may hide the 50 ms, and a report covers blocks of steps. Therefore one
+    of three runs must have the right cost. Everything else must be right in each that is reported.
     """
     costs = []
     for attempt in range(3):
         costs.append(costs_of_straggler(jobs, tmp_path / str(attempt)))
-        if all(cost == pytest.approx(1, abs=0.1) for cost in costs[-1]):
+        if costs[-1] == (pytest.approx(1, abs=0.1), pytest.approx(1, abs=0.02)):
             return
     pytest.fail(f"the reported costs are these multiples of the true ones: {costs}")
 
@@ -433,9 +444,11 @@ def costs_of_straggler(jobs: Jobs, folder: Path) -> tuple[float, float]:
         printed = job.text(0)
     if found is None:  # on a busy machine, 50 ms may be less than the differences between steps
         return math.inf, math.inf
-    host, truth = socket.gethostname(), statistics.mean(json.loads((folder / "slept.json").read_text()))
+    host = socket.gethostname()
     text = re.match(
-        rf"rank 1 \({re.escape(host)}\) is .* slower than the others, which wait (\d+) ms per step for it", found.text
+        rf"rank 1 \({re.escape(host)}\) is .* slower than the others, which wait (\d+) ms per step for it, .* % of the step time, "
+        r"(\S+) s in all\. Since step (\d+) it",
+        found.text,
     )
     assert "(pid " in found.text
     incident = next(one for one in read_incidents(folder / "run") if one.kind == STRAGGLER)
@@ -456,8 +469,21 @@ def costs_of_straggler(jobs: Jobs, folder: Path) -> tuple[float, float]:
     first, last = lines[1]["first_step"], lines[-1]["last_step"]
     for rank in range(2):
         parts = sum(sum(line[part][rank] for part in Split._fields) for line in lines[1:])
-        assert parts == pytest.approx(updates[last] - updates[first - 1], rel=0.03)
-    return float(text[1]) / 1000 / truth, summary["slowest_cost"] / truth
+        assert parts == pytest.approx(updates[last] - updates[first - 1], rel=0.05)
+
+    steps = [timings_of(folder, rank) for rank in range(2)]
+    slept = statistics.mean(json.loads((folder / "slept.json").read_text()))
+    assert statistics.mean(timing.forward for timing in steps[1]) > 0.98 * slept > 0.049
+
+    def truth(first: int, last: int) -> float:
+        own = [statistics.mean(sum(timing[1:-1]) for timing in each if first <= timing.step <= last) for each in steps]
+        return own[1] - own[0]
+
+    per_step, total, since = float(text[1]) / 1000, float(text[2]), int(text[3])
+    return (
+        per_step / truth(since, since + round(total / per_step) - 1),
+        summary["slowest_cost"] / truth(summary["first_step"], summary["last_step"]),
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -475,9 +501,10 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration
               "checkpointing": (2, 2), "scaler": (2, 0)}  # fmt: skip
     backwards = {"plain": 1, "accumulation": 3, "whole batch": 1}
     for name, (forwards, repeated) in passes.items():
-        own = []
+        steps = zip(*(measured[rank][name] for rank in range(ranks)), strict=True)
+        quiet = min(steps, key=lambda step: max(wall for wall, *_ in step))  # the step that other processes disturbed least
         for rank in range(ranks):
-            wall, *parts = measured[rank][name]
+            wall, *parts = quiet[rank]
             data, forward, backward, optimizer, other, communication = parts
             assert sum(parts) == pytest.approx(wall, rel=0.03), name
             one = true.FORWARD + true.SLOWER * (ranks > 1 and rank == ranks - 1)
@@ -487,10 +514,9 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration
             }  # fmt: skip
             for part, (seconds, truth) in expected.items():
                 assert truth <= seconds < 1.5 * truth + 0.06, (name, rank, part)
-            own.append(wall - communication)
         if ranks == 1:
             assert communication == 0.0
         else:
-            waits = [measured[rank][name][-1] for rank in range(ranks)]
-            assert waits[0] - waits[1] == pytest.approx(own[1] - own[0], abs=0.005 + 0.03 * wall), name
+            waits = [step[-1] for step in quiet]
+            assert waits[0] - waits[1] == pytest.approx((forwards + repeated) * true.SLOWER, abs=0.02 + 0.03 * wall), name
             assert waits[1] < 0.05

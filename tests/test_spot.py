@@ -21,7 +21,7 @@ SAVES = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(75))  # as ranks do after their checkpoint
 print("trains", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -1,5 +1,6 @@
 """A stop request ends all ranks after the same step with one checkpoint. A killed run, resumed, has the same result."""
 
+import contextlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from accel_ddp.launch.slurm_script import _BLOCK
 from tests.conftest import (
     BIN,
     PROGRAMS,
+    Ended,
     Running,
     clean_environment,
     free_port,
@@ -94,8 +96,10 @@ def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp
     running.until(f"step {at:2}/12")
     wait_for(folder, 4)
     victim = random.choice(running.processes)
-    for process in psutil.Process(victim.pid).children(recursive=True):  # its monitor and data workers
-        process.send_signal(signal.SIGKILL)
+    victim.send_signal(signal.SIGSTOP)  # so that it does not see that its data workers and its monitor are killed
+    for process in psutil.Process(victim.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     victim.kill()
     ended = running.ended()
     is_main = victim is running.processes[0]
@@ -136,10 +140,8 @@ def test_a_killed_rank_of_a_launcher_is_named_once(tmp_path):
     assert f"To continue from the last checkpoint, run: {again} --output_dir {tmp_path / 'launched'}\n" in ended.text
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
-def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninterrupted, how):
-    """Rank 1 and all its data workers receive the signal, as from Slurm."""
-    folder = tmp_path / "run"
+def stopped_by(how: str, folder: Path) -> Ended:
+    """Start a run on two ranks, and request a stop: with a file, or with a signal to rank 1 and all its data workers."""
     running = start_ranks(2, "--output_dir", folder, "--step_seconds", 0.5, "--save_every", 100)
     running.until("step  2/12")
     if how == "file":
@@ -149,7 +151,17 @@ def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninter
         if how == "SIGINT":  # under `timeout`, one Ctrl-C arrives twice
             time.sleep(0.05)
             os.killpg(running.processes[1].pid, signal.SIGINT)
-    ended = running.ended()
+    return running.ended()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
+def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninterrupted, how):
+    """Rank 1 and all its data workers receive the signal, as from Slurm."""
+    for attempt in range(3):
+        folder = tmp_path / f"run{attempt}"
+        ended = stopped_by(how, folder)
+        if how != "SIGINT" or 130 not in ended.codes:  # 130: a process got no core for 0.2 s, and that was a second Ctrl-C
+            break
     assert ended.codes == [75, 75], ended.text
     assert ended.text.count("stopped: requested by") == 1, "the message is printed once per node"
     assert "Traceback" not in ended.text
@@ -268,7 +280,7 @@ from accel_ddp.ranks.process import ending
 ending.stop.pid = os.getpid()
 ignore = signals.IgnoreInWorker("fork")
 if os.fork() == 0:
-    time.sleep(0.5)
+    while os.getppid() == ending.stop.pid: time.sleep(0.01)
     ignore()
     print("still running", flush=True)
     os._exit(0)
@@ -311,7 +323,7 @@ def test_a_stop_while_the_ranks_start_is_remembered(tmp_path, receiver, number, 
     if number == signal.SIGUSR2:
         time.sleep(0.2)
         (tmp_path / "go").touch()
-    ended = running.ended(60)
+    ended = running.ended()
     assert ended.codes == [code], ended.text
     assert f"received {number.name}" in ended.text, ended.text
     assert "trains" not in ended.text

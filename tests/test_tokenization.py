@@ -90,30 +90,29 @@ def test_a_killed_run_continues_with_the_missing_shards(tmp_path, monkeypatch):
     rows, cfg, calls = numbers(30_000), TrainConfig(cache_dir=str(tmp_path / "cache")), tmp_path / "calls"
 
     def slow(rows):
-        if slow.seconds:
-            time.sleep(slow.seconds)
         with calls.open("a") as out:
             out.write(f"{os.getpid()} {rows['number'][0]}\n")
+        if slow.hangs and rows["number"][0] >= 5 * shard_map.SHARD_ROWS:
+            time.sleep(600)
         return encode(rows)
 
-    slow.seconds = 0.1
+    slow.hangs = True  # in the last of 8 shards, until the process is killed
     first = multiprocessing.get_context("fork").Process(
         target=map_once, args=(rows, slow), kwargs={"depends_on": None, "cfg": cfg}
     )
     first.start()
     complete = lambda: sorted((tmp_path / "cache").glob(".*.partial.*/*.arrow"))
-    wait_for(lambda: len(complete()) >= 3)
+    workers = lambda: {int(line.split()[0]) for line in calls.read_text().splitlines()} - {first.pid}
+    wait_for(lambda: len(complete()) >= 3 and len(workers()) == 2)
     os.kill(first.pid, signal.SIGKILL)
     first.join()
-    workers = {int(line.split()[0]) for line in calls.read_text().splitlines()} - {first.pid}
-    assert len(workers) == 2
 
     def has_ended(pid: int) -> bool:
         with contextlib.suppress(OSError):
             return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
         return True
 
-    wait_for(lambda: all(map(has_ended, workers)))
+    wait_for(lambda: all(map(has_ended, workers())))
     kept = complete()
     damaged = kept.pop(1)
     content = bytearray(damaged.read_bytes())
@@ -121,7 +120,7 @@ def test_a_killed_run_continues_with_the_missing_shards(tmp_path, monkeypatch):
     damaged.write_bytes(content)
     stamps = {file.name: file.stat().st_mtime_ns for file in kept}
     calls.unlink()
-    slow.seconds = 0
+    slow.hangs = False
     done = map_once(rows, slow, depends_on=None, cfg=cfg)
     (folder,) = (file for file in (tmp_path / "cache").iterdir() if file.is_dir())
     assert len(list(folder.iterdir())) == 8  # and nothing that the killed processes have left

@@ -135,9 +135,9 @@ def test_a_node_that_ends_is_named_on_the_other_node(node, signal_number, codes,
     running = Running(*commands("--out", "runs/tune_test"))
     running.until("tuning 2 ranks", of=1)
     deadline, agents = time.monotonic() + 180, [process.pid for process in running.processes]
-    while not all(map(workers_of, agents)) and time.monotonic() < deadline:
+    while not all(map(workers_of, agents)):
+        assert time.monotonic() < deadline, "the signal must come while both nodes measure"
         time.sleep(0.02)
-    assert all(map(workers_of, agents)), "the signal must come while both nodes measure"
     os.kill(agents[node], signal_number)
     ended = running.ended()
     assert ended.codes == codes, ended.text

@@ -2,7 +2,7 @@
 
 end      print what this rank has received, and end
 wait     the same, and wait for a signal, with a child process that has left the session and lost its parent
-fail     the same, and when all ranks of the node have started, the last rank fails with exit code 7 and the others wait
+fail     the same, and when there is a file "fail now", the last rank fails with exit code 7 and the others wait
 ignore   wait, and ignore SIGINT and SIGTERM
 """
 
@@ -34,7 +34,8 @@ if action in ("wait", "ignore"):
 print(json.dumps(received), flush=True)
 print(f"rank {rank} prints an error", file=sys.stderr, flush=True)
 if action == "fail" and rank == int(os.environ["WORLD_SIZE"]) - 1:
-    time.sleep(1)
+    while not os.path.exists("fail now"):
+        time.sleep(0.05)
     print("ValueError: this rank has failed", file=sys.stderr, flush=True)
     sys.exit(7)
 while action != "end":

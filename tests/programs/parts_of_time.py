@@ -3,6 +3,7 @@
 The last rank needs longer in its forward pass, so that the others wait for it.
 """
 
+import itertools
 import json
 import time
 from dataclasses import dataclass
@@ -95,8 +96,7 @@ def main(cfg: Config) -> None:
                     batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
                 update(accelerator, cfg, model, optimizer, batches, loss, len)
                 rows.append((time.perf_counter(), *times.end_step(step + 1)[1:]))
-        first, last = rows[0], rows[-1]
-        measured[name] = [(b - a) / STEPS for a, b in zip(first, last)]  # wall time, then the parts
+        measured[name] = [[b - a for a, b in zip(*pair)] for pair in itertools.pairwise(rows)]  # of each step: wall time, parts
     (Path(cfg.out) / f"{accelerator.process_index}.json").write_text(json.dumps(measured))
 
 

@@ -10,10 +10,13 @@ from accel_ddp.entry import run
 def main(cfg: TrainConfig) -> None:
     import datasets
 
+    from accel_ddp.sources import places
+
+    places.REPORT_AFTER = 2  # 10 s is too long for a test
     accelerator = accel_ddp.start(cfg)
 
     def slow(rows):
-        time.sleep(12)
+        time.sleep(8)
         print(f"tokenized {len(rows['text'])} rows")
         return {"n": [len(text) for text in rows["text"]]}
 
