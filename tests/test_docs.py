@@ -88,7 +88,7 @@ def test_the_first_command_sets_up_trains_and_prints_what_to_try_next():
         command = f"{activate} && {train}"
     ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=1500).well()  # beside other tests
     before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
-    assert accuracy > 0.6, "far above chance, which is 0.5"
+    assert accuracy > 0.6, "one answer for all items scores 0.575"
     assert accuracy > before + 0.1
     assert "model saved in runs/classify/" in ended.text
     assert "next: train on your own data with --train_file" in ended.text
