@@ -74,25 +74,21 @@ def blocks(kind: str) -> list[str]:
 SET_UP_AND_TRAIN, SET_UP_AND_TEST = blocks("bash")[:2]
 
 
-SHORTER = "--steps 24 --lr 4e-4 --max_eval_items 150"  # takes less than half of the time
-
-
-@pytest.mark.parametrize("more", [SHORTER, pytest.param("", marks=pytest.mark.slow, id="as typed")])
-def test_the_first_command_sets_up_trains_and_prints_what_to_try_next(more):
+def test_the_first_command_sets_up_trains_and_prints_what_to_try_next():
     """In a clone that has its .venv, as CI's has, everything is already installed.
 
     On several workers the package is not installed again, because it would be missing in other tests for a moment. CI has just
     installed it with the same command and more extras.
     """
-    command = f"{SET_UP_AND_TRAIN.rstrip()} {more}"
+    command = SET_UP_AND_TRAIN.rstrip()
     _, activate, install, train = command.split(" && ")
-    assert install == "pip install -q -c constraints.txt -e '.[demo]'"
-    assert install.replace("demo", "test") in (ROOT / ".ci" / "run").read_text()
+    assert install == "pip install -q --no-compile -c constraints.txt -e '.[demo]'"
+    assert install.replace("--no-compile ", "").replace("demo", "test") in (ROOT / ".ci" / "run").read_text()
     if "PYTEST_XDIST_WORKER" in os.environ:
         command = f"{activate} && {train}"
     ended = run_all([["bash", "-ec", command]], [clean_environment()], timeout=1500).well()  # beside other tests
     before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
-    assert accuracy > (0.6 if more else 0.7), "far above chance, which is 0.5"
+    assert accuracy > 0.6, "one answer for all items scores 0.575"
     assert accuracy > before + 0.1
     assert "model saved in runs/classify/" in ended.text
     assert "next: train on your own data with --train_file" in ended.text
