@@ -468,9 +468,12 @@ def test_the_main_rank_warns_about_dropped_rows(messages, case, words):
         (["--static_graph", "--micro_batch_size", "2"], "--static_graph"),
         (["--output_dir", "/proc/none"], "cannot be written"),
         (["--train_file", "nowhere.csv"], "no such file"),
-        (["--gpu_memory_gb", "1"], "does not fit with DDP. With CUDA it needs 1.6 GiB per GPU besides activations"),
+        pytest.param(  # tests/test_memory.py has it without ranks
+            ["--gpu_memory_gb", "1"], "does not fit with DDP. With CUDA it needs 1.6 GiB per GPU besides activations",
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_every_rank_ends_with_code_2_and_one_message_without_a_traceback(arguments, words, tmp_path):
     ended = run_ranks(2, CLASSIFY, "--output_dir", tmp_path / "run", *arguments)
     assert ended.codes == [2, 2], ended.text
