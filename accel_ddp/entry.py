@@ -63,10 +63,13 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
         raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    gc.disable()  # the search for cycles among imported modules would take 0.5 s
     try:
         from accel_ddp.ranks.supervise import supervise  # imports torch, which takes seconds
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    gc.freeze()
+    gc.enable()
     code = supervise(main, cfg)
     if code:  # at once, because an interpreter that shuts down may wait for ranks that are gone
         sys.stdout.flush(), sys.stderr.flush()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from accel_ddp.exporting import evaluate_command
 from accel_ddp.exporting.export import read_facts
 from accel_ddp.records.eval_tables import file_of, read_tables
-from tests.conftest import BIN, ROOT, clean_environment, run_all, run_ranks, two_node_commands
+from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, run_all, run_ranks, two_node_commands
 from tests.log_schema import require_documented
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
@@ -255,14 +255,10 @@ def test_an_export_or_upload_that_fails_is_reported_without_a_traceback(one, arg
         "model.safetensors is damaged": [*EXPORT, damaged, tmp_path / "out"],
         "exists already": [*EXPORT, one, one],
     }
-    environment = clean_environment(HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "hub"))
-    with_token = {**environment, "HF_TOKEN": "hf_none"}
-    uploads = {
-        "has no Hub token": [sys.executable, CLASSIFY, *arguments, "--push_to_hub", "me/it", "--output_dir", tmp_path / "a"],
-        "The model is in": [sys.executable, CLASSIFY, *arguments, "--steps", "1", "--push_to_hub", "me/it", "--output_dir",
-                            tmp_path / "b"],
-    }  # fmt: skip
-    for commands, environments in ((exports, [clean_environment()] * 3), (uploads, [environment, with_token])):
+    upload = [sys.executable, PROGRAMS / "without_hub.py", CLASSIFY, *arguments, "--push_to_hub", "me/it", "--output_dir"]
+    uploads = {"has no Hub token": [*upload, tmp_path / "a"], "The model is in": [*upload, tmp_path / "b", "--steps", "1"]}
+    tokens = [clean_environment(HF_TOKEN=None), clean_environment(HF_TOKEN="hf_none")]
+    for commands, environments in ((exports, [clean_environment()] * 3), (uploads, tokens)):
         ended = run_all(list(commands.values()), environments)
         assert ended.codes == [2] * len(commands), ended.text
         for message, text in zip(commands, ended.texts):

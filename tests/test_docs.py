@@ -46,7 +46,7 @@ from tests.conftest import ROOT, clean_environment, free_port, run_all
 USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / "recipes" / "README.md", *ROOT.glob("accelerate_configs/*.md")]
 OTHER_PAGES += [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
-DEFAULT_PAGES = {"README.md", "exactness.md", "launch.md", "troubleshooting.md"}
+DEFAULT_PAGES = {"README.md", "troubleshooting.md"}
 CODE_FOLDERS = "accel_ddp|recipes|tests|benchmarks|accelerate_configs|docs"
 
 
@@ -102,9 +102,8 @@ def test_the_test_command_is_what_ci_runs():
 
 
 def by_page(commands: list[str]) -> list:
-    """Return the commands as parameters. Those that are on none of DEFAULT_PAGES are slow, and `verify`, which has its own tests."""
+    """Return the commands as parameters. Those that are on none of DEFAULT_PAGES are slow."""
     default = {block.text for page in USER_PAGES if page.name in DEFAULT_PAGES for block in blocks_of(page)}
-    default = {text for text in default if "accel-ddp verify" not in text}
     return [pytest.param(command, marks=[] if command in default else [pytest.mark.slow]) for command in commands]
 
 

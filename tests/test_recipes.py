@@ -368,6 +368,7 @@ SLOW = {
     "tag",
     "pretrain_mlm",
     "images",
+    "seq2seq",
 }
 
 
