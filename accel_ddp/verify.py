@@ -4,7 +4,6 @@ Every run launches the recipe unchanged and stops it after a few steps. `trainin
 samples its data loaders read. Then these samples and the files of the last checkpoint are compared.
 """
 
-import contextlib
 import functools
 import math
 import os
@@ -17,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command, stated_precision
 from accel_ddp.nodes.messages import find_free_port
-from accel_ddp.nodes.spawn import clean_environment, rank_environment
+from accel_ddp.nodes.spawn import clean_environment, kill_tree, rank_environment
 from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
@@ -189,7 +186,7 @@ class _Verification:
         while any(process.poll() is None for process in started):
             if self.node == 0 and checkpoint_format.list_checkpoints(self.place / name):
                 for process in started:
-                    _kill(process)
+                    kill_tree(process.pid)
             time.sleep(0.002)
         before = checkpoint_format.list_checkpoints(self.place / name)
         at = checkpoint_format.step_of(before[-1]) if before else 0
@@ -322,10 +319,3 @@ def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) ->
         return same == len(b), f"{same} of {len(a)}, on this node"
     same = sum(a[position] == b.get(position) and len(a[position]) == 1 for position in a)
     return same == len(a) == len(b) > 0, f"{same} of {max(len(a), len(b))} the same"
-
-
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()

@@ -268,10 +268,8 @@ def check_host_name(
     is_good = address and not address.startswith("127.") and address != "::1"
     if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or ipaddress.ip_address(main_ip).is_loopback or not interface:
         return []
-    what, settings = (
-        f"resolves to {address}" if address else "does not resolve",
-        [f"{key}={one}" for key, one in variables.items()],
-    )
+    what = f"resolves to {address}" if address else "does not resolve"
+    settings = [f"{key}={one}" for key, one in variables.items()]
     saw = f"the host name {HOST} {what}: gloo would announce a wrong address"
     if will_be_set:
         saw = f"{saw}; the preflight has set {' and '.join(settings)} for this run"

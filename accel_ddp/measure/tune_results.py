@@ -8,7 +8,7 @@ fast elsewhere, then changes of one coordinate at a time from the best of these 
 import math
 import shlex
 import statistics
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,8 @@ def propose_settings(nodes: int, default_score: float) -> Generator[Settings, fl
     `default_score` is the score without any settings. Without nodes that communicate over sockets there is nothing to try.
     """
     best, best_score, tried = {}, default_score, [{}]
-    for choices in (
-        (KNOWN_GOOD, *COORDINATES) if nodes else ()
-    ):  # a known set replaces all variables, and a coordinate only its own
+    # A known set replaces all variables, and a coordinate only its own.
+    for choices in (KNOWN_GOOD, *COORDINATES) if nodes else ():
         if nodes > 2 and ALGORITHM in choices[0]:
             choices = (*choices, TREE)
         names = {name for choice in choices for name in choice}
@@ -84,13 +83,13 @@ def propose_settings(nodes: int, default_score: float) -> Generator[Settings, fl
                 best, best_score = settings, measured
 
 
-def bucket_sizes(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
+def bucket_sizes(gradient_bytes: int) -> list[int]:
     """Return the bucket sizes to try in MiB, DDP's default first.
 
     Of the sizes that put all gradients into one bucket, only the smallest is kept.
     """
     kept = []
-    for size in sorted(sizes):
+    for size in (5, 10, 25, 50, 100, 200):
         if size == 25 or not kept or kept[-1] * MIB < gradient_bytes:
             kept.append(size)
     return sorted(kept, key=lambda size: size != 25)

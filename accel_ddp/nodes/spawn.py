@@ -47,6 +47,16 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a process and everything that it has started."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 def is_pending(pid: int, number: int) -> bool:
     """Return whether a signal was sent to a process that has not acted on it: it blocks the signal, or the kernel blocks it."""
     with contextlib.suppress(OSError):

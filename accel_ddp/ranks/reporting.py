@@ -37,9 +37,7 @@ def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
             launcher=this_rank.launcher, report_after=cfg.hang_report_seconds, abort_after=0 if is_alone else cfg.hang_abort_seconds,
         )  # fmt: skip
     except OSError as error:
-        text = f"warning: the monitor of {this_rank.host} cannot be started: {error}. Faults are not reported."
-        print(text, file=sys.stderr, flush=True)
-        record(text, "MONITOR_LOST")
+        warn(f"warning: the monitor of {this_rank.host} cannot be started: {error}. Faults are not reported.", "MONITOR_LOST")
         return None
 
 
@@ -90,12 +88,11 @@ def _lose_monitor(address: MonitorAddress) -> None:
     if ending.is_leaving.is_set() or ending.failure:
         return
     if this_rank.is_local_main:
-        text = (
+        warn(
             f"warning: the monitor process of {this_rank.host} (pid {address.pid}) was killed. Training continues, but faults of this "
-            "node are no longer reported within seconds."
+            "node are no longer reported within seconds.",
+            "MONITOR_LOST",
         )
-        print(text, file=sys.stderr, flush=True)
-        record(text, "MONITOR_LOST")
         shutil.rmtree(address.folder, ignore_errors=True)
 
 
@@ -134,7 +131,13 @@ def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) ->
             links.incidents.open(Path(ending.run_folder_lock.name).parent)
 
 
-def warn_on_main(text: str, kind: str, step: int = -1) -> None:
+def warn(text: str, kind: str, step: int = -1) -> None:
+    """Print a text to stderr, and store it."""
+    print(text, file=sys.stderr, flush=True)
+    record(text, kind, step=step)
+
+
+def warn_on_main(text: str, kind: str = "WARNING", step: int = -1) -> None:
     """Print a text on the main rank, and store it."""
     if this_rank.is_main:
         print(text, flush=True)
