@@ -91,10 +91,7 @@ def _number(text: str) -> int:
 def check_gpus(
     topology: Topology, gpus: list[dict[str, Any]] | None, driver: dict[str, str], error: str
 ) -> tuple[list[int] | None, list[Finding]]:
-    """Return (indices of the GPUs that this node would use, findings about them).
-
-    The arguments after the first are those that `query_driver` returns. The indices are None if the GPUs are not known.
-    """
+    """Return the indices of the GPUs that this node would use (None: not known), and findings about them."""
     if cpu_is_wanted():
         return [], []
     if gpus is None:

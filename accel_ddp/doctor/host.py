@@ -279,10 +279,7 @@ def check_host_name(
 
 
 def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:
-    """Return findings about open files, locked memory, shared memory and the disk.
-
-    `folder` is the existing part of `output_dir`, or None if its disk does not answer.
-    """
+    """Return findings about open files, locked memory, shared memory and the disk."""
     found: list[Finding] = []
     add = lambda code, saw: found.append(local_finding(topology, code, saw))
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -137,10 +137,7 @@ class ClusterRuns:
 
 
 def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False) -> tuple[int, str]:
-    """Run a command and return its exit code and its output.
-
-    If this process is interrupted, or after `limit` seconds, the command is ended first.
-    """
+    """Run a command and return its exit code and output. End it after `limit` seconds, and if this process is interrupted."""
     env = clean_environment()
     # The command must find the package of this process, also if it is not installed.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])

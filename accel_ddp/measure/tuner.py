@@ -143,10 +143,7 @@ class Tuner:
             raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
 
     async def _write(self, files: dict[str, str], for_runs: dict[str, str]) -> bool:
-        """Write the files on all nodes, and return whether all of them are there.
-
-        The main node is first. If the nodes share a disk, the other nodes then find its files there.
-        """
+        """Write the files on all nodes, the main node first, because they may share its disk. Return whether all are there."""
         is_complete = True
         for node in range(self.nodes):
             await self.coordinator.members[node].send({"do": "write", "files": files, "for_runs": for_runs})

@@ -11,10 +11,7 @@ from accel_ddp.nodes import launcher
 
 
 def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
-    """Return the number of threads of a rank on CPUs: `option`, the number that the user has set, or a part of the cores.
-
-    `cores` is the number of cores of another node. By default it is the number that this process may use.
-    """
+    """Return the threads of a rank on CPUs: `option`, what the user has set, or a part of the cores (`cores`: of another node)."""
     if option:
         return option
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):

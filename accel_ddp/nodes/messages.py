@@ -86,10 +86,7 @@ class HandshakeError(Exception):
 
 
 def make_token(port: int, script: str, secret: str) -> bytes:
-    """Return the key of the doctors of one run.
-
-    Only `secret` (ACCEL_DDP_TOKEN) keeps other users out. Port and script only keep two jobs apart.
-    """
+    """Return the key of the doctors of one run. Only `secret` keeps other users out. Port and script keep two jobs apart."""
     return hashlib.sha256(json.dumps(["accel-ddp", port, os.path.basename(script), secret]).encode()).digest()
 
 
@@ -120,10 +117,7 @@ class Stream:
         await asyncio.wait_for(self.writer.drain(), seconds)
 
     async def receive(self, seconds: float) -> dict[str, Any]:
-        """Return the next message.
-
-        Raises ConnectionError if the peer closed the connection or sent an invalid message, and asyncio.TimeoutError.
-        """
+        """Return the next message. Raises ConnectionError (closed, or not a message) and asyncio.TimeoutError."""
 
         async def read_frame() -> tuple[bytes, bytes]:
             (size,) = struct.unpack(">I", await self.reader.readexactly(4))

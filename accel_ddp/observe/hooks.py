@@ -54,10 +54,7 @@ PART = 0.25  # of the median of the first steps; when almost everything is learn
 
 
 class LossSpikes:
-    """Compares each loss with the median of recent losses and their median absolute deviation (MAD), which outliers do not move.
-
-    Spikes are not added to the recent losses.
-    """
+    """Compares each loss with the median of recent losses and their median absolute deviation (MAD), which outliers do not move."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=WINDOW)

@@ -70,10 +70,7 @@ def _last_collective() -> str:
 
 
 def _leave_late(failure: Failure) -> None:
-    """End this rank if it does not end by itself.
-
-    A rank inside a collective does not notice that another rank is gone before the timeout of the process group.
-    """
+    """End this rank if it does not end by itself: inside a collective it does not notice that another rank is gone."""
     if ending.is_leaving.wait(STOP_SECONDS if failure.is_signal or failure.kind == "unsaved" else LEAVE_SECONDS):
         return
     ending.is_leaving.set()
