@@ -196,10 +196,7 @@ def check_settings(text: str) -> None:
 
 
 def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) -> list[int]:
-    """Return the ranks that record a trace. Raise UserError if one of them does not exist.
-
-    `auto` selects all of them, but not more than MAX_RANKS. It then prefers the first rank of each node.
-    """
+    """Return the ranks that record a trace: those named, or for `auto` up to MAX_RANKS, the first of each node before others."""
     ranks = parse_ranks(text)
     if ranks == "all":
         return list(range(num_ranks))

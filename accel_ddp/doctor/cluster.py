@@ -223,10 +223,7 @@ def run_preflight(cfg: TrainConfig) -> None:
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:
-    """Report to the other nodes, which would wait, that this node exits because of its options. Takes 5 s at most.
-
-    A launcher gives the topology and the script. The default is the topology and the script of this rank.
-    """
+    """Report to the nodes that would wait that this one exits, in at most 5 s. The defaults are those of this rank."""
     topology = topology or topology_of_this_rank()
     if topology.num_nodes <= 1 or topology.local_rank:
         return

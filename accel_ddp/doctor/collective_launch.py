@@ -29,10 +29,7 @@ SendEvent = Callable[[dict[str, Any]], None]
 
 
 class WorkerProcesses:
-    """Starts the workers of this node, forwards their reports, and kills them. `module` runs a `CollectiveWorker`.
-
-    `environment` is the environment of the workers, to which `start` may add only the variables in `allowed_variables`.
-    """
+    """Starts the workers of this node, forwards their reports, and kills them. `start` may set only `allowed_variables`."""
 
     def __init__(
         self, module: str, node: int, ranks_of_nodes: list[int], main_ip: str, environment: dict[str, str],

@@ -104,10 +104,7 @@ class CollectiveWorker:
 
 
 def read_nccl_log(log: str) -> tuple[list[str], str, list[str]]:
-    """Return (transports between ranks such as `P2P/CUMEM`, network to other nodes, its interfaces) from a log of NCCL.
-
-    Lists are empty, and the network is `unknown`, if the log does not contain them.
-    """
+    """Return the transports between ranks (`P2P/CUMEM`), the network or `unknown`, and its interfaces from NCCL's log."""
     paths = {"/".join(filter(None, path)) for path in re.findall(r" via (P2P|SHM|NET)(?:/([A-Za-z][\w ]*))?", log)}
     network = re.findall(r"Using network (.*\S)", log)[:1] or ["unknown"]
     names = re.findall(r"\[\d+\]([\w.-]+):", "\n".join(re.findall(r"NET/\w+ ?: Using (.*)", log)))

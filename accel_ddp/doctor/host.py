@@ -67,10 +67,7 @@ def local_finding(topology: Topology, code: str, saw: str, fix: str | None = Non
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
-    """Return what `call` returns, or `default` if it fails or takes too long, as with a dead resolver or NFS mount.
-
-    The thread of a call that takes too long keeps running, because it cannot be interrupted.
-    """
+    """Return what `call` returns, or `default` if it fails or takes too long. The thread of such a call cannot be interrupted."""
     results: list[T] = []
 
     def work() -> None:

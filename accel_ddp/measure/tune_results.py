@@ -62,10 +62,7 @@ def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
 
 
 def propose_settings(nodes: int, default_score: float) -> Generator[Settings, float | None, None]:
-    """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed.
-
-    `default_score` is the score without any settings. Without nodes that communicate over sockets there is nothing to try.
-    """
+    """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed."""
     best, best_score, tried = {}, default_score, [{}]
     # A known set replaces all variables, and a coordinate only its own.
     for choices in (KNOWN_GOOD, *COORDINATES) if nodes else ():

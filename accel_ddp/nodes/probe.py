@@ -76,10 +76,7 @@ def classify_error(error: BaseException) -> str:
 
 
 async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict[str, Any]:
-    """Probe one direction of one pair of nodes.
-
-    Returns {"how": "ok", "seconds": round trip, "rate": bytes per second}, or {"how": another result}, with the port.
-    """
+    """Probe one direction of a pair of nodes. Return the port and "how" it went, and if that is "ok" its "seconds" and "rate"."""
     if not ports:  # that node could not open any, and reports this itself
         return {"how": CUT, "port": 0}
     result: dict[str, Any] = {"how": OK, "port": ports[0]}
