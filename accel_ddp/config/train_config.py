@@ -11,16 +11,7 @@ from accel_ddp.config import option_values
 from accel_ddp.config.optimizer_options import OptimizerConfig
 from accel_ddp.config.option_values import BestMetric, Direction, split_weight
 from accel_ddp.config.options import of_group, option, properties_of
-from accel_ddp.config.run_options import (
-    TIMEOUT_VARIABLE,
-    EvaluationConfig,
-    LoggingConfig,
-    MultiNodeConfig,
-    ProcessConfig,
-    SavingConfig,
-    SpeedConfig,
-    TrainingConfig,
-)
+from accel_ddp.config.run_options import TIMEOUT_VARIABLE, RunConfig
 from accel_ddp.errors import UserError
 
 MOST_PREDICTIONS = 1000
@@ -31,9 +22,7 @@ ALL_LINEAR = "all-linear"  # a value of --lora_targets: all linear layers except
 
 
 @dataclass(kw_only=True)
-class TrainConfig(
-    EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig, OptimizerConfig
-):
+class TrainConfig(RunConfig, OptimizerConfig):
     """The options that every recipe has. Extend it with your own, and override the methods below where you need to."""
 
     def validate_sharded(self) -> None:

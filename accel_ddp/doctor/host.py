@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from accel_ddp.doctor.findings import CODES, Finding
+from accel_ddp.doctor.findings import FIXES, Finding
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.text import format_bytes
@@ -198,7 +198,7 @@ def check_topology(topology: Topology, ip: str) -> list[Finding]:
     if num_nodes > 1 and num_ranks % num_nodes and not topology.num_node_ranks:
         below = num_ranks // num_nodes * num_nodes
         saw = f"{topology.describe('num_processes')} is the total over all nodes and is not a multiple of {nodes}: accelerate would "
-        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; {CODES['E_PROCESSES'].fix.partition('; ')[2]}"
+        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; {FIXES['E_PROCESSES'].partition('; ')[2]}"
         add("E_PROCESSES", f"{saw}start {below} and print nothing about it", fix)
     kind, uses_cpu = (topology.accelerate_config.get(name) for name in ("distributed_type", "cpu"))
     if num_nodes > 1 and (str(kind) in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
