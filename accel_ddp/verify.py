@@ -172,8 +172,7 @@ class _Verification:
     def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["VerifiedRun", int]:
         """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
 
-        The last step depends on when the run was killed. On several nodes it is fixed, because the nodes cannot tell each other
-        the step, and it is later.
+        The last step depends on when the run was killed. On several nodes, which cannot tell each other the step, it is fixed.
         """
         fixed = self.steps + 20 if self.launch else 0
         started = self.start(name, name, self.command(name, ranks, ["--stop_after", str(fixed)], False, env))

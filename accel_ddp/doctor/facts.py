@@ -181,8 +181,7 @@ def package_versions() -> dict[str, str]:
 def hash_files(path: Path, seconds: float = 1e9) -> str:
     """Return a hash of a file, or of all files below a folder with their names and sizes.
 
-    Only samples from all parts of large files are read. Returns NOT_READ after `seconds`: reading must not continue during
-    training.
+    Of large files only samples of all parts are read. Returns NOT_READ after `seconds`, so nothing is read during training.
     """
     if not path.exists():
         raise FileNotFoundError(2, "there is no such file")

@@ -82,19 +82,18 @@ def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
 
 def resolve(name: str, seconds: float = 5) -> str:
     """Return an address of a host name, IPv4 if it has one. Raises UserError with the reason if there is none."""
-    reason: list[str] = [f"the resolver did not answer within {seconds:.0f} s"]
 
-    def look_up() -> str:
+    def look_up() -> tuple[str, str]:
         try:
             found = sorted(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), key=lambda entry: entry[0] != socket.AF_INET)
-            return found[0][4][0]
+            return found[0][4][0], ""
         except (OSError, UnicodeError) as error:
-            reason[0] = str(error)
-            raise
+            return "", str(error)
 
-    if address := call_with_timeout(look_up, seconds, ""):
-        return address
-    raise UserError(reason[0])
+    address, reason = call_with_timeout(look_up, seconds, ("", f"the resolver did not answer within {seconds:.0f} s"))
+    if not address:
+        raise UserError(reason)
+    return address
 
 
 def interface_addresses() -> dict[str, list[str]]:
@@ -153,9 +152,8 @@ def external_interfaces() -> list[str]:
 def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]:
     """Return (address on which the coordinator listens, address under which this node connects to it).
 
-    On the main node, the main address may be a name that its own hosts file resolves to 127.0.1.1, or it may be 0.0.0.0. The
-    other nodes cannot reach either. Launchers listen on all addresses in this case, and so does the coordinator if the host
-    has several.
+    On the main node, the main address may be a name that its own hosts file resolves to 127.0.1.1, or 0.0.0.0, which other nodes
+    cannot reach. Launchers then listen on all addresses, and so does the coordinator if the host has several.
     """
     one = ipaddress.ip_address(ip)
     is_name_of_loopback = one.is_loopback and topology.main_address != ip

@@ -1,7 +1,6 @@
 """One rank of a trial of `accel-ddp tune`: `python -m accel_ddp.measure.trial_worker SPEC PARENT`, see `collective_worker`.
 
-It times all-reduces, or steps of DDP with a model that costs as much as the user's. It has no time limit of its own: the agent
-kills it.
+It times all-reduces, or steps of DDP with a model that costs as much as the user's. The agent kills it at its time limit.
 """
 
 import contextlib

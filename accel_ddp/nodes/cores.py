@@ -63,8 +63,7 @@ def usable_cores(root: str = "/") -> int:
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them.
 
-    Inside a container the root of a hierarchy is often the cgroup of the container, and the path of the process a path of the host,
-    which does not exist here.
+    In a container the root of a hierarchy is often the container's cgroup, and the process has a path of the host, not found here.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -2,8 +2,7 @@
 
 A process without the key receives nothing but a random number. Its connection is closed after a few seconds and a few bytes. Each
 message has a MAC with a key of this connection and the number of the message, so nobody can add, change or repeat one. Messages are
-not encrypted. `run_secret` has the keys. The functions at the top validate received values: each returns the value, or raises
-ValueError.
+not encrypted. `run_secret` has the keys. The functions at the top return a received value, or raise ValueError if it is invalid.
 """
 
 import asyncio
@@ -234,8 +233,7 @@ async def connect(
         if small_segments:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT)
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, (ip, port)), seconds)
-        # If nothing listens on a port of this machine, the kernel may choose the same port for the client and connect it
-        # to itself.
+        # If nothing listens on a port of this machine, the kernel may connect a client with the same port to itself.
         if sock.getsockname() == sock.getpeername():
             raise ConnectionRefusedError(111, "Connection refused")
         return await asyncio.open_connection(sock=sock)

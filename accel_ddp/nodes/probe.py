@@ -56,8 +56,7 @@ async def serve_transfers(stream: messages.Stream, request: dict[str, Any] | Non
         size = whole_number(request.get("bytes", 0), MOST)
         request, left = None, size
         while left:
-            # This timeout is longer than the sender's, because the side that gives up first decides whether the path looks
-            # stalled or cut.
+            # Longer than the sender's timeout: the side that gives up first decides whether the path looks stalled or cut.
             piece = await asyncio.wait_for(stream.reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
             if not piece:
                 return

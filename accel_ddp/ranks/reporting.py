@@ -1,8 +1,7 @@
 """What a rank tells the other ranks and the users: failures, stop requests, warnings and lines of the logger `accel_ddp`.
 
 The first three travel through the monitor of the node (see `watch`), which reports ranks that die or hang, chooses the first
-failure of the run, prints it once per node, sends it to every rank, and writes incidents.jsonl. A run without a monitor writes that
-file itself.
+failure of the run, prints it once per node, sends it to every rank, and writes incidents.jsonl. Without a monitor, the run does.
 """
 
 import contextlib
