@@ -48,8 +48,14 @@ from accel_ddp.doctor.check_options import CheckOptions
 from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.nodes import launcher, recipe_files
-from accel_ddp.nodes.launcher import CONFIG_FILE, find_config_file, parse_accelerate_command
+from accel_ddp.nodes import recipe_files
+from accel_ddp.nodes.launcher import (
+    CONFIG_FILE,
+    find_config_file,
+    parse_accelerate_command,
+    read_accelerate_config,
+    stated_precision,
+)
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import Topology, find_topology
@@ -118,10 +124,10 @@ def adopt_config() -> None:
     if not file or parse_accelerate_command(sys.orig_argv) is not None:
         return
     try:
-        config = launcher.read_accelerate_config(file)
+        config = read_accelerate_config(file)
     except UserError as error:
         _exit_with(str(error).replace("--config_file", CONFIG_FILE))
-    precision = {"ACCELERATE_MIXED_PRECISION": stated} if (stated := launcher.stated_precision(config)) else {}
+    precision = {"ACCELERATE_MIXED_PRECISION": stated} if (stated := stated_precision(config)) else {}
     for name, value in {**variables_of(config), **precision}.items():
         os.environ.setdefault(name, value)
 
