@@ -256,10 +256,7 @@ def without_gradient(model: "nn.Module") -> list[int]:
 
 
 def around_buffer_sync(model: "nn.Module", before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around the broadcast of buffers with which DDP begins a forward pass of training.
-
-    DDP has hooks for gradients and none for buffers. Models without DDP stay as they are. Tested with torch 2.13.
-    """
+    """Call `before` and `after` around DDP's broadcast of buffers in training, which has no hook. Tested with torch 2.13."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -286,12 +283,9 @@ def ignored_by_ddp(module: "nn.Module") -> set[str]:
 
 
 def fsdp_groups(part: "nn.Module") -> list[Any]:
-    """Return the groups of parameters that are gathered with a module. After torch 2.11 a module may have several.
-
-    FSDP publishes neither its groups nor the order in which it gathers them. Tested with torch 2.13.
-    """
+    """Return the groups of parameters that are gathered with a module, in this order. None are public. Tested with torch 2.13."""
     state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = getattr(state, "_fsdp_param_groups", None)  # after torch 2.11 a module may have several
     return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
@@ -386,10 +380,7 @@ def let_all_ranks_generate(model: "nn.Module") -> None:
 
 
 def region_of(tensor: Any) -> tuple[list[int], list[int]]:
-    """Return the offsets and the lengths, in each dimension, of the part of a DTensor that this rank holds.
-
-    DTensor publishes the part, and not its place in the whole. Tested with torch 2.13.
-    """
+    """Return the offsets and lengths of the part of a DTensor that this rank holds. None are public. Tested with torch 2.13."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 # The parts into which the time of a step is divided. log.jsonl, the trackers and the report use these names.
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
-NO_PART, SAME_PART = (
-    -1,
-    -2,
-)  # the time belongs to no step; it belongs to the part of the phase before, which this phase interrupts
+# The time belongs to no step; it belongs to the part of the phase before, which this phase interrupts.
+NO_PART, SAME_PART = -1, -2
 DEFAULT_USUAL = 60.0  # seconds that a phase usually takes at most, until LEARN_AFTER durations are known
 LEARN_AFTER = 3
 
@@ -103,9 +101,7 @@ class Phases:
     """The step and the phase of one rank."""
 
     def __init__(self) -> None:
-        self.memory: mmap.mmap | bytearray = bytearray(
-            SIZE
-        )  # until `publish`, so callers need not ask whether there is a monitor
+        self.memory: mmap.mmap | bytearray = bytearray(SIZE)  # until `publish`: callers need not ask if there is a monitor
         self.step, self.phase, self.since, self.beats = 0, START, time.monotonic_ns(), 0
         self.progress = 0, 0  # of an evaluation: batches done, batches in total; only the panel of this process reads it
         self.listeners: list[Listener] = []

@@ -4,7 +4,6 @@ Every run launches the recipe unchanged and stops it after a few steps. `trainin
 samples its data loaders read. Then these samples and the files of the last checkpoint are compared.
 """
 
-import contextlib
 import functools
 import math
 import os
@@ -17,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command, stated_precision
 from accel_ddp.nodes.messages import find_free_port
-from accel_ddp.nodes.spawn import clean_environment, rank_environment
+from accel_ddp.nodes.spawn import clean_environment, kill_tree, rank_environment
 from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
@@ -107,9 +104,7 @@ class _Verification:
         lines = []
         options = one.run["config"]
         kind = "tokens" if options.get("micro_batch_tokens") else "size"
-        share = (
-            options[f"micro_batch_{kind}"] if kind == "tokens" else min(options["micro_batch_size"], options["global_batch_size"])
-        )
+        share = options.get("micro_batch_tokens") or min(options["micro_batch_size"], options["global_batch_size"])
         if share > 1 and not self.shards:
             other = share // 2 if share % 2 == 0 else 1
             smaller = self.run("micro", 1, self.steps, *EXACT, f"--micro_batch_{kind}", str(other), alone=True)
@@ -144,7 +139,7 @@ class _Verification:
 
     def command(
         self, name: str, ranks: int, more: list[str], alone: bool, sharded: dict[str, str] | None
-    ) -> tuple[list[list[str]], list[dict[str, str]]]:
+    ) -> list[tuple[list[str], dict[str, str]]]:
         """Return the command and the environment of each process that this node starts for a run."""
         record = self.place / name / "samples"
         record.mkdir(parents=True, exist_ok=True)
@@ -155,41 +150,36 @@ class _Verification:
             launch = [w for i, w in enumerate(self.launch) if "--main_process_port" not in (w, *self.launch[max(0, i - 1) : i])]
             launch += ["--main_process_port", str(self.port + self.runs)]  # the port of the last run may still be closing
             launch += ["--mixed_precision", self.precision]
-            return [[sys.executable, "-m", "accelerate.commands.launch", *launch, *words]], [env]
+            return [([sys.executable, "-m", "accelerate.commands.launch", *launch, *words], env)]
         if ranks == 1:
-            return [[sys.executable, *words]], [{"CUDA_VISIBLE_DEVICES": "0", **env}]
-        port = find_free_port("127.0.0.1")
-        environments = [env | rank_environment([ranks], 0, rank, "127.0.0.1", port) for rank in range(ranks)]
-        return [[sys.executable, *words]] * ranks, environments
+            return [([sys.executable, *words], {"CUDA_VISIBLE_DEVICES": "0", **env})]
+        place = "127.0.0.1", find_free_port("127.0.0.1")
+        return [([sys.executable, *words], env | rank_environment([ranks], 0, rank, *place)) for rank in range(ranks)]
 
     def run(
         self, name: str, ranks: int, end: int, *more: str, alone: bool = False, env: dict[str, str] | None = None, how: str = ""
     ) -> "VerifiedRun":
-        started = self.start(f"{name}{how}", name, *self.command(name, ranks, ["--stop_after", str(end), *more], alone, env))
+        started = self.start(f"{name}{how}", name, self.command(name, ranks, ["--stop_after", str(end), *more], alone, env))
         for process in started:
             process.wait()
         return self.result(name, started, end)
 
-    def start(
-        self, title: str, name: str, commands: list[list[str]], environments: list[dict[str, str]]
-    ) -> list[subprocess.Popen]:
+    def start(self, title: str, name: str, commands: list[tuple[list[str], dict[str, str]]]) -> list[subprocess.Popen]:
         print(f"running: {title} ...", flush=True)
         log = (self.place / f"{name}.txt").open("a")
-        options = {"stdout": log, "stderr": subprocess.STDOUT}
-        return [subprocess.Popen(words, env=env, **options) for words, env in zip(commands, environments, strict=True)]
+        return [subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT) for words, env in commands]
 
     def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["VerifiedRun", int]:
         """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
 
-        The last step depends on when the run was killed. On several nodes it is fixed, because the nodes cannot tell each other
-        the step, and it is later.
+        The last step depends on when the run was killed. On several nodes, which cannot tell each other the step, it is fixed.
         """
         fixed = self.steps + 20 if self.launch else 0
-        started = self.start(name, name, *self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
+        started = self.start(name, name, self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
         while any(process.poll() is None for process in started):
             if self.node == 0 and checkpoint_format.list_checkpoints(self.place / name):
                 for process in started:
-                    _kill(process)
+                    kill_tree(process.pid)
             time.sleep(0.002)
         before = checkpoint_format.list_checkpoints(self.place / name)
         at = checkpoint_format.step_of(before[-1]) if before else 0
@@ -210,12 +200,13 @@ class _Verification:
             problem = f"it stopped at step {run['step']} instead of {end}"
         if problem:
             output = (self.place / f"{name}.txt").read_text().splitlines()
-            tail = "\n".join(output[-25:])
             codes = ", ".join(str(process.returncode) for process in started)
             errors = [line for line in output if line.startswith("error: ")]
             if errors and all(process.returncode == USER_ERROR for process in started) and output[-1].strip() in ("", errors[-1]):
-                raise UserError(f"the run '{name}' exited with code {codes}: {problem}. {errors[-1].removeprefix('error: ')}")
-            raise UserError(f"the run '{name}' exited with code {codes}: {problem}. Its last output:\n{tail}")
+                reason = errors[-1].removeprefix("error: ")
+            else:
+                reason = "Its last output:\n" + "\n".join(output[-25:])
+            raise UserError(f"the run '{name}' exited with code {codes}: {problem}. {reason}")
         if run["config"].get("global_batch_tokens"):
             raise UserError("--global_batch_tokens: verify compares steps of equal numbers of items. Use --global_batch_size.")
         samples = _samples(self.place / name / "samples", run["step"] * run["config"]["global_batch_size"])
@@ -322,10 +313,3 @@ def _compared(a: dict[int, set[int]], b: dict[int, set[int]], is_share: bool) ->
         return same == len(b), f"{same} of {len(a)}, on this node"
     same = sum(a[position] == b.get(position) and len(a[position]) == 1 for position in a)
     return same == len(a) == len(b) > 0, f"{same} of {max(len(a), len(b))} the same"
-
-
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()

@@ -277,7 +277,7 @@ def test_every_kind_of_incident_in_the_code_is_documented():
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and node.func.id in ("record", "warn_on_main", "Event")
+                and node.func.id in ("record", "warn", "warn_on_main", "Event")
             ):
                 values = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
                 kinds |= {value for value in values if re.fullmatch("[A-Z][A-Z_]+", value)}

@@ -109,10 +109,7 @@ class OptimizerConfig:
 
 
 def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, is_hidden: bool = True) -> int:
-    """Return how many bytes the optimizer stores for a trained parameter.
-
-    `itemsize` is the number of bytes of one of its values. `is_hidden` is whether Muon steps it (`hidden_matrices`).
-    """
+    """Return the bytes that the optimizer stores for a parameter of `itemsize` bytes per value, which Muon steps if `is_hidden`."""
     size = math.prod(shape)
     if cfg.optimizer == "adamw8bit" and is_quantized(size):
         return 2 * (size + 4 * size // BLOCK + 4 * 256)  # codes, the scale of each block, and a table of 256 values

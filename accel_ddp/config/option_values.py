@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 from accel_ddp.errors import UserError
 from accel_ddp.text import counted, did_you_mean
 
-# Which values of a metric are better: "min": lower ones; "max": higher ones; "": not known, and further metrics may follow whose
-# names begin with this one.
+# Which values of a metric are better. "": not known, and further metrics may have names that begin with this one.
 Direction = Literal["min", "max", ""]
 
 
@@ -131,8 +130,7 @@ def check_end(text: str, total_steps: int) -> None:
 def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
     """Return the steps to record in a process that has done `first_step` steps. None: there are none after `first_step`.
 
-    `pauses_after` returns whether a step is followed by an evaluation or a checkpoint. Their time does not belong to a step, so a
-    window ends before them.
+    A window ends before an evaluation or a checkpoint (`pauses_after`), whose time does not belong to a step.
     """
     window = parse_steps(text)
     if window is None or first_step >= total_steps:
@@ -196,10 +194,7 @@ def check_settings(text: str) -> None:
 
 
 def choose_ranks(text: str, num_ranks: int, first_of_nodes: Sequence[int] = ()) -> list[int]:
-    """Return the ranks that record a trace. Raise UserError if one of them does not exist.
-
-    `auto` selects all of them, but not more than MAX_RANKS. It then prefers the first rank of each node.
-    """
+    """Return the ranks that record a trace: those named, or for `auto` up to MAX_RANKS, the first of each node before others."""
     ranks = parse_ranks(text)
     if ranks == "all":
         return list(range(num_ranks))

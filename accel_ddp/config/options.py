@@ -60,11 +60,8 @@ def option(
     - `legacy`: the value of runs from before the option existed.
     - `also`: names of the option in other toolkits, for suggestions.
     """
-    given = {
-        "help": help, "group": group, "affects_result": affects_result, "per_node": per_node, "at_least": at_least, "legacy": legacy,
-        "also": also,
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata={name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in locals().items() if name != "default" and value is not None}
+    return dataclasses.field(default=default, metadata=given)
 
 
 def of_group(group: str, **properties: Any) -> Callable[[C], C]:

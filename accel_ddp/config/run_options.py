@@ -193,3 +193,8 @@ class EvaluationConfig:
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the recipe's first metric"
     )
     early_stopping_patience: int = option(0, "stop after this many evaluations without a strictly better --best_metric; 0: never")
+
+
+@dataclass(kw_only=True)
+class RunConfig(EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig):
+    """All of them. The order of the classes is the reverse of the order of their options."""

@@ -7,29 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from accel_ddp.config import option_values
 from accel_ddp.config.optimizer_options import OptimizerConfig
-from accel_ddp.config.option_values import (
-    BestMetric,
-    Direction,
-    check_end,
-    check_settings,
-    choose,
-    parse_ranks,
-    parse_shares,
-    parse_steps,
-    split_weight,
-)
+from accel_ddp.config.option_values import BestMetric, Direction, split_weight
 from accel_ddp.config.options import of_group, option, properties_of
-from accel_ddp.config.run_options import (
-    TIMEOUT_VARIABLE,
-    EvaluationConfig,
-    LoggingConfig,
-    MultiNodeConfig,
-    ProcessConfig,
-    SavingConfig,
-    SpeedConfig,
-    TrainingConfig,
-)
+from accel_ddp.config.run_options import TIMEOUT_VARIABLE, RunConfig
 from accel_ddp.errors import UserError
 
 MOST_PREDICTIONS = 1000
@@ -40,9 +22,7 @@ ALL_LINEAR = "all-linear"  # a value of --lora_targets: all linear layers except
 
 
 @dataclass(kw_only=True)
-class TrainConfig(
-    EvaluationConfig, ProcessConfig, SpeedConfig, TrainingConfig, MultiNodeConfig, LoggingConfig, SavingConfig, OptimizerConfig
-):
+class TrainConfig(RunConfig, OptimizerConfig):
     """The options that every recipe has. Extend it with your own, and override the methods below where you need to."""
 
     def validate_sharded(self) -> None:
@@ -92,14 +72,14 @@ class TrainConfig(
                 raise UserError(f"{given}: both are the size of a batch. Leave one of them out.")
         if self.push_to_hub and self.push_to_hub.count("/") > 1:
             raise UserError(f"--push_to_hub {self.push_to_hub}: must be a name on the Hub, for example me/my-model.")
-        parse_shares(self.balance)
+        option_values.parse_shares(self.balance)
         if self.balance != "off" and self.static_graph:
             raise UserError(f"--balance {self.balance} --static_graph: needs ranks with several micro-batches. Use one of them.")
         uneven = _changed(self, "balance", "micro_batch_tokens", "global_batch_tokens")
         if self.sync_batchnorm and uneven:
             why = "batch norm needs all ranks in every micro-batch, but they would have different numbers of micro-batches"
             raise UserError(f"--sync_batchnorm {uneven[0]}: {why}. Leave one of them out.")
-        check_settings(self.tuned)
+        option_values.check_settings(self.tuned)
         self.check_optimizer()
         self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
@@ -107,11 +87,11 @@ class TrainConfig(
             raise UserError(
                 f"--on_nonfinite skip --comm_hook powersgd: {reason}. Use another --comm_hook, or --on_nonfinite stop."
             )
-        is_profiled = parse_steps(self.profile) is not None
-        if parse_ranks(self.profile_ranks) != "auto" and not is_profiled:
+        is_profiled = option_values.parse_steps(self.profile) is not None
+        if option_values.parse_ranks(self.profile_ranks) != "auto" and not is_profiled:
             raise UserError(f"--profile_ranks {self.profile_ranks}: needs the steps to record, for example --profile 10-14.")
         if self.steps:
-            check_end(self.profile, self.steps)
+            option_values.check_end(self.profile, self.steps)
         self.best()
 
     def metric_directions(self) -> dict[str, Direction]:
@@ -123,7 +103,7 @@ class TrainConfig(
 
     def best(self) -> BestMetric:
         """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
-        return choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
+        return option_values.choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
     def tracker_names(self) -> list[str]:
         """Return the names in `--report_to`, each once."""

@@ -4,8 +4,7 @@ Launchers wait for the other nodes before they start any process, up to 30 minut
 time can only be reported from inside the launcher.
 
 torch loads this module through the entry point `torchrun.handlers` (pyproject.toml), by which packages add rendezvous
-backends. If the launched script uses this package, the usual backends are wrapped by `launcher_restarts`. Any other script is not
-affected.
+backends. If the launched script uses this package, `launcher_restarts` wraps the usual backends. Other scripts are not affected.
 """
 
 import os

@@ -68,21 +68,14 @@ def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
 
 
 def options_of_script(argv: list[str]) -> CheckOptions:
-    """Return what to check for a script and its arguments.
-
-    For a recipe, these are its resolved options and files. For any other script, the arguments themselves are compared.
-    """
+    """Return what to check: the resolved options and files of a recipe, or the arguments of any other script."""
     if cfg := load_recipe_config(argv):
         return options_of_config(cfg, script=argv[0])
     return CheckOptions(recipe={"arguments of the script": " ".join(argv[1:])}, script=argv[0])
 
 
 def load_recipe_config(argv: list[str]) -> TrainConfig | None:
-    """Return the resolved options of a recipe with these arguments, or None if the script does not use accel_ddp.
-
-    None also if it is unclear which of several classes has its options. Raise UserError if there is no such script or an option is
-    invalid.
-    """
+    """Return the resolved options of a recipe, or None if the script does not use accel_ddp, or has several config classes."""
     path = Path(argv[0])
     if not path.is_file():
         raise UserError(f"{path}: there is no such script.")

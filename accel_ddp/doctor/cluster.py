@@ -178,11 +178,7 @@ class _ClusterCheck:
 
 
 def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
-    """Return the facts of this node and findings about them.
-
-    Only the first rank of a node collects facts: the other ranks have the same ones, and all of them would query the driver at
-    once.
-    """
+    """Return the facts of this node and findings about them. Other ranks than a node's first would only repeat them."""
     if topology.local_rank:
         return {}, []
     seconds = host.FACTS - 5
@@ -194,10 +190,7 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
 
 
 def run_preflight(cfg: TrainConfig) -> None:
-    """Return when all nodes are connected, alike, and reach each other. Otherwise raise UserError on every rank.
-
-    Every recipe on more than one node calls this before it imports torch.
-    """
+    """Return when all nodes are connected, alike, and reach each other, or raise UserError on every rank. It needs no torch."""
     topology = topology_of_this_rank()
     check_rank_variables()
     if cfg.preflight == "off" or topology.num_nodes <= 1:
@@ -230,10 +223,7 @@ def run_preflight(cfg: TrainConfig) -> None:
 
 
 def report_to_other_nodes(reason: str, topology: Topology | None = None, script: str = "") -> None:
-    """Report to the other nodes, which would wait, that this node exits because of its options. Takes 5 s at most.
-
-    A launcher gives the topology and the script. The default is the topology and the script of this rank.
-    """
+    """Report to the nodes that would wait that this one exits, in at most 5 s. The defaults are those of this rank."""
     topology = topology or topology_of_this_rank()
     if topology.num_nodes <= 1 or topology.local_rank:
         return

@@ -29,10 +29,7 @@ SendEvent = Callable[[dict[str, Any]], None]
 
 
 class WorkerProcesses:
-    """Starts the workers of this node, forwards their reports, and kills them. `module` runs a `CollectiveWorker`.
-
-    `environment` is the environment of the workers, to which `start` may add only the variables in `allowed_variables`.
-    """
+    """Starts the workers of this node, forwards their reports, and kills them. `start` may set only `allowed_variables`."""
 
     def __init__(
         self, module: str, node: int, ranks_of_nodes: list[int], main_ip: str, environment: dict[str, str],
@@ -123,10 +120,7 @@ async def _forward_reports(
 
 
 def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:
-    """Run the doctor's checks on the ranks of this node with these options. Return (lines, findings, figures) of their report.
-
-    The ranks of all nodes have the same report. `seconds` is their time limit.
-    """
+    """Run the doctor's checks on the ranks of this node. Return (lines, findings, figures), the same on all nodes."""
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
     # The interfaces are those that the preflight of a recipe sets. A user who has set NCCL_DEBUG wants the log.
     environment = clean_environment() | socket_interface_variables(outcome.interface, main_ip)

@@ -28,10 +28,7 @@ def report(event: str, **values: Any) -> None:
 
 
 class CollectiveWorker:
-    """The part that both tools share: the process group, and all-reduces whose time counts on the slowest rank.
-
-    A subclass has a method `run`, which measures, reports and exits.
-    """
+    """The part that both tools share: the process group, and all-reduces whose time counts on the slowest rank."""
 
     def __init__(self, spec: dict[str, Any]):
         self.spec, self.reported_at = spec, time.perf_counter()
@@ -80,10 +77,7 @@ class CollectiveWorker:
         return tensor
 
     def time_each(self, call: Callable[[], Any], times: int) -> list[float]:
-        """Return the milliseconds of each call on the slowest rank.
-
-        The numbers are the same on every rank, so all ranks make the same decisions from them.
-        """
+        """Return the milliseconds of each call on the slowest rank: the same on every rank, so all of them decide alike."""
         spans = []
         for _ in range(times):
             began = time.perf_counter()
@@ -110,10 +104,7 @@ class CollectiveWorker:
 
 
 def read_nccl_log(log: str) -> tuple[list[str], str, list[str]]:
-    """Return (transports between ranks such as `P2P/CUMEM`, network to other nodes, its interfaces) from a log of NCCL.
-
-    Lists are empty, and the network is `unknown`, if the log does not contain them.
-    """
+    """Return the transports between ranks (`P2P/CUMEM`), the network or `unknown`, and its interfaces from NCCL's log."""
     paths = {"/".join(filter(None, path)) for path in re.findall(r" via (P2P|SHM|NET)(?:/([A-Za-z][\w ]*))?", log)}
     network = re.findall(r"Using network (.*\S)", log)[:1] or ["unknown"]
     names = re.findall(r"\[\d+\]([\w.-]+):", "\n".join(re.findall(r"NET/\w+ ?: Using (.*)", log)))

@@ -174,10 +174,7 @@ def count_ranks(members: list[Hello]) -> dict[int, int]:
 
 
 def check_storage(members: list[Hello], folders: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:
-    """Return findings about the output folder of the main node, which writes the checkpoints, and a line about it.
-
-    `folders` has the answer of each node; `needed` is the disk space that the checkpoints will need.
-    """
+    """Return findings about the output folder of the main node, which writes the checkpoints, and a line about it."""
     main = next((m for m in members if m["node"] == 0), members[0])
     place, answer = {"host": main["host"], "node": main["node"]}, folders.get(main["node"], {})
     folder, free = answer.get("folder", "?"), format_bytes(answer.get("free", 0))

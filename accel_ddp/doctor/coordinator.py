@@ -172,8 +172,7 @@ class CoordinatorClient:
     async def follow(self, hello: Message, answer: Callable[[Message], Awaitable[None]]) -> Message:
         """Send `hello`, call `answer` for each request, and return the request to close the connection.
 
-        Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError if a request is
-        invalid.
+        Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError for invalid requests.
         """
         self.outbox.put_nowait(hello)
         sending = asyncio.ensure_future(self._send())

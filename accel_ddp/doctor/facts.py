@@ -91,16 +91,14 @@ def _number(text: str) -> int:
 def check_gpus(
     topology: Topology, gpus: list[dict[str, Any]] | None, driver: dict[str, str], error: str
 ) -> tuple[list[int] | None, list[Finding]]:
-    """Return (indices of the GPUs that this node would use, findings about them).
-
-    The arguments after the first are those that `query_driver` returns. The indices are None if the GPUs are not known.
-    """
+    """Return the indices of the GPUs that this node would use (None: not known), and findings about them."""
     if cpu_is_wanted():
         return [], []
     if gpus is None:
         code = "E_GPU_DRIVER" if error.startswith(_HANGS) else "W_GPU_DRIVER"
         return None, [local_finding(topology, code, error)]
     visible, found = _select_visible(topology, gpus)
+    add = lambda code, saw, fix=None: found.append(local_finding(topology, code, saw, fix))
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is not None and gpus and not visible:
         return [], found
@@ -111,23 +109,20 @@ def check_gpus(
         fix = f"use --num_processes {topology.num_nodes * max(1, len(visible))}"
         if topology.num_node_ranks:
             reason, fix = "", f"start {max(1, len(visible))} here (--nproc_per_node {max(1, len(visible))} of torchrun)"
-        found.append(local_finding(topology, "E_GPU_COUNT", f"{ranks} ranks on this node{reason}, but {has}", fix))
+        add("E_GPU_COUNT", f"{ranks} ranks on this node{reason}, but {has}", fix)
     for index, gpu in [(index, gpus[index]) for index in visible]:
         if gpu["ecc"]:
-            saw = f"GPU {index} ({gpu['name']}) has {gpu['ecc']} uncorrectable memory errors since the last reset"
-            found.append(local_finding(topology, "E_GPU_ECC", saw))
+            add("E_GPU_ECC", f"GPU {index} ({gpu['name']}) has {gpu['ecc']} uncorrectable memory errors since the last reset")
         if gpu["processes"] or gpu["used"] > 0.2 * max(1, gpu["bytes"]):
             users = ", ".join(gpu["processes"][:3]) or "processes that this container does not see"
-            saw = f"GPU {index} has {format_bytes(gpu['used'])} of {format_bytes(gpu['bytes'])} in use by {users}"
-            found.append(local_finding(topology, "W_GPU_BUSY", saw))
+            add("W_GPU_BUSY", f"GPU {index} has {format_bytes(gpu['used'])} of {format_bytes(gpu['bytes'])} in use by {users}")
     build, driver_cuda = read_torch_build() if gpus else {}, driver.get("cuda", "").split(".")[0]
     if build and "cuda" not in build:
-        saw = f"this host has {len(gpus)} GPUs, but its torch is a CPU build"
         fix = "pip install a torch with CUDA, or set ACCELERATE_USE_CPU=true"
-        found.append(local_finding(topology, "E_GPU_DRIVER", saw, fix))
+        add("E_GPU_DRIVER", f"this host has {len(gpus)} GPUs, but its torch is a CPU build", fix)
     elif build and driver_cuda.isdigit() and int(build["cuda"].split(".")[0]) > int(driver_cuda):
-        saw = f"torch is built for CUDA {build['cuda']}, but the driver {driver['driver']} supports CUDA {driver['cuda']}"
-        found.append(local_finding(topology, "E_GPU_DRIVER", saw))
+        supported = f"the driver {driver['driver']} supports CUDA {driver['cuda']}"
+        add("E_GPU_DRIVER", f"torch is built for CUDA {build['cuda']}, but {supported}")
     return visible, found
 
 
@@ -186,8 +181,7 @@ def package_versions() -> dict[str, str]:
 def hash_files(path: Path, seconds: float = 1e9) -> str:
     """Return a hash of a file, or of all files below a folder with their names and sizes.
 
-    Only samples from all parts of large files are read. Returns NOT_READ after `seconds`: reading must not continue during
-    training.
+    Of large files only samples of all parts are read. Returns NOT_READ after `seconds`, so nothing is read during training.
     """
     if not path.exists():
         raise FileNotFoundError(2, "there is no such file")

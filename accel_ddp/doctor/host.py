@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from accel_ddp.doctor.findings import CODES, Finding
+from accel_ddp.doctor.findings import FIXES, Finding
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.text import format_bytes
@@ -67,10 +67,7 @@ def local_finding(topology: Topology, code: str, saw: str, fix: str | None = Non
 
 
 def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
-    """Return what `call` returns, or `default` if it fails or takes too long, as with a dead resolver or NFS mount.
-
-    The thread of a call that takes too long keeps running, because it cannot be interrupted.
-    """
+    """Return what `call` returns, or `default` if it fails or takes too long. The thread of such a call cannot be interrupted."""
     results: list[T] = []
 
     def work() -> None:
@@ -85,19 +82,18 @@ def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
 
 def resolve(name: str, seconds: float = 5) -> str:
     """Return an address of a host name, IPv4 if it has one. Raises UserError with the reason if there is none."""
-    reason: list[str] = [f"the resolver did not answer within {seconds:.0f} s"]
 
-    def look_up() -> str:
+    def look_up() -> tuple[str, str]:
         try:
             found = sorted(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), key=lambda entry: entry[0] != socket.AF_INET)
-            return found[0][4][0]
+            return found[0][4][0], ""
         except (OSError, UnicodeError) as error:
-            reason[0] = str(error)
-            raise
+            return "", str(error)
 
-    if address := call_with_timeout(look_up, seconds, ""):
-        return address
-    raise UserError(reason[0])
+    address, reason = call_with_timeout(look_up, seconds, ("", f"the resolver did not answer within {seconds:.0f} s"))
+    if not address:
+        raise UserError(reason)
+    return address
 
 
 def interface_addresses() -> dict[str, list[str]]:
@@ -156,9 +152,8 @@ def external_interfaces() -> list[str]:
 def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]:
     """Return (address on which the coordinator listens, address under which this node connects to it).
 
-    On the main node, the main address may be a name that its own hosts file resolves to 127.0.1.1, or it may be 0.0.0.0. The
-    other nodes cannot reach either. Launchers listen on all addresses in this case, and so does the coordinator if the host
-    has several.
+    On the main node, the main address may be a name that its own hosts file resolves to 127.0.1.1, or 0.0.0.0, which other nodes
+    cannot reach. Launchers then listen on all addresses, and so does the coordinator if the host has several.
     """
     one = ipaddress.ip_address(ip)
     is_name_of_loopback = one.is_loopback and topology.main_address != ip
@@ -201,7 +196,7 @@ def check_topology(topology: Topology, ip: str) -> list[Finding]:
     if num_nodes > 1 and num_ranks % num_nodes and not topology.num_node_ranks:
         below = num_ranks // num_nodes * num_nodes
         saw = f"{topology.describe('num_processes')} is the total over all nodes and is not a multiple of {nodes}: accelerate would "
-        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; {CODES['E_PROCESSES'].fix.partition('; ')[2]}"
+        fix = f"use num_processes {below or num_nodes} or {below + num_nodes}; {FIXES['E_PROCESSES'].partition('; ')[2]}"
         add("E_PROCESSES", f"{saw}start {below} and print nothing about it", fix)
     kind, uses_cpu = (topology.accelerate_config.get(name) for name in ("distributed_type", "cpu"))
     if num_nodes > 1 and (str(kind) in ("MULTI_CPU", "NO") or uses_cpu) and not topology.is_launched:
@@ -268,10 +263,8 @@ def check_host_name(
     is_good = address and not address.startswith("127.") and address != "::1"
     if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or ipaddress.ip_address(main_ip).is_loopback or not interface:
         return []
-    what, settings = (
-        f"resolves to {address}" if address else "does not resolve",
-        [f"{key}={one}" for key, one in variables.items()],
-    )
+    what = f"resolves to {address}" if address else "does not resolve"
+    settings = [f"{key}={one}" for key, one in variables.items()]
     saw = f"the host name {HOST} {what}: gloo would announce a wrong address"
     if will_be_set:
         saw = f"{saw}; the preflight has set {' and '.join(settings)} for this run"
@@ -281,10 +274,7 @@ def check_host_name(
 
 
 def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:
-    """Return findings about open files, locked memory, shared memory and the disk.
-
-    `folder` is the existing part of `output_dir`, or None if its disk does not answer.
-    """
+    """Return findings about open files, locked memory, shared memory and the disk."""
     found: list[Finding] = []
     add = lambda code, saw: found.append(local_finding(topology, code, saw))
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

@@ -74,10 +74,7 @@ _NOT_LOGGED = (
 
 
 def prepare_launcher(argv: list[str]) -> None:
-    """Prepare a launcher that starts `argv`, a script with its arguments. Exit with code 2 if its config asks for DeepSpeed.
-
-    Accelerate would ask the user to install DeepSpeed, which the ranks do not support.
-    """
+    """Prepare a launcher of a script with its arguments. Exit with code 2 for DeepSpeed, which Accelerate would want installed."""
     raise_file_limit()  # the ranks inherit it
     return_exit_code_of_ranks()
     adopt_config()
@@ -95,10 +92,7 @@ def prepare_launcher(argv: list[str]) -> None:
 
 
 def adopt_config() -> None:
-    """Set the variables that `accelerate launch` would set for a config, if torchrun is asked for one with ACCEL_DDP_CONFIG_FILE.
-
-    The ranks inherit them. Variables that are set already are left as they are.
-    """
+    """Set the variables that `accelerate launch` would set for a config, if torchrun has one and they are not set already."""
     file = os.path.expanduser(os.environ.get(CONFIG_FILE, ""))
     if not file or parse_accelerate_command(sys.orig_argv) is not None:
         return
@@ -470,10 +464,7 @@ class RestartingRendezvous:
                 store.set(self.job_key, "")
 
     def _finds_running_job(self) -> bool:
-        """Return whether a store of this job is open at the endpoint, that is, a node with the same command has joined.
-
-        Raises UserError with the options that differ if a job of this name has other ones.
-        """
+        """Return whether a node with the same command has a store open at the endpoint. Raises UserError if options differ."""
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0"):

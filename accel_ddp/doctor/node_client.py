@@ -33,10 +33,7 @@ RESCUE_INTERVAL = 2.0  # seconds; every node of a network receives a broadcast
 async def resolve_main_address(
     topology: Topology, wait_seconds: float, print_progress: Callable[[str], None], began: float
 ) -> str:
-    """Return the IP address of the main node. Raises UserError if its name does not resolve.
-
-    In Kubernetes, the name of a pod resolves only after the pod has started, so this function waits for it there.
-    """
+    """Return the IP address of the main node, in Kubernetes once its pod has started. Raises UserError if there is none."""
     printed_at = 0.0
     while True:
         try:
@@ -222,11 +219,7 @@ async def follow_coordinator(
     connection: Stream, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
     measures_bandwidth: bool, print_progress: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """Send `hello` and the facts to the coordinator, answer its requests, and return its verdict.
-
-    `folder` is the existing part of the output folder. Raises OSError or asyncio.TimeoutError if the connection is lost before the
-    verdict.
-    """
+    """Send `hello` and the facts, answer the coordinator's requests, and return its verdict. Raises OSError or TimeoutError."""
     client = CoordinatorClient(connection, host.MAIN_SILENT)
     send = client.outbox.put_nowait
     outcome: Outcome | None = None

@@ -199,10 +199,7 @@ class Examiner(Coordinator):
         )
 
     def _count_expected(self) -> tuple[int, int, str]:
-        """Return how many nodes are connected, how many are expected at least, and the word for them.
-
-        These are ranks instead of nodes if the user has set RANK and WORLD_SIZE.
-        """
+        """Return how many nodes (or ranks, see `counts_ranks`) are connected, how many are expected at least, and their word."""
         if compare_nodes.counts_ranks(self.hellos):
             return len(self.members), min(hello["ranks"] for hello in self.hellos), "ranks"
         return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"

@@ -22,11 +22,7 @@ class Agent:
         self.processes, self.folders = processes, {"files": out, "for_runs": f"{cache_dir}/{FOLDER}"}
 
     async def run(self, ip: str, port: int, key: bytes, info: dict[str, Any], interrupted: asyncio.Future) -> int:
-        """Answer the coordinator at this address until it closes the connection, and return the exit code.
-
-        `info` describes this node. The result of `interrupted` is the name of the signal with which the user ends this agent.
-        Raises OSError if the coordinator does not accept a connection.
-        """
+        """Answer the coordinator until it closes the connection or `interrupted` has the name of a signal. Return the exit code."""
         self.client = client = CoordinatorClient(await _connect(ip, port, key, info["node"]), SILENCE_SECONDS)
         following = asyncio.ensure_future(client.follow(info, self._answer))
         try:

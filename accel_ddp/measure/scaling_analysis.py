@@ -253,8 +253,7 @@ def find_batch(base: Result, result: Result) -> Advice:
 def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Advice]:
     """Return the advice for each number of ranks above the base.
 
-    The measurement of weak scaling is preferred, because it has the micro-batch of the base. In strong scaling it shrinks if the
-    items of a rank do.
+    Weak scaling is preferred, because it has the micro-batch of the base. In strong scaling it may shrink.
     """
     by_ranks = {one.result.setting.ranks: one for one in strong} | {one.result.setting.ranks: one for one in weak}
     efficiencies = {one.result.setting.ranks: one.efficiency for one in strong}

@@ -56,10 +56,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def local_places(numbers: Sequence[int], limit: int, gpus: int) -> list[Placement]:
-    """Return the places on this machine: `numbers` of ranks, or by default powers of two up to `limit`.
-
-    Raise UserError if there are more ranks than GPUs. Ranks on CPUs may share cores.
-    """
+    """Return the places on this machine: `numbers` of ranks, or powers of two up to `limit`. Ranks on CPUs may share cores."""
     if gpus and numbers and max(numbers) > gpus:
         raise UserError(
             f"--ranks {','.join(map(str, numbers))}: {max(numbers)} ranks need {max(numbers)} GPUs, and this machine has "

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import ssh_words
 from accel_ddp.launch.description import Cluster, read_description
@@ -26,7 +24,7 @@ from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.sharding_plan import require_ddp
-from accel_ddp.nodes.spawn import clean_environment, die_with_parent
+from accel_ddp.nodes.spawn import clean_environment, die_with_parent, kill_tree
 from accel_ddp.records.run_log import FILE, read_log
 
 _SSH_SECONDS = 60
@@ -139,10 +137,7 @@ class ClusterRuns:
 
 
 def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False) -> tuple[int, str]:
-    """Run a command and return its exit code and its output.
-
-    If this process is interrupted, or after `limit` seconds, the command is ended first.
-    """
+    """Run a command and return its exit code and output. End it after `limit` seconds, and if this process is interrupted."""
     env = clean_environment()
     # The command must find the package of this process, also if it is not installed.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
@@ -172,8 +167,5 @@ def _end(process: subprocess.Popen, is_remote: bool) -> None:
             process.wait(2)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(20 if is_remote else 0)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+    kill_tree(process.pid)
     process.wait()

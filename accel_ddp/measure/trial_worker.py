@@ -1,7 +1,6 @@
 """One rank of a trial of `accel-ddp tune`: `python -m accel_ddp.measure.trial_worker SPEC PARENT`, see `collective_worker`.
 
-It times all-reduces, or steps of DDP with a model that costs as much as the user's. It has no time limit of its own: the agent
-kills it.
+It times all-reduces, or steps of DDP with a model that costs as much as the user's. The agent kills it at its time limit.
 """
 
 import contextlib
@@ -169,10 +168,7 @@ class TrialWorker(CollectiveWorker):
         return result
 
     def choose_tokens(self, model: Any) -> int:
-        """Set and return the number of tokens in a step: as many as requested, or fewer if a step would take too long.
-
-        The number is the same on every rank.
-        """
+        """Set and return the tokens of a step, the same on every rank: as requested, or fewer if a step would take too long."""
         requested, longest_ms = self.spec["tokens"], self.spec["config_seconds"] * 1000 / 4
 
         def step() -> None:
@@ -209,10 +205,7 @@ class TrialWorker(CollectiveWorker):
 
 
 def resolve_config(config: DdpConfig, times: dict[Choice, float]) -> DdpConfig | None:
-    """Replace the "best so far" values of a config by what was measured. Return None for a repetition that is not needed.
-
-    Every rank has the same times, so every rank gets the same config.
-    """
+    """Replace the "best so far" values of a config, equally on every rank. Return None for a repetition that is not needed."""
     best = best_exact(times) if config.comm_hook == "none" else best_choice(times)
     resolved = replace(config, bucket_cap_mb=config.bucket_cap_mb or best[0], comm_hook=config.comm_hook or best[1])
     is_repeated = resolved.choice == DEFAULT or (resolved.comm_hook == "none" and not config.comm_hook)

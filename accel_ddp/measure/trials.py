@@ -124,10 +124,7 @@ class TrialRunner:
         self.connected: dict[int, Report] = {}  # in the last trial, the report of each connected rank
 
     async def run(self, trial: Trial, spec: dict[str, Any], on_report: OnReport | None = None) -> tuple[list[Report], str]:
-        """Run the trial and return the reports of rank 0 and the reason of a failure, which is empty if there is none.
-
-        `on_report` is called with each report of rank 0 when it arrives. All processes of the trial have ended on return.
-        """
+        """Run the trial until its processes have ended. Return the reports of rank 0, and the reason of a failure or ""."""
         self.number += 1
         began, port = time.monotonic(), find_free_port(self.main_ip)
         start = {"trial": self.number, "port": port, "environment": trial.settings, "spec": spec}

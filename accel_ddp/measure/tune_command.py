@@ -31,11 +31,7 @@ ONE_RANK = (
 
 
 def main(words: list[str]) -> int:
-    """Return the exit code.
-
-    0: the tuning is complete; 1: the preflight failed, a node was lost, or a file could not be written; 2: wrong options;
-    130: interrupted.
-    """
+    """Return 0, 1 (the preflight failed, a node was lost, a file was not written), 2 (wrong options) or 130 (interrupted)."""
     given, own_words, script_words = parse_before_script(build_parser(), words)
     return asyncio.run(preflight_and_tune(given, own_words, script_words))
 

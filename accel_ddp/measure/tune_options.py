@@ -75,11 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
 def options_from(
     given: argparse.Namespace, cfg: TrainConfig | None, topology: Topology, own_words: list[str], script_words: list[str]
 ) -> TuneOptions:
-    """Return the options of the tuning. Raises UserError for values that make no sense.
-
-    `cfg` holds the options of the recipe, if there is one. `own_words` and `script_words` are the command line before the script,
-    and from the script on.
-    """
+    """Return the options of the tuning. `own_words` are those before the script. Raises UserError for values without a meaning."""
     for name, minimum in {"minutes": 0.05, "trial_seconds": 1.0, "model_bytes": 0, "tokens": 0}.items():
         if not getattr(given, name) >= minimum:
             raise UserError(f"--{name} {getattr(given, name)}: must be at least {minimum}.")
@@ -114,10 +110,7 @@ def _parse_try(text: str) -> dict[str, str]:
 
 
 def _launch_command(nodes: int, own_words: list[str], script_words: list[str]) -> str:
-    """Return the command of the user's run: torchrun if there is one of its own options, and otherwise `accelerate launch`.
-
-    The command is the same on every node. OWN_RANKS stands for the value of --nproc_per_node.
-    """
+    """Return the command of the user's run: torchrun if there is one of its own options, and otherwise `accelerate launch`."""
     names = {name_of(word) for word in own_words}
     is_torchrun = bool(names & {*_TORCHRUN_OPTIONS} - {*_LAUNCH_OPTIONS})
     known = {*(_TORCHRUN_OPTIONS if is_torchrun else _LAUNCH_OPTIONS)} - {"nproc_per_node"}

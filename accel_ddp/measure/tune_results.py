@@ -8,7 +8,7 @@ fast elsewhere, then changes of one coordinate at a time from the best of these 
 import math
 import shlex
 import statistics
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,10 @@ def score(milliseconds: dict[int, float], gradient_bytes: int = 0) -> float:
 
 
 def propose_settings(nodes: int, default_score: float) -> Generator[Settings, float | None, None]:
-    """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed.
-
-    `default_score` is the score without any settings. Without nodes that communicate over sockets there is nothing to try.
-    """
+    """Yield at most MAX_TRIALS settings to try. The caller sends the score of each, or None if its trial failed."""
     best, best_score, tried = {}, default_score, [{}]
-    for choices in (
-        (KNOWN_GOOD, *COORDINATES) if nodes else ()
-    ):  # a known set replaces all variables, and a coordinate only its own
+    # A known set replaces all variables, and a coordinate only its own.
+    for choices in (KNOWN_GOOD, *COORDINATES) if nodes else ():
         if nodes > 2 and ALGORITHM in choices[0]:
             choices = (*choices, TREE)
         names = {name for choice in choices for name in choice}
@@ -84,13 +80,10 @@ def propose_settings(nodes: int, default_score: float) -> Generator[Settings, fl
                 best, best_score = settings, measured
 
 
-def bucket_sizes(gradient_bytes: int, sizes: Iterable[int] = (5, 10, 25, 50, 100, 200)) -> list[int]:
-    """Return the bucket sizes to try in MiB, DDP's default first.
-
-    Of the sizes that put all gradients into one bucket, only the smallest is kept.
-    """
+def bucket_sizes(gradient_bytes: int) -> list[int]:
+    """Return the bucket sizes to try in MiB, DDP's default first. Of those that hold all gradients, only the smallest is kept."""
     kept = []
-    for size in sorted(sizes):
+    for size in (5, 10, 25, 50, 100, 200):
         if size == 25 or not kept or kept[-1] * MIB < gradient_bytes:
             kept.append(size)
     return sorted(kept, key=lambda size: size != 25)
@@ -102,10 +95,7 @@ WORTH_ROUNDING = 0.9  # a hook rounds the gradients, so its time must be below t
 
 
 def _fastest(milliseconds: dict[Choice, float]) -> Choice | None:
-    """Return the choice with the smallest buckets among those whose times differ from the shortest only by noise.
-
-    Smaller buckets overlap better with the backward pass of a model that computes longer.
-    """
+    """Return the choice with the smallest buckets, which overlap best, of those whose times differ from the shortest by noise."""
     limit = min(milliseconds.values(), default=0.0) / FASTER
     return min((choice for choice, ms in milliseconds.items() if ms < limit), default=None)
 
@@ -118,10 +108,7 @@ def best_exact(milliseconds: dict[Choice, float]) -> Choice:
 
 
 def best_choice(milliseconds: dict[Choice, float]) -> Choice:
-    """Return the best choice without a hook, unless bf16 or fp16 is clearly faster.
-
-    If both are clearly faster and differ by less than 5 %, bf16 is preferred, because it has the range of float32.
-    """
+    """Return the best choice without a hook, unless bf16 or fp16 is clearly faster. Of both, bf16 has the range of float32."""
     exact = best_exact(milliseconds)
     limit = milliseconds.get(exact, 0.0) * WORTH_ROUNDING
     faster = {choice: ms for choice, ms in milliseconds.items() if choice[1] in ("bf16", "fp16") and ms < limit}
@@ -248,10 +235,7 @@ def ddp_row(config: DdpConfig, timing: DdpTiming, compute_ms: float, default_ms:
 
 
 def env_text(header: list[str], settings: Settings) -> str:
-    """Return the content of tuned.env, which the user sources on every node.
-
-    The file is also written if nothing was faster. Otherwise an older one would stay in use.
-    """
+    """Return the content of tuned.env. It is also written if nothing was faster: an older one would stay in use."""
     lines = ["# NCCL and gloo settings for this cluster, written by `accel-ddp tune`.",
              "# Run this on every node before `accelerate launch`: set -a; . THIS_FILE; set +a",
              *(f"# {line}" for line in header)]  # fmt: skip
@@ -276,10 +260,7 @@ def yaml_text(header: list[str], config: DdpConfig) -> str:
 
 
 def write_files(folder: str, files: dict[str, str]) -> tuple[list[str], bool]:
-    """Write the files and return one line about each, and whether all of them are there.
-
-    A file that is replaced is kept with the suffix `.before`.
-    """
+    """Write the files, keep replaced ones as `.before`, and return a line about each and whether all of them are there."""
     lines, is_complete = [], True
     for name, text in files.items():
         name = Path(name).name  # the main node sends the name: it must not lead out of the folder

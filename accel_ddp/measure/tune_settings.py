@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from accel_ddp.measure import tune_results
-from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
+from accel_ddp.measure.trials import TrialRunner, TuningEnded
 from accel_ddp.measure.tune_options import TuneOptions
 from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Entries, Gradients, Transport, Trial
 from accel_ddp.text import counted, format_bytes
@@ -20,10 +20,9 @@ SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are 
 class SettingsTuner:
     """Searches the settings under which all-reduce is fastest. `began` is the start of the tuning."""
 
-    def __init__(
-        self, coordinator: TuneCoordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float
-    ):
-        self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
+    def __init__(self, runner: TrialRunner, options: TuneOptions, gradients: Gradients, began: float):
+        self.runner, self.options, self.gradients, self.coordinator = runner, options, gradients, runner.coordinator
+        self.show = self.coordinator.print_on_all
         self.minutes = options.minutes * (SHARE_WITH_MODEL if gradients.entries else 1.0)
         self.settings_deadline, self.deadline = began + self.minutes * 60, began + options.minutes * 60
         self.sizes = list(tune_results.SIZES)
@@ -41,9 +40,9 @@ class SettingsTuner:
             first = {name: self.runner.connected[0][name] for name in ("backend", "device", "version", "network")}
             # From all ranks, because a rank may communicate only with ranks on its own node.
             transport = Transport(**first, paths=every("paths"), interfaces=every("interfaces"))
-            await self.coordinator.print_on_all(f"{transport.version}, {transport.device}")
-        await self.coordinator.print_on_all(tune_results.all_reduce_heading(self.sizes))
-        await self.coordinator.print_on_all(tune_results.all_reduce_row(trial, self.sizes, trial.score))
+            await self.show(f"{transport.version}, {transport.device}")
+        await self.show(tune_results.all_reduce_heading(self.sizes))
+        await self.show(tune_results.all_reduce_row(trial, self.sizes, trial.score))
         if trial.failure or transport is None:
             text = f"The trial with the default settings failed, so there is nothing to compare with: {trial.failure}."
             raise TuningEnded(1, f"{text} Run `accel-ddp doctor` on every node to find the reason.")
@@ -58,7 +57,7 @@ class SettingsTuner:
         proposals = tune_results.propose_settings(self.coordinator.nodes if transport.uses_sockets else 0, default.score)
         if expected := len(first) + (tune_results.MAX_TRIALS if transport.uses_sockets else 0):
             seconds = self.runner.usual_seconds
-            await self.coordinator.print_on_all(
+            await self.show(
                 f"a trial takes about {seconds:.0f} s, so {expected} trials take about {expected * seconds / 60:.1f} minutes; no "
                 f"trial starts after {self.minutes:.1f} minutes"
             )
@@ -71,9 +70,7 @@ class SettingsTuner:
                 break
             if time.monotonic() + self.runner.usual_seconds > self.settings_deadline:
                 number = counted(self.runner.number, "trial")
-                await self.coordinator.print_on_all(
-                    f"the time for settings is over after {number}; a larger --minutes allows more"
-                )
+                await self.show(f"the time for settings is over after {number}; a larger --minutes allows more")
                 break
             await self.measure(trial, default, best)
             is_complete = not trial.failure and not trial.ended_early
@@ -86,11 +83,10 @@ class SettingsTuner:
     async def _print_transport(self, transport: Transport) -> None:
         """Print how the ranks communicate, and the reason if NCCL's socket settings have no effect on it."""
         if not transport.is_nccl:
-            await self.coordinator.print_on_all("NCCL settings are not tried: gloo is used, because there are no GPUs")
-            return
+            return await self.show("NCCL settings are not tried: gloo is used, because there are no GPUs")
         paths = " and ".join(transport.paths) or "an unknown transport (not in its log)"
         interfaces = f" through {', '.join(transport.interfaces)}" if transport.interfaces else ""
-        await self.coordinator.print_on_all(f"transport: NCCL {paths}, network {transport.network}{interfaces}")
+        await self.show(f"transport: NCCL {paths}, network {transport.network}{interfaces}")
         network = f"{transport.network} {' '.join(transport.paths)}"
         if transport.uses_sockets:
             return
@@ -102,7 +98,7 @@ class SettingsTuner:
             reason = "the libfabric plugin (EFA) transfers the data and has its own tuning"
         else:
             reason = f"the network is {transport.network}"
-        await self.coordinator.print_on_all(f"NCCL's socket settings are not tried: {reason}")
+        await self.show(f"NCCL's socket settings are not tried: {reason}")
 
     async def confirm(self, default: Trial, best: Trial, measured: list[Trial]) -> Trial:
         """Measure the best trial and the default again, and return the one that is then better.
@@ -132,7 +128,7 @@ class SettingsTuner:
     async def measure(self, trial: Trial, default: Trial, best: Trial | None = None) -> Trial:
         """Measure the trial, print its row on every node, and return it. It ends early if it is much slower than `best`."""
         await self._measure(trial, best_ms=best.milliseconds if best else {})
-        await self.coordinator.print_on_all(tune_results.all_reduce_row(trial, self.sizes, default.score))
+        await self.show(tune_results.all_reduce_row(trial, self.sizes, default.score))
         return trial
 
     async def _measure(self, trial: Trial, read_nccl_log: bool = False, best_ms: dict[int, float] | None = None) -> None:
@@ -183,12 +179,9 @@ class _Measurements:
 class DdpTuner:
     """Searches the bucket size and the hook with which a step is shortest, under the best settings."""
 
-    def __init__(
-        self, coordinator: TuneCoordinator, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool,
-        deadline: float,
-    ):  # fmt: skip
-        self.coordinator, self.runner, self.options, self.gradients = coordinator, runner, options, gradients
-        self.is_nccl, self.deadline = is_nccl, deadline
+    def __init__(self, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool, deadline: float):
+        self.runner, self.options, self.gradients, self.deadline = runner, options, gradients, deadline
+        self.show = runner.coordinator.print_on_all
         tokens = options.tokens or (TOKENS_ON_GPU if is_nccl else TOKENS_ON_CPU)
         self.measurements = _Measurements(dict(enumerate(configs_to_time(gradients.bytes, is_nccl))), tokens)
 
@@ -198,7 +191,7 @@ class DdpTuner:
         entries = await self._entries_for_the_time_left(best)
         precision = f" in {self.options.autocast}" if self.options.autocast not in ("", "auto") else ""
         text = f"a DDP step with these gradients{precision}, {measurements.tokens} tokens per rank, settings: {best.label}"
-        await self.coordinator.print_on_all(f"{text}\n{tune_results.DDP_HEADING}")
+        await self.show(f"{text}\n{tune_results.DDP_HEADING}")
         for _ in range(MAX_STARTS):
             remaining = measurements.remaining()
             seconds_left = self.deadline - time.monotonic() - self.runner.startup_seconds
@@ -207,16 +200,15 @@ class DdpTuner:
             measurements.current = -1
             _, failure = await self.runner.run(best, self._spec(entries, remaining, seconds_left), self._on_report)
             if failure and measurements.current < 0:
-                await self.coordinator.print_on_all(f"the model could not be timed: {failure}")
+                await self.show(f"the model could not be timed: {failure}")
                 break
             if failure and measurements.current not in measurements.timings:
                 await self._add(measurements.current, DdpTiming(failure=failure))
         if tune_results.DEFAULT not in measurements.times():
-            text = "DDP's default bucket size could not be timed, so no DDP options are written"
-            await self.coordinator.print_on_all(text)
+            await self.show("DDP's default bucket size could not be timed, so no DDP options are written")
             return None
         if untimed := len(measurements.remaining()):
-            await self.coordinator.print_on_all(f"{untimed} more configs were not timed; a larger --minutes allows more")
+            await self.show(f"{untimed} more configs were not timed; a larger --minutes allows more")
         (bucket, hook), speedup = tune_results.confirmed_choice(measurements.times())
         return DdpConfig(bucket_cap_mb=bucket, comm_hook=hook), speedup
 
@@ -242,8 +234,8 @@ class DdpTuner:
             measurements.configs[number] = replace(measurements.configs[number], **chosen)
         elif event == "tokens" and report["tokens"] < measurements.tokens:
             measurements.tokens = report["tokens"]
-            text = f"(with only {measurements.tokens} tokens, because more take too long here; less communication is overlapped)"
-            await self.coordinator.print_on_all(text)
+            only = f"with only {measurements.tokens} tokens"
+            await self.show(f"({only}, because more take too long here; less communication is overlapped)")
         elif event == "compute_only":
             measurements.compute_ms = report["ms"]
         elif event == "redundant":
@@ -256,8 +248,7 @@ class DdpTuner:
         measurements = self.measurements
         measurements.timings[number] = timing
         default_ms = min(measurements.times().get(tune_results.DEFAULT, [math.nan]))
-        row = tune_results.ddp_row(measurements.configs[number], timing, measurements.compute_ms, default_ms)
-        await self.coordinator.print_on_all(row)
+        await self.show(tune_results.ddp_row(measurements.configs[number], timing, measurements.compute_ms, default_ms))
 
     async def _entries_for_the_time_left(self, best: Trial) -> Entries:
         """Return the parameters of the model, or as many of the first ones as can be sent often enough in the time left."""
@@ -268,7 +259,7 @@ class DdpTuner:
             return entries
         kept = tune_results.first_entries(entries, int(tune_results.count_elements(entries) * limit / step_seconds))
         size = format_bytes(tune_results.count_elements(kept) * self.gradients.bytes_per_element)
-        await self.coordinator.print_on_all(
+        await self.show(
             f"a step with all gradients would take {step_seconds:.1f} s, so only the first {size} of them are used; a larger "
             "--minutes allows more"
         )

@@ -28,6 +28,7 @@ class Tuner:
         self.coordinator, self.options, self.ranks_of_nodes = coordinator, options, ranks_of_nodes
         self.nodes, self.exact_bucket = coordinator.nodes, DEFAULT_BUCKET  # without a hook, which later runs use
         self.runner = TrialRunner(coordinator, sum(ranks_of_nodes), main_ip, options.trial_seconds)
+        self.show = coordinator.print_on_all
 
     async def run(self) -> None:
         """Tune, and end the agents of all nodes with an exit code, whatever happens."""
@@ -47,18 +48,17 @@ class Tuner:
     async def tune(self) -> None:
         """Measure, and write the best values to files. Raises TuningEnded if the tuning cannot be completed."""
         began, minutes = time.monotonic(), self.options.minutes
-        await self.coordinator.print_on_all(
+        await self.show(
             f"tuning {sum(self.ranks_of_nodes)} ranks on {counted(self.nodes, 'node')} "
             f"({self.coordinator.hosts}), for at most {minutes:g} {plural(minutes, 'minute')} (--minutes)"
         )
         gradients = await self.read_gradients()
-        settings_tuner = SettingsTuner(self.coordinator, self.runner, self.options, gradients, began)
+        settings_tuner = SettingsTuner(self.runner, self.options, gradients, began)
         default, transport = await settings_tuner.measure_default()
         best = await settings_tuner.tune(default, transport)
         ddp_best = None
         if gradients.entries:
-            deadline = began + minutes * 60
-            ddp_tuner = DdpTuner(self.coordinator, self.runner, self.options, gradients, transport.is_nccl, deadline)
+            ddp_tuner = DdpTuner(self.runner, self.options, gradients, transport.is_nccl, deadline=began + minutes * 60)
             ddp_best = await ddp_tuner.tune(best)
             self.exact_bucket = ddp_tuner.exact_bucket()
         await self.conclude(default, best, ddp_best, transport)
@@ -67,20 +67,18 @@ class Tuner:
         """Return the gradients of the model in the options, and print their size."""
         options = self.options
         if not options.model and not options.model_bytes:
-            text = "bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes"
-            await self.coordinator.print_on_all(text)
+            await self.show("bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes")
             return Gradients([])
         entries = tune_results.entries_of_size(options.model_bytes) if options.model_bytes else await self._read_entries()
         is_lora = bool(options.model.get("lora_r"))  # adapters are trained in float32
         gradients = Gradients(entries, "float32" if is_lora else options.model.get("dtype", "auto").replace("auto", "float32"))
-        size = format_bytes(gradients.bytes)
-        await self.coordinator.print_on_all(f"gradients: {tune_results.count_elements(entries):,} elements, {size}")
+        await self.show(f"gradients: {tune_results.count_elements(entries):,} elements, {format_bytes(gradients.bytes)}")
         return gradients
 
     async def _read_entries(self) -> Entries:
         """Return the shapes of the model's parameters, which a subprocess finds. Raises TuningEnded if it does not."""
         name = self.options.model["model"]
-        await self.coordinator.print_on_all(f"reading the parameter shapes of --model {name} ...")
+        await self.show(f"reading the parameter shapes of --model {name} ...")
         command, pipe = [sys.executable, "-m", SHAPES_MODULE, json.dumps(self.options.model)], asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
         reading = asyncio.ensure_future(process.communicate())
@@ -125,7 +123,7 @@ class Tuner:
         obsolete = [name for name in self.coordinator.members[0].hello["environment"] if name not in best.settings]
         if obsolete:
             lines.append(f"unset {' '.join(obsolete)}  # set in node 0's environment, but not part of the best settings")
-        await self.coordinator.print_on_all("\n".join(lines))
+        await self.show("\n".join(lines))
         for_runs = make_file(
             nodes, transport.device, best.settings, version=transport.version, network=self.coordinator.members[0].hello["network"],
             model=model_key(self.options.model) if self.options.model else "", bucket_cap_mb=self.exact_bucket,
@@ -143,10 +141,7 @@ class Tuner:
             raise TuningEnded(1, "Some files could not be written. The reasons and the best settings are printed above.")
 
     async def _write(self, files: dict[str, str], for_runs: dict[str, str]) -> bool:
-        """Write the files on all nodes, and return whether all of them are there.
-
-        The main node is first. If the nodes share a disk, the other nodes then find its files there.
-        """
+        """Write the files on all nodes, the main node first, because they may share its disk. Return whether all are there."""
         is_complete = True
         for node in range(self.nodes):
             await self.coordinator.members[node].send({"do": "write", "files": files, "for_runs": for_runs})
@@ -157,6 +152,5 @@ class Tuner:
                     answer = received[1]
                     break
             is_complete = is_complete and answer.get("is_complete", False)
-            lines = [f"{self.coordinator.name(node)}: {line}" for line in answer["lines"]]
-            await self.coordinator.print_on_all("\n".join(lines))
+            await self.show("\n".join(f"{self.coordinator.name(node)}: {line}" for line in answer["lines"]))
         return is_complete

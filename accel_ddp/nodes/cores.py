@@ -11,10 +11,7 @@ from accel_ddp.nodes import launcher
 
 
 def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
-    """Return the number of threads of a rank on CPUs: `option`, the number that the user has set, or a part of the cores.
-
-    `cores` is the number of cores of another node. By default it is the number that this process may use.
-    """
+    """Return the threads of a rank on CPUs: `option`, what the user has set, or a part of the cores (`cores`: of another node)."""
     if option:
         return option
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -66,8 +63,7 @@ def usable_cores(root: str = "/") -> int:
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them.
 
-    Inside a container the root of a hierarchy is often the cgroup of the container, and the path of the process a path of the host,
-    which does not exist here.
+    In a container the root of a hierarchy is often the container's cgroup, and the process has a path of the host, not found here.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -2,8 +2,7 @@
 
 A process without the key receives nothing but a random number. Its connection is closed after a few seconds and a few bytes. Each
 message has a MAC with a key of this connection and the number of the message, so nobody can add, change or repeat one. Messages are
-not encrypted. `run_secret` has the keys. The functions at the top validate received values: each returns the value, or raises
-ValueError.
+not encrypted. `run_secret` has the keys. The functions at the top return a received value, or raise ValueError if it is invalid.
 """
 
 import asyncio
@@ -86,10 +85,7 @@ class HandshakeError(Exception):
 
 
 def make_token(port: int, script: str, secret: str) -> bytes:
-    """Return the key of the doctors of one run.
-
-    Only `secret` (ACCEL_DDP_TOKEN) keeps other users out. Port and script only keep two jobs apart.
-    """
+    """Return the key of the doctors of one run. Only `secret` keeps other users out. Port and script keep two jobs apart."""
     return hashlib.sha256(json.dumps(["accel-ddp", port, os.path.basename(script), secret]).encode()).digest()
 
 
@@ -120,10 +116,7 @@ class Stream:
         await asyncio.wait_for(self.writer.drain(), seconds)
 
     async def receive(self, seconds: float) -> dict[str, Any]:
-        """Return the next message.
-
-        Raises ConnectionError if the peer closed the connection or sent an invalid message, and asyncio.TimeoutError.
-        """
+        """Return the next message. Raises ConnectionError (closed, or not a message) and asyncio.TimeoutError."""
 
         async def read_frame() -> tuple[bytes, bytes]:
             (size,) = struct.unpack(">I", await self.reader.readexactly(4))
@@ -240,8 +233,7 @@ async def connect(
         if small_segments:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_SEGMENT)
         await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, (ip, port)), seconds)
-        # If nothing listens on a port of this machine, the kernel may choose the same port for the client and connect it
-        # to itself.
+        # If nothing listens on a port of this machine, the kernel may connect a client with the same port to itself.
         if sock.getsockname() == sock.getpeername():
             raise ConnectionRefusedError(111, "Connection refused")
         return await asyncio.open_connection(sock=sock)

@@ -56,8 +56,7 @@ async def serve_transfers(stream: messages.Stream, request: dict[str, Any] | Non
         size = whole_number(request.get("bytes", 0), MOST)
         request, left = None, size
         while left:
-            # This timeout is longer than the sender's, because the side that gives up first decides whether the path looks
-            # stalled or cut.
+            # Longer than the sender's timeout: the side that gives up first decides whether the path looks stalled or cut.
             piece = await asyncio.wait_for(stream.reader.read(min(left, 1 << 20)), 4 * STALL_SECONDS)
             if not piece:
                 return
@@ -76,10 +75,7 @@ def classify_error(error: BaseException) -> str:
 
 
 async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict[str, Any]:
-    """Probe one direction of one pair of nodes.
-
-    Returns {"how": "ok", "seconds": round trip, "rate": bytes per second}, or {"how": another result}, with the port.
-    """
+    """Probe one direction of a pair of nodes. Return the port and "how" it went, and if that is "ok" its "seconds" and "rate"."""
     if not ports:  # that node could not open any, and reports this itself
         return {"how": CUT, "port": 0}
     result: dict[str, Any] = {"how": OK, "port": ports[0]}

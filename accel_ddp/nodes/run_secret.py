@@ -44,10 +44,7 @@ class NodeKeys:
             self.public = self._private.public_key().public_bytes_raw().hex()
 
     def shared_with(self, public: str, purpose: str, nodes: tuple[int, int]) -> bytes:
-        """Return the key of this node and the one with this public key. `nodes` are the numbers of both, in any order.
-
-        Raises ValueError if `public` is not a public key.
-        """
+        """Return the key of this node and the one with a public key. `nodes` are both numbers. Raises ValueError if it is none."""
         shared = self.secret or self._private.exchange(self._public_key.from_public_bytes(bytes.fromhex(public)))
         context = f"accel-ddp {purpose} {sorted(nodes)} {sorted([self.public, public])}"
         return hmac.digest(hashlib.sha256(shared).digest(), context.encode(), "sha256")

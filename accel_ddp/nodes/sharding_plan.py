@@ -95,10 +95,7 @@ class ShardingPlan:
 
 
 def take_plan(num_ranks: int) -> ShardingPlan | None:
-    """Return the plan that the accelerate config asks for, or None for DDP, and remove it from the environment.
-
-    Raise UserError for FSDP1, for DeepSpeed, and for what is not supported.
-    """
+    """Return the plan that the accelerate config asks for, as `read_plan` does, and remove it from the environment."""
     plan = read_plan(os.environ, num_ranks)
     for name in TAKEN:
         os.environ.pop(name, None)

@@ -47,6 +47,16 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
+def kill_tree(pid: int) -> None:
+    """Kill a process and everything that it has started."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 def is_pending(pid: int, number: int) -> bool:
     """Return whether a signal was sent to a process that has not acted on it: it blocks the signal, or the kernel blocks it."""
     with contextlib.suppress(OSError):
@@ -67,9 +77,8 @@ def raise_file_limit() -> None:
 def keep_forks_apart_from_starts() -> None:
     """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
 
-    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread,
-    for example of a tracker, is inside `Popen` inherits a copy. The thread would wait until the worker exits. Tested with Python
-    3.11.
+    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread
+    is inside `Popen`, for example of a tracker, has a copy, and the thread would wait for its exit. Tested with Python 3.11.
     """
     plain = subprocess.Popen.__init__
     if hasattr(plain, "__wrapped__"):  # done by an earlier call

@@ -17,7 +17,6 @@ import os
 import re
 import select
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 ERASE_BELOW = "\x1b[J"
@@ -25,19 +24,16 @@ ERASE_BELOW = "\x1b[J"
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 
 VARIABLE = "ACCEL_DDP_OUTPUT"  # a folder with one FIFO, or one link to a terminal, for each local rank
+_READ_SECONDS = 10  # for the guard to take output, before it is dropped
 _DROPPED = b"\n(some output is missing here, because it was not read in time)\n"
 _FRAME = re.compile(f"{re.escape(BEGIN_FRAME)}.*?{re.escape(END_FRAME)}", re.DOTALL)
 _CONTROL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[@-Z\\^_78=>])")
 
 
-def can_draw(descriptor: int, environ: Mapping[str, str] | None = None) -> bool:
+def can_draw(descriptor: int) -> bool:
     """Return whether this is a terminal that can move its cursor. `!` in a notebook has a terminal that cannot."""
-    variables = environ or os.environ
-    try:
-        is_drawn = variables.get("TERM", "") not in ("", "dumb", "unknown") and "JPY_PARENT_PID" not in variables
-        return is_drawn and os.isatty(descriptor)
-    except OSError:
-        return False
+    is_drawn = os.environ.get("TERM", "") not in ("", "dumb", "unknown") and "JPY_PARENT_PID" not in os.environ
+    return is_drawn and os.isatty(descriptor)
 
 
 def in_notebook() -> bool:
@@ -129,9 +125,8 @@ class RankStream(io.RawIOBase):
     dropped, and so is all output after the guard has ended.
     """
 
-    def __init__(self, descriptor: int, seconds: float = 10):
-        self.descriptor, self.seconds = descriptor, seconds
-        self.is_dropping = False
+    def __init__(self, descriptor: int):
+        self.descriptor, self.is_dropping = descriptor, False
 
     def write(self, data: Any) -> int:
         view = memoryview(_DROPPED + bytes(data) if self.is_dropping else data).cast("B")
@@ -141,7 +136,7 @@ class RankStream(io.RawIOBase):
                 self.is_dropping = False
             except BlockingIOError:
                 # Waiting is not repeated for each line, because a rank that waits for every line would be as bad as one that hangs.
-                if self.is_dropping or not select.select([], [self.descriptor], [], self.seconds)[1]:
+                if self.is_dropping or not select.select([], [self.descriptor], [], _READ_SECONDS)[1]:
                     self.is_dropping = True
                     break
             except OSError:  # the guard has ended

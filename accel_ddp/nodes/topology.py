@@ -1,8 +1,7 @@
 """Which node and rank this process is, of how many, and the address of the main node.
 
-The values come from options, variables and the accelerate config. Options take precedence over variables (those of torchrun,
-Kubeflow, Slurm, SkyPilot and node.env). Variables take precedence over the file, because the file is often the same on every
-node.
+Options take precedence over variables (those of torchrun, Kubeflow, Slurm, SkyPilot and node.env), and variables over the accelerate
+config, which is often the same on every node.
 """
 
 import os

@@ -10,7 +10,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.observe.log_hook import JsonlLog
 from accel_ddp.observe.progress import Progress
 from accel_ddp.observe.trackers import Trackers
-from accel_ddp.ranks.reporting import record
+from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.text import counted
 from accel_ddp.training.hook import Hook as Hook
 
@@ -54,10 +54,7 @@ PART = 0.25  # of the median of the first steps; when almost everything is learn
 
 
 class LossSpikes:
-    """Compares each loss with the median of recent losses and their median absolute deviation (MAD), which outliers do not move.
-
-    Spikes are not added to the recent losses.
-    """
+    """Compares each loss with the median of recent losses and their median absolute deviation (MAD), which outliers do not move."""
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque(maxlen=WINDOW)
@@ -116,5 +113,4 @@ class SpikeReport(Hook):
 
     def on_update(self, numbers, pace):
         if text := self.spikes.observe(numbers.step, numbers.loss):
-            print(text, flush=True)
-            record(text, step=numbers.step)
+            warn_on_main(text, step=numbers.step)

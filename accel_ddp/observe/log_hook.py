@@ -1,7 +1,6 @@
 """The log of a run, log.jsonl in its folder. docs/log.md describes every event."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.phases import Split, Timing
-from accel_ddp.ranks.reporting import record
+from accel_ddp.ranks.reporting import warn
 from accel_ddp.records import eval_tables as table_files
 from accel_ddp.records.run_log import FILE, SCHEMA, LogWriter
 from accel_ddp.training.hook import Hook, rates_of
@@ -39,10 +38,8 @@ class JsonlLog(Hook):
         try:
             write()
         except OSError as error:
-            text = f"{path} cannot be written: {error.strerror}. Training continues."
             if path.parent not in self.failing:
-                print(text, file=sys.stderr, flush=True)
-                record(text, "LOG_FAILED", step=step)
+                warn(f"{path} cannot be written: {error.strerror}. Training continues.", "LOG_FAILED", step)
             self.failing.add(path.parent)
             return False
         self.failing.discard(path.parent)

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from accel_ddp.config.option_values import Window
 from accel_ddp.errors import UserError
 from accel_ddp.observe import traces
 from accel_ddp.records import run_log
@@ -257,12 +258,10 @@ def write(folder: Path, summary: dict[str, Any], text: str) -> None:
 
 def format_text(summary: dict[str, Any], run_folder: str) -> str:
     run, overall = summary["run"], summary["overall"]
-    first, last = run["steps"]
-    steps = f"step {first}" if first == last else f"steps {first}-{last}"
     count, nodes, recorded = run["num_ranks"], run["num_nodes"], len(summary["ranks"])
     where = f"{recorded} of {count} ranks" if recorded < count else counted(count, "rank")
     where += f" on {counted(nodes, 'node')} ({run['device']})"
-    lines = [f"profile of {steps}, {where}: {_ms(overall['step_seconds'])} per step", "", *_parts(overall)]
+    lines = [f"profile of {Window(*run['steps'])}, {where}: {_ms(overall['step_seconds'])} per step", "", *_parts(overall)]
     if recorded > 1:
         lines += ["", *_table_of_ranks(summary["ranks"], overall["kind"])]
     lines += ["", *_operations(summary["operations"], overall["kind"])]

@@ -19,7 +19,7 @@ from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import Moment, ending
-from accel_ddp.ranks.reporting import record
+from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import format_clock, shorten
 from accel_ddp.training.hook import Hook
@@ -101,8 +101,7 @@ class Progress(Hook):
                 f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
             ]))  # fmt: skip
             for text in () if "stopped" in summary else find_worse(self.cfg, self.evaluations, summary):
-                print(text, flush=True)
-                record(text, step=step)
+                warn_on_main(text, step=step)
 
     def _begin_steps(self) -> None:
         self.began = time.monotonic()  # the remaining time is estimated from steps alone

@@ -72,63 +72,27 @@ def between(before: Clock, after: Clock) -> Clock:
     return Clock((before.offset + after.offset) / 2, max(before.accuracy, after.accuracy) + drift)
 
 
-# Brings files of all ranks to the main rank. Nodes need not share a folder.
-CHUNK = 4 << 20  # bytes; the memory that this needs on each side
-
-
-def collect_files(ranks: list[int], sizes: dict[int, list[int]], mine: list[Path], targets: dict[int, list[Path]]) -> list[str]:
+def collect_files(ranks: list[int], mine: list[Path], targets: dict[int, list[Path]]) -> list[str]:
     """Send the files `mine` of this rank to the main rank, one rank after the other. Return what went wrong there.
 
-    To be called by all ranks. On the main rank, `sizes` has the sizes of the files of each rank, and `targets` the paths to write.
-    If the main rank cannot write a file, it receives the rest all the same, because the other rank sends it.
+    To be called by all ranks. `targets` are the paths that the main rank writes. Nodes need not share a folder.
     """
-    problems: list[str] = []
-    for rank in ranks:
-        if 0 < rank == this_rank.rank:
-            for path in mine:
-                _send(path)
-        elif rank > 0 and this_rank.is_main:
-            problems += [_receive(rank, size, path) for size, path in zip(sizes[rank], targets[rank])]
-    return [problem for problem in problems if problem]
-
-
-def _send(path: Path) -> None:
-    """Send a file. If it cannot be read to its end, zeros are sent for the rest, and the last message tells it."""
-    size, is_complete = path.stat().st_size, True
-    with path.open("rb") as file:
-        for at in range(0, size, CHUNK):
-            expected = min(CHUNK, size - at)
-            data = b""
+    problems = []
+    for rank in filter(None, ranks):
+        for path in mine if this_rank.rank == rank else ():
+            content = None
             with contextlib.suppress(OSError):
-                data = file.read(expected)
-            is_complete = is_complete and len(data) == expected
-            chunk = torch.frombuffer(bytearray(data.ljust(expected, b"\0")), dtype=torch.uint8)
-            dist.send(chunk, 0, group=links.slow_group)
-            phases.HERE.beat()
-    dist.send(torch.tensor([int(is_complete)]), 0, group=links.slow_group)
-
-
-def _receive(rank: int, size: int, path: Path) -> str:
-    problems: list[str] = []
-
-    def attempt(action: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return action(*arguments)
-        except OSError as error:
-            problems.append(f"{path} cannot be written: {error.strerror}")
-
-    file = attempt(path.open, "wb")
-    for at in range(0, size, CHUNK):
-        chunk = torch.empty(min(CHUNK, size - at), dtype=torch.uint8)
-        dist.recv(chunk, rank, group=links.slow_group)
-        phases.HERE.beat()
-        if not problems:
-            attempt(file.write, chunk.numpy())
-    status = torch.zeros(1, dtype=torch.int64)
-    dist.recv(status, rank, group=links.slow_group)
-    if file is not None:
-        attempt(file.close)
-    return problems[0] if problems else "" if status.item() else f"rank {rank} could not read its trace"
+                content = path.read_bytes()
+            dist.send_object_list([content], 0, group=links.slow_group)
+        for path in targets.get(rank, ()):
+            received: list[Any] = [None]
+            dist.recv_object_list(received, rank, group=links.slow_group)
+            try:
+                path.write_bytes(received[0] or b"")
+            except OSError as error:
+                problems.append(f"{path} cannot be written: {error.strerror}")
+            problems += [f"rank {rank} could not read its trace"] if received[0] is None else []
+    return problems
 
 
 BEFORE = 100_000_000  # nanoseconds from the start of the merged trace to its first step; viewers reject negative times
@@ -303,7 +267,7 @@ class Recorder(Hook):
                     mine |= analysis | {"breakdown": breakdown, "clock": clock._asdict()}
             except Exception as error:  # a full disk, or a trace of another version of torch; the other ranks wait below
                 self.problem = f"{type(error).__name__}: {error}"
-            everyone = gather_objects({**mine, "problem": self.problem, "sizes": [path.stat().st_size for path in files]})
+            everyone = gather_objects({**mine, "problem": self.problem, "has_trace": bool(files)})
             self._store(everyone, files)
             broadcast_object(None, what="store the profile")
 
@@ -326,7 +290,7 @@ class Recorder(Hook):
         """Collect the files of all ranks on the main rank and write the summary there."""
         folder = Path(self.cfg.output_dir) / traces.FOLDER
         problems, targets = [], {}
-        recorded = [one for one in everyone or [] if one["sizes"]]
+        recorded = [one for one in everyone or [] if one["has_trace"]]
         if everyone:
             names = lambda rank: [folder / traces.file_of(rank), folder / f".fragment_{rank}"]
             targets = {one["rank"]: names(one["rank"]) for one in recorded}
@@ -339,8 +303,7 @@ class Recorder(Hook):
                     shutil.copyfile(source, target)
             except OSError as error:
                 problems.append(f"{folder} cannot be written: {error.strerror}")
-        sizes = {one["rank"]: one["sizes"] for one in recorded}
-        problems += collect_files(broadcast_object(sorted(sizes)), sizes, files, targets)
+        problems += collect_files(broadcast_object([one["rank"] for one in recorded]), files, targets)
         if everyone is None:
             return
         try:
@@ -357,7 +320,7 @@ class Recorder(Hook):
             print(f"--profile: the profile is not complete: {text}. Training continues.", file=sys.stderr, flush=True)
 
     def _summarize(self, folder: Path, recorded: list[dict[str, Any]], fragments: list[Path]) -> None:
-        recorded = [{name: value for name, value in one.items() if name not in ("sizes", "problem")} for one in recorded]
+        recorded = [{name: value for name, value in one.items() if name not in ("has_trace", "problem")} for one in recorded]
         micro, count = self.cfg.split(this_rank.num_ranks)
         options = {name: getattr(self.cfg, name) for name in profile_summary.OPTIONS if hasattr(self.cfg, name)}
         run = {

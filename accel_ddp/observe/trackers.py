@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 
+from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.nodes.spawn import keep_forks_apart_from_starts
 from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
 from accel_ddp.ranks.process import Moment, ending
-from accel_ddp.ranks.reporting import record
+from accel_ddp.ranks.reporting import warn
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.redaction import redact, redact_command, redact_values
@@ -96,9 +97,7 @@ class TrackerThread(BackgroundWriter):
 
     def report(self, text: str) -> None:
         """Print what goes wrong and store it as an incident."""
-        text = redact(text)
-        print(text, file=sys.stderr, flush=True)
-        record(text, "TRACKER")
+        warn(redact(text), "TRACKER")
 
 
 def wait_for_imports(threads: Sequence[TrackerThread], seconds: float) -> None:
@@ -232,11 +231,8 @@ class Trackers(Hook):
         self._put("tables", "log_tables", tables, step, is_row=True, is_vital=False)
 
     def on_save(self, step, path):
-        newest = lambda: {
-            "checkpoints/newest_step": step,
-            "checkpoints/count": len(checkpoint_format.list_checkpoints(path.parent)),
-        }
-        self._put_made(step, newest)
+        count = lambda: len(checkpoint_format.list_checkpoints(path.parent))
+        self._put_made(step, lambda: {"checkpoints/newest_step": step, "checkpoints/count": count()})
 
     def on_end(self, step, summary):
         self._put_row({"restarts/goodput": summary["goodput"]} if "goodput" in summary else {}, step)
@@ -316,8 +312,6 @@ def best_of(evaluations: dict[int, dict[str, float]], directions: dict[str, Any]
     """Return the best value of each metric whose direction is known, and its step."""
     best: dict[str, float] = {}
     for name, direction in directions.items():
-        values = {step: metrics[name] for step, metrics in evaluations.items() if not math.isnan(metrics.get(name, math.nan))}
-        if values and direction in ("min", "max"):
-            step = (min if direction == "min" else max)(values, key=lambda at: (values[at], at if direction == "min" else -at))
-            best |= {f"best/{name}": values[step], f"best/{name}_step": step}
+        for step in BestMetric(name, direction).rank(evaluations)[:1] if direction in ("min", "max") else ():
+            best |= {f"best/{name}": evaluations[step][name], f"best/{name}_step": step}
     return best

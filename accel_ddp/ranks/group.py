@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def connect(cfg: TrainConfig, saved: dict[str, Any]) -> bool:
-    """Open the process group and return whether this run trains on GPUs. The answer or error is the same on every rank.
-
-    `saved` has the options of the checkpoint from which this node would continue; see `resume.settings_of_run`.
-    """
+    """Open the process group and return whether this run uses GPUs, the same everywhere. `saved`: see `resume.settings_of_run`."""
     check_rank_variables()
     timeout = timedelta(seconds=cfg.ddp_timeout_seconds)
     end_if_stopped()

@@ -1,8 +1,7 @@
 """What a rank tells the other ranks and the users: failures, stop requests, warnings and lines of the logger `accel_ddp`.
 
 The first three travel through the monitor of the node (see `watch`), which reports ranks that die or hang, chooses the first
-failure of the run, prints it once per node, sends it to every rank, and writes incidents.jsonl. A run without a monitor writes that
-file itself.
+failure of the run, prints it once per node, sends it to every rank, and writes incidents.jsonl. Without a monitor, the run does.
 """
 
 import contextlib
@@ -37,9 +36,7 @@ def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
             launcher=this_rank.launcher, report_after=cfg.hang_report_seconds, abort_after=0 if is_alone else cfg.hang_abort_seconds,
         )  # fmt: skip
     except OSError as error:
-        text = f"warning: the monitor of {this_rank.host} cannot be started: {error}. Faults are not reported."
-        print(text, file=sys.stderr, flush=True)
-        record(text, "MONITOR_LOST")
+        warn(f"warning: the monitor of {this_rank.host} cannot be started: {error}. Faults are not reported.", "MONITOR_LOST")
         return None
 
 
@@ -72,10 +69,7 @@ def _last_collective() -> str:
 
 
 def _leave_late(failure: Failure) -> None:
-    """End this rank if it does not end by itself.
-
-    A rank inside a collective does not notice that another rank is gone before the timeout of the process group.
-    """
+    """End this rank if it does not end by itself: inside a collective it does not notice that another rank is gone."""
     if ending.is_leaving.wait(STOP_SECONDS if failure.is_signal or failure.kind == "unsaved" else LEAVE_SECONDS):
         return
     ending.is_leaving.set()
@@ -90,12 +84,11 @@ def _lose_monitor(address: MonitorAddress) -> None:
     if ending.is_leaving.is_set() or ending.failure:
         return
     if this_rank.is_local_main:
-        text = (
+        warn(
             f"warning: the monitor process of {this_rank.host} (pid {address.pid}) was killed. Training continues, but faults of this "
-            "node are no longer reported within seconds."
+            "node are no longer reported within seconds.",
+            "MONITOR_LOST",
         )
-        print(text, file=sys.stderr, flush=True)
-        record(text, "MONITOR_LOST")
         shutil.rmtree(address.folder, ignore_errors=True)
 
 
@@ -134,7 +127,13 @@ def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) ->
             links.incidents.open(Path(ending.run_folder_lock.name).parent)
 
 
-def warn_on_main(text: str, kind: str, step: int = -1) -> None:
+def warn(text: str, kind: str, step: int = -1) -> None:
+    """Print a text to stderr, and store it."""
+    print(text, file=sys.stderr, flush=True)
+    record(text, kind, step=step)
+
+
+def warn_on_main(text: str, kind: str = "WARNING", step: int = -1) -> None:
     """Print a text on the main rank, and store it."""
     if this_rank.is_main:
         print(text, flush=True)

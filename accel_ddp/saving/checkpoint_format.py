@@ -259,12 +259,8 @@ def _wrong_manifest(path: Path, name: str, expected: None) -> str:
 
 
 def _wrong_size(path: Path, name: str, expected: dict[str, Any]) -> str:
-    size = (path / name).stat().st_size
-    return (
-        ""
-        if size == expected["size"]
-        else f"{name} has {size:,} bytes instead of {expected['size']:,}{_of_another_run(path, name)}"
-    )
+    size, needed = (path / name).stat().st_size, expected["size"]
+    return "" if size == needed else f"{name} has {size:,} bytes instead of {needed:,}{_of_another_run(path, name)}"
 
 
 def _wrong_hash(path: Path, name: str, expected: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import Moment, ending, links, this_rank
-from accel_ddp.ranks.reporting import record
+from accel_ddp.ranks.reporting import warn
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, pieces, restart_record, resume
@@ -72,9 +72,7 @@ class Checkpoints:
         self.kept = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}
         self.kept |= {f"{name}/{OUTER}": one for name, one in (momentum or {}).items()}
         self.states = states
-        self.more: Callable[[], dict[str, Any]] = (
-            dict  # what else run.json needs: the place in data that are read in order, shares
-        )
+        self.more: Callable[[], dict[str, Any]] = dict  # for run.json: the place in data that are read in order, shares
         self.frozen = digest_of_frozen(self.model)
         self.run_id = uuid.uuid4().hex
         self.evaluations: dict[int, Metrics] = {}  # of the whole run, including those before it was resumed
@@ -165,12 +163,11 @@ class Checkpoints:
         if self.in_parts:
             hosts = list(dict.fromkeys(host for some in gather_everywhere(hosts) for host in some))
         if hosts and this_rank.is_main:
-            text = (
+            warn(
                 f"The previous checkpoint is still being written on {' and '.join(hosts)}, also after {seconds:.0f} more seconds. The "
-                f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher --save_every."
-            )
-            print(text, file=sys.stderr, flush=True)
-            record(text, "SAVE_SKIPPED", step=step)
+                f"checkpoint of step {step} is skipped. Training continues. If the disk is always that slow, use a higher "
+                "--save_every.", "SAVE_SKIPPED", step,
+            )  # fmt: skip
         return not hosts
 
     def _submit(self) -> None:
@@ -220,9 +217,7 @@ class Checkpoints:
             host = getattr(error, "host", this_rank.host)
             self.failed = f"the checkpoint of step {run['step']} could not be written on {host}: {error.strerror}{where}"
             there = ", ".join(p.name for p in checkpoint_format.list_checkpoints(self.folder)) or "none"
-            text = f"{self.failed}. Training continues. Existing checkpoints: {there}."
-            print(text, file=sys.stderr, flush=True)
-            record(text, "SAVE_FAILED", step=run["step"])
+            warn(f"{self.failed}. Training continues. Existing checkpoints: {there}.", "SAVE_FAILED", run["step"])
             return
         finally:
             phases.HERE.report_writer(False)
@@ -262,9 +257,7 @@ class Checkpoints:
                 facts = {"step": best, "metric": self.metric.name, "value": value, "checkpoint": f"step_{best:08d}"}
                 checkpoint_format.write_json(self.folder / "best.json", facts)
         except OSError as error:
-            text = f"evaluations.json could not be written on {this_rank.host}: {error.strerror}."
-            print(text, file=sys.stderr, flush=True)
-            record(text, "SAVE_FAILED")
+            warn(f"evaluations.json could not be written on {this_rank.host}: {error.strerror}.", "SAVE_FAILED")
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the writer is idle. Return False if that takes longer than `timeout` seconds."""

@@ -86,10 +86,7 @@ class Piece(NamedTuple):
 
 
 class Pieces:
-    """Reads the tensors of one group of a checkpoint, from one file or from the pieces that ranks have written.
-
-    It reads only what is asked for, and maps no file into memory.
-    """
+    """Reads tensors of one group of a checkpoint, from one file or the pieces of ranks. It maps no file into memory."""
 
     def __init__(self, checkpoint: Path, group: str):
         """`group` is MODEL or OPTIMIZER."""

@@ -88,10 +88,7 @@ def resume_of_restart(cfg: TrainConfig, folder: str) -> str:
 
 
 def begin_training(cfg: TrainConfig, step: int, checkpoint: Path | None) -> dict[str, Any]:
-    """Record that training continues at `step`, print what was lost, and return it. {}: this is no restart.
-
-    `checkpoint` is the one that was loaded. Only the main rank returns values.
-    """
+    """Record that training continues at `step`, and print and return what was lost. {}: this is no restart, or not rank 0."""
     if not _is_used(cfg) or not this_rank.is_main:
         return {}
     path, now = Path(cfg.output_dir, FILE), time.time()

@@ -183,12 +183,8 @@ def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
         paths = candidates(dataclasses.replace(cfg, resume=cfg.resume or "auto", output_dir=folder))
         run = next(filter(None, map(checkpoint_format.read_run, reversed(paths))), {})
         if run.get("num_ranks") == this_rank.num_ranks:
-            stored = {"tuned": "off", "bucket_cap_mb": 25, **run["config"]}
-            return {
-                "step": run["step"],
-                "chosen": run.get("chosen", {}),
-                **{name: stored[name] for name in ("tuned", "bucket_cap_mb")},
-            }
+            stored = {name: run["config"].get(name, default) for name, default in (("tuned", "off"), ("bucket_cap_mb", 25))}
+            return {"step": run["step"], "chosen": run.get("chosen", {}), **stored}
     return {}
 
 

@@ -1,24 +1,19 @@
 """Codes, exit codes, keys of the cluster file, and fields of the files in a run folder, as sections of pages."""
 
-import inspect
-import re
-
-from accel_ddp.doctor import findings
-from accel_ddp.errors import EXIT_CODES
+from accel_ddp.doctor.findings import FIXES
 from accel_ddp.launch.description import BACKENDS, KEYS, NODE_KEYS, NOT_FOR, TABLES, Key
 from reference import mark, table
+from reference.code_meanings import EXIT_CODES, MEANINGS
 from reference.log_fields import EVENTS, EVERY_EVENT, INCIDENT
 
 
 def codes() -> str:
-    """Return one table for each group of codes. The comments in `CODES` are the titles of the groups."""
-    groups: dict[str, list[tuple[str, str, str]]] = {}
-    for title, code in re.findall(r'^    (?:# (.*)\.|"([EWI]_\w+)": Code\()', inspect.getsource(findings), flags=re.MULTILINE):
-        if title:
-            rows = groups.setdefault(title, [])
-        else:
-            rows.append((f"`{code}`", *map(mark, findings.CODES[code])))
-    return "\n".join(f"### {title}\n\n{table(('code', 'reason', 'fix'), rows)}" for title, rows in groups.items())
+    """Return one table for each group of codes."""
+    parts = []
+    for title, meanings in MEANINGS.items():
+        rows = ((f"`{code}`", mark(meaning), mark(FIXES[code])) for code, meaning in meanings.items())
+        parts.append(f"### {title}\n\n{table(('code', 'reason', 'fix'), rows)}")
+    return "\n".join(parts)
 
 
 def exit_codes() -> str:

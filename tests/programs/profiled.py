@@ -61,7 +61,6 @@ def main(cfg: Config) -> None:
     shift = int(cfg.shift * 1e9)
     observe_torch(found, shift)
     if shift:
-        recorder.CHUNK = 10_000  # bytes, so that each trace is sent in several parts
         recorder.kernel_id = lambda: f"kernel of rank {this_rank.rank}"
         if this_rank.rank == 1:
             true_time = time.time_ns
