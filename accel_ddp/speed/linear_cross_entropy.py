@@ -226,7 +226,7 @@ class OutputHead:
         places = places[:-1]
         right = torch.where(torch.arange(room, device=flat.device) <= before[-1], flat[places], -100)
         slots = before.clamp(min=0)
-        return Move.apply(hidden[None], places, slots, learned)[0].to(self.narrow), right, slots, places
+        return Move.apply(hidden[None], places, slots, learned).squeeze(0).to(self.narrow), right, slots, places
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside the forward pass only

@@ -95,8 +95,8 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if not mask.is_cuda:
         return Row(mask, used, sizes.width, positions, sizes.texts, shared)
     tokens = rounded_up(used)
-    # The unused end of the row is computed like a text, so it must not be longer than the longest.
-    longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - used).bit_length())
+    # The unused end of the row is computed like a text, so it must not be longer than the longest. It is shorter than the grain.
+    longest = max(1 << max(0, sizes.width - 1).bit_length(), grain_of(tokens))
     keys = -(-2 * (sizes.tokens + tokens - used) // tokens) * (tokens // 2)  # few different numbers; a surplus costs nothing
     return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys)
 
@@ -112,8 +112,13 @@ def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
 
 def rounded_up(number: int) -> int:
     """Round up by a fiftieth on average, to one of few different numbers."""
-    grain = max(64, 1 << max(0, (number // 16).bit_length() - 1))
+    grain = grain_of(number)
     return max(1, -(-number // grain)) * grain
+
+
+def grain_of(number: int) -> int:
+    """Return the difference between neighboring rounded numbers."""
+    return max(64, 1 << max(0, (number // 16).bit_length() - 1))
 
 
 def segments_of(row: Row, is_flash: bool) -> Segments:
@@ -192,12 +197,16 @@ def pack(padded: Tensor, at: Segments) -> Tensor:
     if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, which are the same for every text
         padded = padded.expand(at.shape[0], *padded.shape[1:])
     # The result is not a view, because compiled code is specialized on whether a tensor is a view.
-    return Move.apply(padded.flatten(0, 1)[None], at.places, at.slots, at.mask if at.own is None else at.own)
+    rows = padded.flatten(0, 1)[None]
+    if not rows.requires_grad:  # positions; the host needs half the time
+        return rows.index_select(1, at.places)
+    return Move.apply(rows, at.places, at.slots, at.mask if at.own is None else at.own)
 
 
 def unpack(row: Tensor, at: Segments) -> Tensor:
     """[1, tokens, ...] -> [texts, width, ...]. Padding gets arbitrary finite values."""
-    return Move.apply(row, at.slots, at.places, at.real, at.second)[0].unflatten(0, at.shape)
+    # Not `[0]`: its backward pass copies the gradient into a tensor of zeros.
+    return Move.apply(row, at.slots, at.places, at.real, at.second).squeeze(0).unflatten(0, at.shape)
 
 
 def _own_kernels(

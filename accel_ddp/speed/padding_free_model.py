@@ -1,6 +1,8 @@
 """A transformers model whose layers compute without padding, if that gives the same result as padding."""
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -190,7 +192,9 @@ class PaddingFree:
     def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
         """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
         row = padding_free.row_of(current)
-        if row is None or not isinstance(given, Tensor) or not self.is_enabled or row.longest > self.longest or given.ndim != 2:
+        if row is None or not self.is_enabled or row.mask.shape[-1] > self.longest:
+            return None
+        if not isinstance(given, Tensor) or given.ndim != 2:
             return None
         is_same = lambda known: known is not None and given.data_ptr() == known.data_ptr() and given.numel() == known.numel()
         if is_same(row.mask):
@@ -243,11 +247,11 @@ class PaddingFree:
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 and size % 8 == 0 and size <= 256
 
     def _layer(self, stack: Stack, number: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        layer, first, last = self.layers[number], stack.numbers[0], stack.numbers[-1]
+        layer, first, last, is_plain = self.layers[number], stack.numbers[0], stack.numbers[-1], stack.is_plain
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            at = self._segments(stack, hidden_states) if self.is_packed else None
-            if at is not None and stack.is_plain:
+            at = (stack.at or self._segments(stack, hidden_states)) if self.is_packed else None
+            if at is not None and is_plain:
                 hidden_states = pack(hidden_states, at) if number == first else hidden_states
                 args, kwargs = self._arguments(stack, args, kwargs, at)
             elif at is not None:
@@ -267,9 +271,9 @@ class PaddingFree:
                 out = self.plain[number](hidden_states, *args, **kwargs)
             if number == last and at is not None:
                 row = out[0] if isinstance(out, tuple) else out
-                padded = unpack(row if stack.is_plain else row[:, : len(at.places)], at)
+                padded = unpack(row if is_plain else row[:, : len(at.places)], at)
                 out = (padded, *out[1:]) if isinstance(out, tuple) else padded
-            if at is not None and not stack.is_plain and stack.outputs:
+            if at is not None and not is_plain and stack.outputs:
                 out = (out, *[None] * (stack.outputs - 1))
             if number == len(self.layers) - 1 and self.outputs is not None:
                 self.outputs.append(out)
@@ -286,8 +290,8 @@ class PaddingFree:
         if (
             given
             and len(kwargs) == len(given[1]) and len(args) == len(given[0])
-            and all(a is b for a, b in zip(args, given[0]))
-            and all(given[1].get(name, self) is value for name, value in kwargs.items())
+            and all(map(operator.is_, args, given[0]))
+            and all(map(operator.is_, map(given[1].get, kwargs, itertools.repeat(self)), kwargs.values()))
         ):  # fmt: skip
             return stack.packed
         packed = {name: self._packed(value, at) for name, value in kwargs.items()}

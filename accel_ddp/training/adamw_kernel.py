@@ -7,6 +7,7 @@ operation is rounded as IEEE 754 says, so that ranks with different GPUs compute
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -52,7 +53,10 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
 
 
 def step_all(
-    tensors: Sequence[Sequence[Tensor]],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
     counts: Sequence[Tensor],
     lr: float,
     betas: tuple[float, float],
@@ -61,14 +65,15 @@ def step_all(
     found_inf: Tensor,
     divisor: Tensor | None,
 ) -> None:
-    """Step parameters. `tensors` are parameters, gradients, means and squares; `counts` are the steps that each has done.
+    """Step parameters. `counts` are the steps that each has done.
 
-    All are contiguous and in float32. Nothing changes if `found_inf` is not 0. Gradients are divided by `divisor`.
+    All tensors are contiguous and in float32. Nothing changes if `found_inf` is not 0. Gradients are divided by `divisor`.
     """
-    device, sizes = found_inf.device, tuple(p.numel() for p in tensors[0])
-    table = [[x.data_ptr() for x in row] for row in zip(*tensors, counts, strict=True)]
-    is_aligned = all(size % 4 == 0 for size in sizes) and all(address % 16 == 0 for row in table for address in row[:4])
-    addresses = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # the host does not wait
+    device, sizes = found_inf.device, tuple(map(Tensor.numel, params))
+    table = np.array([[*map(Tensor.data_ptr, some)] for some in (params, grads, means, squares, counts)])
+    is_aligned = all(size % 4 == 0 for size in sizes) and not (table[:4] % 16).any()
+    addresses = torch.from_numpy(table.T.copy())
+    addresses = (addresses.pin_memory() if device.type == "cuda" else addresses).to(device, non_blocking=True)  # without waiting
     blocks = _blocks(sizes, device)
     steps = torch.stack([*counts]).double() + 1
     factors = torch.stack([lr / (1 - betas[0] ** steps), (1 - betas[1] ** steps).rsqrt()], 1).float()
@@ -81,4 +86,4 @@ def step_all(
 def try_to_compile(device: torch.device) -> None:
     """Raise an error if Triton cannot compile the kernel."""
     new = lambda *shape: torch.zeros(shape, device=device)
-    step_all([[new(4)] for _ in range(4)], [new()], 0.0, (0.0, 0.0), 1.0, 0.0, new(), None)
+    step_all(*[[new(4)] for _ in range(4)], [new()], 0.0, (0.0, 0.0), 1.0, 0.0, new(), None)

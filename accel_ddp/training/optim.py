@@ -94,18 +94,28 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        stepped = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        # torch does the first step of a parameter, which makes its state, and steps parameters of other types and layouts.
-        is_usual = lambda x: x.dtype == torch.float32 and x.is_contiguous()
-        can_step = lambda p: p in self.state and self.state[p]["step"].is_cuda and is_usual(p) and is_usual(p.grad)
-        if not (self.kernel and hasattr(self, "found_inf") and all(can_step(p) for _, params in stepped for p in params)):
+        is_ready = self.kernel and hasattr(self, "found_inf")
+        stepped = [self._tensors_of(group) if is_ready else None for group in self.param_groups]
+        if not all(stepped):
             return super().step()
-        for group, params in stepped:
-            if params:
-                means, squares, counts = ([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step"))
+        for group, tensors in zip(self.param_groups, stepped):
+            if tensors[0]:
                 rest = [group[name] for name in ("betas", "eps", "weight_decay")]
-                tensors = params, [p.grad for p in params], means, squares
-                self.kernel.step_all(tensors, counts, float(group["lr"]), *rest, self.found_inf, self.grad_scale)
+                self.kernel.step_all(*tensors, float(group["lr"]), *rest, self.found_inf, self.grad_scale)
+
+    def _tensors_of(self, group: dict[str, Any]) -> tuple[list[Tensor], ...] | None:
+        """Return the parameters, gradients, means, squares and counts of a group, or None if torch has to step it.
+
+        torch does the first step of a parameter, which makes its state, and steps parameters of other types and layouts. This runs in
+        every step: the hash of a parameter is a Python function, so it is computed once.
+        """
+        params = [p for p in group["params"] if p.grad is not None]
+        grads, states = [p.grad for p in params], [self.state.get(p) for p in params]
+        if not all(states):
+            return None
+        means, squares, counts = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        is_usual = all(x.dtype == torch.float32 and x.is_contiguous() for tensors in (params, grads) for x in tensors)
+        return (params, grads, means, squares, counts) if is_usual and all(count.is_cuda for count in counts) else None
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

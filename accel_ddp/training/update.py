@@ -228,7 +228,7 @@ def _clip(
     optimizer: torch.optim.Optimizer, params: list[nn.Parameter], max_norm: float, device: torch.device, skips: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the norm of all gradients, and what `optimizer` divides them by (None: they are clipped here, or never)."""
-    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])  # also if nothing is clipped, for the log
+    norm = compat.norm_of([p.grad for p in params if p.grad is not None])  # also if nothing is clipped, for the log
     # The kernels of these optimizers read the divisor. Otherwise clipping is one more pass over all gradients.
     if type(optimizer) in (AdamW, Muon, torch.optim.AdamW, torch.optim.SGD) and skips:
         norm = shards.full(norm).to(device)
@@ -260,8 +260,9 @@ def _step_if_finite(
     else:
         for buffer, before in _pair_buffers(model, buffers):
             buffer.copy_(before)
-    stepper.zero_grad()
-    for group in stepper.param_groups:  # an optimizer of the user may keep gradients of zeros
+    if getattr(stepper.zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:  # it may do more, and keep zeros
+        stepper.zero_grad()
+    for group in stepper.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
     if accelerator.scaler:
