@@ -72,6 +72,13 @@ def move_all(averages: "Sequence[Tensor]", weights: "Sequence[Tensor]", amount: 
     torch._foreach_add_(averages, differences)
 
 
+def split_like(flat: "Tensor", tensors: "list[Tensor]") -> "tuple[Tensor, ...]":
+    """Return parts of `flat` in the shapes of `tensors`, with one call for hundreds of them. Tested with torch 2.13."""
+    import torch
+
+    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
+
+
 def norm_of(tensors: "Sequence[Tensor]") -> "Tensor":
     """Return the bits of `get_total_norm`, with half of its host time if all have one type and device. Tested with torch 2.13."""
     import torch
@@ -83,13 +90,6 @@ def norm_of(tensors: "Sequence[Tensor]") -> "Tensor":
         if len(_group_tensors_by_device_and_dtype([tensors])) > 1:
             return torch.nn.utils.get_total_norm(tensors)
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors, 2.0)), 2.0)
-
-
-def apply(function: "type[torch.autograd.Function]", *args: Any) -> Any:
-    """Call an autograd function with hundreds of arguments. Its own `apply` unwraps each for functorch. Tested with torch 2.13."""
-    import torch
-
-    return super(torch.autograd.Function, function).apply(*args)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

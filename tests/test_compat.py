@@ -124,27 +124,20 @@ def test_many_tensors_are_copied_and_moved_at_once():
     assert [t.tolist() for t in targets] == [[1.5, 1.5], [1.5, 1.5, 1.5]]
 
 
+def test_a_flat_tensor_is_split_into_views():
+    flat = torch.arange(6.0)
+    first, second = compat.split_like(flat, [torch.empty(2, 2), torch.empty(2)])
+    assert first.tolist() == [[0, 1], [2, 3]]
+    assert second.tolist() == [4, 5]
+    flat += 1
+    assert second.tolist() == [5, 6]
+
+
 def test_the_norm_of_many_tensors_has_the_bits_of_torch():
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(n, 3, generator=generator) for n in range(1, 40)]
     for given in (tensors, [t.to(torch.bfloat16) for t in tensors], [tensors[0], tensors[1].double()], []):
         assert torch.equal(compat.norm_of(given), torch.nn.utils.get_total_norm(given))
-
-
-def test_an_autograd_function_is_applied():
-    class Scaled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, factor, x, *others):
-            ctx.factor = factor
-            return (x * factor,)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return None, gradient * ctx.factor, None
-
-    x, unused = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
-    compat.apply(Scaled, 3.0, x, unused)[0].sum().backward()
-    assert (x.grad.tolist(), unused.grad) == ([3, 3], None)
 
 
 def test_nested_arguments_are_flattened_and_restored():

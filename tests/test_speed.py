@@ -148,8 +148,6 @@ def test_rounding_gives_few_different_lengths_and_adds_little():
     assert all(row - number >= 0 for number, row in rows.items())
     assert all(row - number < number / 4 for number, row in rows.items() if number > 512)
     assert len(set(rows.values())) < 90
-    # Attention computes the unused end of a row as a text, which must not be longer than the longest one that it is told.
-    assert all(row - number <= padding_free.grain_of(row) for number, row in rows.items())
 
 
 def test_the_lengths_of_rows_of_a_table_are_known():

@@ -48,8 +48,10 @@ class CapturedGroup(NamedTuple):
     outputs: list[Tensor]  # of each layer
     gradient_out: Tensor  # of the last output; `backward` reads it
     gradient_in: Tensor | None  # of `hidden`; `backward` writes it
-    gradients: list[Tensor]  # views of `LayerGroup.gradients`; `backward` writes them
-    parameters: list[nn.Parameter]  # their parameters
+    gradients: list[Tensor]  # one after the other in `LayerGroup.gradients`, including the gaps between them
+    parameters: list[nn.Parameter]  # those that have a gradient
+    places: list[int]  # of their gradients in `gradients`
+    size: int  # of all gradients together
 
 
 class Replay(torch.autograd.Function):
@@ -83,13 +85,15 @@ class Replay(torch.autograd.Function):
             raise RuntimeError(f"the loss uses the output of a layer before the last one. {UNSUPPORTED}")
         if gradient.data_ptr() != captured.gradient_out.data_ptr():
             captured.gradient_out.copy_(gradient)
+        found: tuple = ()
         if captured.gradients:
             # Autograd stores the tensor of the previous replay as the gradient, without a copy. This replay overwrites it.
             move_gradients(ctx.group.parameters, ctx.group.gradients)
         captured.backward.replay()
+        if captured.gradients:
+            found = compat.split_like(ctx.group.gradients[: captured.size], captured.gradients)
         gradient_in = None if captured.gradient_in is None else captured.gradient_in.detach()
-        # New tensors over the same memory: autograd would copy those that `captured` refers to.
-        return None, None, None, None, gradient_in, *[gradient.detach() for gradient in captured.gradients]
+        return None, None, None, None, gradient_in, *[found[place] for place in captured.places]
 
 
 @contextlib.contextmanager
@@ -239,7 +243,7 @@ class GraphedLayers:
         self.pending_key = key
         captured = self.captured[key][place]
         self._copy_inputs(captured.inputs)
-        return compat.apply(Replay, self, (number, key), group, captured, hidden, *captured.parameters)
+        return Replay.apply(self, (number, key), group, captured, hidden, *captured.parameters)
 
     def _inspect(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Store the arguments besides the hidden states, which are the same objects for all layers, and compute the key."""
@@ -378,8 +382,9 @@ class GraphedLayers:
         hidden, outputs, gradient_out = passed[0][0].detach(), [out.detach() for _, out, _ in passed], gradient
         views: list[Tensor] = []
         learned: list[nn.Parameter] = []
+        places: list[int] = []
         if not passed[-1][1].requires_grad:  # the group and all layers below it are frozen
-            return CapturedGroup(graph, None, hidden, inputs, outputs, gradient_out, None, [], [])
+            return CapturedGroup(graph, None, hidden, inputs, outputs, gradient_out, None, [], [], [], 0)
         backward, start, gradient_in = torch.cuda.CUDAGraph(), 0, None
         with self._capturing(backward):
             while passed:
@@ -388,22 +393,27 @@ class GraphedLayers:
                     gradient_in = None
                     continue
                 parameters = group.parameters_of_layers[len(passed)]
-                targets = []
+                first, targets = len(places), []
                 for parameter in parameters:
+                    places.append(len(views))
                     targets.append(group.gradients[start : start + parameter.numel()].view(parameter.shape))
-                    start += parameter.numel() + -parameter.numel() % ALIGNMENT
+                    views.append(targets[-1])
+                    start += parameter.numel()
+                    if gap := -start % ALIGNMENT:
+                        views.append(group.gradients[start : start + gap])
+                        start += gap
                 wanted = ([x] if x.requires_grad else []) + aliases
                 with gradients_written_to(aliases, targets):
                     found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
                 gradient_in = found.pop(0) if x.requires_grad else None
                 used = [i for i, g in enumerate(found) if g is not None]
                 learned += [parameters[i] for i in used]
-                views += [targets[i] for i in used]
+                places[first:] = [places[first + i] for i in used]
                 if elsewhere := [i for i in used if found[i].data_ptr() != targets[i].data_ptr()]:
                     compat.copy_all([targets[i] for i in elsewhere], [found[i] for i in elsewhere])
                 gradient = gradient_in if gradient_in is not None else gradient
                 del found, out, x, aliases, wanted
-        return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned)
+        return CapturedGroup(graph, backward, hidden, inputs, outputs, gradient_out, gradient_in, views, learned, places, start)
 
     def _warm_up_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the first layer once. Libraries allocate memory at their first use on a stream, which a capture must not contain."""

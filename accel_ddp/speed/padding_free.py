@@ -95,8 +95,8 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if not mask.is_cuda:
         return Row(mask, used, sizes.width, positions, sizes.texts, shared)
     tokens = rounded_up(used)
-    # The unused end of the row is computed like a text, so it must not be longer than the longest. It is shorter than the grain.
-    longest = max(1 << max(0, sizes.width - 1).bit_length(), grain_of(tokens))
+    # The unused end of the row is computed like a text, so it must not be longer than the longest.
+    longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - used).bit_length())
     keys = -(-2 * (sizes.tokens + tokens - used) // tokens) * (tokens // 2)  # few different numbers; a surplus costs nothing
     return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys)
 
@@ -112,13 +112,8 @@ def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
 
 def rounded_up(number: int) -> int:
     """Round up by a fiftieth on average, to one of few different numbers."""
-    grain = grain_of(number)
+    grain = max(64, 1 << max(0, (number // 16).bit_length() - 1))
     return max(1, -(-number // grain)) * grain
-
-
-def grain_of(number: int) -> int:
-    """Return the difference between neighboring rounded numbers."""
-    return max(64, 1 << max(0, (number // 16).bit_length() - 1))
 
 
 def segments_of(row: Row, is_flash: bool) -> Segments:
