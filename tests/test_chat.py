@@ -649,7 +649,9 @@ def test_adapters_train_the_embeddings_of_new_tokens(is_tied, room, tmp_path, mo
     assert [p.requires_grad for p in rows.values()] == [True] * (1 if is_tied else 2)
     assert not hidden_matrices(model) & {*rows.values()}
     estimated = fake_model.build(cfg, "AutoModelForCausalLM").model
-    assert [p.shape for p in estimated.parameters() if p.requires_grad] == [p.shape for p in model.parameters() if p.requires_grad]
+    assert [p.shape for p in estimated.parameters() if p.requires_grad] == [
+        p.shape for p in model.parameters() if p.requires_grad
+    ]
     assert OutputHead(estimated).head is None, "the estimate has logits of all tokens, as the run"
     found = []
     for layers in ([], [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]):
