@@ -1,5 +1,6 @@
 """Tests of the tokens of `sft`: a chat has the tokens of `apply_chat_template`, and what cannot be included is refused."""
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -14,13 +15,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
+from accel_ddp.memory import fake_model
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.ranks.process import links
 from accel_ddp.sources import models as source_models
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, pack_documents
+from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.tasks import chat, chat_template
 from accel_ddp.tasks.chat_rows import USUAL_COLUMNS, Chat, UnusableRow, choose_columns, read_row
+from accel_ddp.training.optim import hidden_matrices
 from tests.conftest import ROOT
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>"]
@@ -635,6 +639,7 @@ def test_adapters_train_the_embeddings_of_new_tokens(is_tied, room, tmp_path, mo
     size = {"vocab_size": len(tokenizer) + room, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     ends = {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": is_tied, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**size, **ends)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
     form_of(tokenizer, chat_template="llama3")
     new = tokenizer.new_token_ids
     assert [tokenizer.eos_token, *new] == ["<|eot_id|>", *range(len(tokenizer))[-3:]]
@@ -642,6 +647,12 @@ def test_adapters_train_the_embeddings_of_new_tokens(is_tied, room, tmp_path, mo
     model = source_models.adapt(source_models.load(AutoModelForCausalLM, cfg, tokenizer), cfg, "CAUSAL_LM")
     rows = {name: p for name, p in model.named_parameters() if "tokens_delta" in name}
     assert [p.requires_grad for p in rows.values()] == [True] * (1 if is_tied else 2)
+    assert not hidden_matrices(model) & {*rows.values()}
+    estimated = fake_model.build(cfg, "AutoModelForCausalLM").model
+    assert [p.shape for p in estimated.parameters() if p.requires_grad] == [
+        p.shape for p in model.parameters() if p.requires_grad
+    ]
+    assert OutputHead(estimated).head is None, "the estimate has logits of all tokens, as the run"
     found = []
     for layers in ([], [layer for layer in model.modules() if isinstance(layer, TrainableTokensLayer)]):
         for layer in layers:
@@ -653,6 +664,18 @@ def test_adapters_train_the_embeddings_of_new_tokens(is_tied, room, tmp_path, mo
     assert len(layers) == 2
     assert all(value.abs().sum() > 0 for value in found[0])
     torch.testing.assert_close(*found)
+    load = source_models.from_pretrained
+
+    def load_quantized(*args, **options):
+        found = load(*args, **options)
+        if "output_loading_info" in options:
+            found[0].config.quantization_config = {}
+        return found
+
+    monkeypatch.setattr(source_models, "_quantization_options", lambda _: {})
+    monkeypatch.setattr(source_models, "from_pretrained", load_quantized)
+    quantized = source_models.load(AutoModelForCausalLM, dataclasses.replace(cfg, quantize="4bit"), tokenizer)
+    assert quantized._original_config.vocab_size == len(tokenizer) + max(0, room - 3), "as the exported adapters need it"
     monkeypatch.setattr(links, "sharding", object())
     with pytest.raises(UserError, match=r"--chat_template llama3 --lora_r 2: adds tokens.*FSDP.*Use --chat_template plain"):
         source_models.load(AutoModelForCausalLM, cfg, tokenizer)

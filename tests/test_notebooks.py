@@ -14,6 +14,10 @@ sys.path.insert(0, {programs!r})
 import accel_ddp, trains
 from accelerate import notebook_launcher
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+try:
+    trains.main(accel_ddp.parse_config(trains.Config, ["--output_dir", trains.__file__]))
+except accel_ddp.UserError as error:
+    print("first:", error, flush=True)
 for options in ("--stop_after 6", "--resume"):
     cfg = accel_ddp.parse_config(trains.Config, [*options.split(), "--output_dir", {folder!r}])
     try:
@@ -38,10 +42,11 @@ def same_weights(one: Path, other: Path) -> bool:
 
 @pytest.mark.slow
 def test_notebook_launcher_has_the_result_of_a_launcher(tmp_path):
-    """The parent has imported the package before it forks the ranks, and starts two runs. It need not be a notebook."""
+    """The parent has tried a run alone before it forks the ranks, and starts two more. It need not be a notebook."""
     code = FORKS.format(programs=str(PROGRAMS), folder=str(tmp_path / "run"), port=str(free_port()))
     ended = run_all([[sys.executable, "-c", code]], [clean_environment()], fresh=True).well()
     assert "RANK_" not in ended.text
+    assert "first: --output_dir" in ended.text
     assert "stopped: requested by --stop_after. Step 6 of 12 is saved." in ended.text
     assert re.search(r"exitcode +: 75", ended.text)
     run_ranks(2, PROGRAMS / "trains.py", "--output_dir", tmp_path / "usual").well()

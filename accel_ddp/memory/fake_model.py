@@ -158,6 +158,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
     if model_class == "AutoModelForSequenceClassification" and getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = 0  # a run sets the tokenizer's; without one, decoders refuse several texts
     given = adapters.find_adapters(cfg.model, cfg.cache_dir)
+    num_new = len(adapters.trained_tokens(given.config)) if given else _count_new_tokens(cfg)
     if given:
         targets = given.config.target_modules
         targets = (targets,) if isinstance(targets, str) else tuple(sorted(targets or ()))
@@ -171,12 +172,21 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
             model = getattr(transformers, model_class).from_config(config, **options)
         except ValueError as error:  # the class does not exist for this type of model
             raise UserError(f"--model {cfg.model}: cannot be built as {model_class}: {str(error).splitlines()[0]}") from error
-        model._new_modules, model._adapters = [], None
+        model._new_modules, model._adapters, model._new_tokens = [], None, range(num_new)  # which tokens changes no shapes
         model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     if is_quantized:  # they are multiplied as 16 bits, without a copy that stays
         dtypes = dict.fromkeys(quantized_weights(model), NARROW.get(precision, torch.float32))
     return FakeModel(_faked(model, mode, dtypes), model_class, mode, config)
+
+
+def _count_new_tokens(cfg: RecipeConfig) -> int:
+    """Return how many tokens --chat_template adds below new adapters. Then the head is more than its weight: see `OutputHead`."""
+    from accel_ddp.tasks.chat_template import TEMPLATES, missing_tokens
+
+    template = getattr(cfg, "chat_template", "")
+    has_tokens = cfg.lora_r and template in TEMPLATES
+    return len(missing_tokens(models.load_tokenizer(cfg), template)) if has_tokens else 0
 
 
 def _faked(model: nn.Module, mode: Any, dtypes: Mapping[nn.Parameter, torch.dtype] = MappingProxyType({})) -> nn.Module:

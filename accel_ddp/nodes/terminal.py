@@ -11,6 +11,7 @@ This module uses the standard library only.
 """
 
 import contextlib
+import functools
 import io
 import multiprocessing
 import os
@@ -38,8 +39,13 @@ def can_draw(descriptor: int) -> bool:
 
 def in_notebook() -> bool:
     """Return whether this process is a kernel of Jupyter or an IPython shell, which must outlive a run. Its child processes are not."""
+    return multiprocessing.parent_process() is None and _has_shell()
+
+
+@functools.cache  # ipdb opens a shell inside a program, which is no notebook after that either
+def _has_shell() -> bool:
     ipython = sys.modules.get("IPython")
-    return ipython is not None and multiprocessing.parent_process() is None and ipython.get_ipython() is not None
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 def erase_before_line(descriptor: int) -> str:

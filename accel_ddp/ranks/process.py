@@ -160,9 +160,13 @@ class Ending:
         self.is_leaving = threading.Event()  # set when this rank begins to exit; the end of other ranks is then no failure
         self.unsaved = ""  # why a run that is complete has no checkpoint of its last step; set by `fit`
         self.early_exit: SystemExit | None = None  # the program has called sys.exit inside `fit`
-        self.is_supervised = False  # `supervise` turns the end of this process into a message and an exit code
+        self.supervised_pid = 0  # `supervise` turns the end of this process into a message and an exit code
         self.run_folder_lock: IO[str] | None = None  # a lock on the run folder lasts as long as the process
         self.callbacks: list[ExitCallback] = []
+
+    @property
+    def is_supervised(self) -> bool:
+        return self.supervised_pid == os.getpid()  # a forked process inherits the number
 
     def add(self, moment: Moment, owner: Any, run: Callable[[float], object], limits: tuple[float, float, float]) -> None:
         """Let `run(seconds)` be called at a moment, after the callbacks that were added before it."""

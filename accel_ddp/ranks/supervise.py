@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -38,7 +39,7 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUDA out of memory", "not enough memo
 
 def supervise(main: Callable[[Any], Any], cfg: TrainConfig) -> int:
     """Run `main(cfg)`, print what went wrong if anything did, and return the exit code."""
-    ending.is_supervised = True
+    ending.supervised_pid = os.getpid()
     signals.listen(cfg)
     try:
         try:
@@ -58,7 +59,7 @@ def supervise_program(cfg: TrainConfig) -> None:
     """
     if ending.is_supervised:
         return
-    ending.is_supervised = True
+    ending.supervised_pid = os.getpid()
     is_child = multiprocessing.parent_process() is not None  # of `notebook_launcher`: it runs no atexit and no excepthook
     own_pid, hook_before = os.getpid(), sys.excepthook  # a child process inherits both handlers and must not use them
 
@@ -88,7 +89,9 @@ def supervise_program(cfg: TrainConfig) -> None:
             _exit(code)
 
     if is_child:
-        signals.listen(cfg)  # they are not the notebook's
+        # The signals of a rank are not the notebook's. A single process, for example of a `Pool`, ends at SIGTERM as before.
+        if this_rank.num_ranks > 1 and threading.current_thread() is threading.main_thread():
+            signals.listen(cfg)
         multiprocessing.util.Finalize(None, finish, exitpriority=100)
         return
     sys.excepthook = fail
@@ -103,9 +106,9 @@ def forget_run() -> None:
     for opened in (links.monitor, ending.run_folder_lock):
         if opened:
             opened.close()
-    is_supervised = ending.is_supervised
+    pid = ending.supervised_pid
     begin_again()
-    ending.is_supervised = is_supervised  # its handlers stay
+    ending.supervised_pid = pid  # its handlers stay
 
 
 def _exit(code: int) -> None:

@@ -111,7 +111,7 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             layer.forward = functools.partial(_forward_at_once, layer)
         elif isinstance(layer, peft.tuners.trainable_tokens.TrainableTokensLayer):
             layer.trainable_tokens_delta.float()  # as all adapters
-            layer.own_tokens = torch.tensor(layer.token_indices["default"])
+            layer.register_buffer("own_tokens", torch.tensor(layer.token_indices["default"]), persistent=False)
             layer.forward = functools.partial(_forward_tokens, layer)
     if given:
         _load_adapters(model, given, cfg)
@@ -140,7 +140,8 @@ def add_token_rows(model: Any, num_tokens: int, tokens: Sequence[int]) -> None:
     A model of chats ends a turn as the base model ends a text.
     """
     end = model.config.get_text_config().eos_token_id
-    end = next(iter(end if isinstance(end, list) else [end]))
+    end = next(iter(end if isinstance(end, list) else [end]), 0)
+    num_tokens = max(num_tokens, max(tokens) + 1)  # some vocabularies have gaps
     if len(model.get_input_embeddings().weight) < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
@@ -168,7 +169,7 @@ def _forward_tokens(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if layer.disable_adapters or layer.merged or len(names) != 1:
         return type(layer).forward(layer, x, *args, **kwargs)
     rows, out = layer.trainable_tokens_delta[names[0]], base(x)
-    tokens = layer.own_tokens = layer.own_tokens.to(x.device)
+    tokens = layer.own_tokens
     if isinstance(base, nn.Linear):
         bias = None if base.bias is None else base.bias[tokens].to(out.dtype)
         return out.index_copy(-1, tokens, F.linear(x.to(out.dtype), rows.to(out.dtype), bias).to(out.dtype))

@@ -175,9 +175,6 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         part = cfg.lr_part() if hasattr(cfg, "lr_part") else ()
         choose(cfg, "lr", *default_lr(cfg.model, model.num_parameters(), is_adapted, *part))
     model._stored_dtype = config.dtype  # in which the model is exported
-    if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
-        model._original_config = copy.deepcopy(model.config)
-        del model._original_config.quantization_config
     # Some tokenizers do not define `model_max_length`.
     _check_length(getattr(cfg, "max_length", 0), cfg.model, getattr(model.config, "max_position_embeddings", None))
     model_kinds.report_router_loss(model)
@@ -195,6 +192,9 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
             )
         log.info(f"the tokenizer has {len(tokenizer):,} tokens, and the model has {rows:,} embeddings: new ones are added")
         model.resize_token_embeddings(len(tokenizer))
+    if cfg.quantize != "no":  # for the weights as they were; adapters can be used with these too, without a GPU
+        model._original_config = copy.deepcopy(model.config)
+        del model._original_config.quantization_config
     return model
 
 

@@ -42,6 +42,7 @@ from accel_ddp.tasks.chat_template import (
     Template,
     any_of,
     encode_marked,
+    missing_tokens,
     set_template,
     special_tokens,
     tokenize,
@@ -65,12 +66,11 @@ def _add_tokens(tokenizer: Any, template: str) -> None:
 
     `models.load` gives `new_token_ids` embeddings, which are trained, also below adapters.
     """
-    needed = TEMPLATES[template][1] if template in TEMPLATES else ()
-    missing = [token for token in needed if token != "eos_token" and token not in tokenizer.get_vocab()]
-    if missing:
+    if missing := missing_tokens(tokenizer, template):
+        end = TEMPLATES[template][1][-1]
         tokenizer.add_tokens(missing, special_tokens=True)
-        tokenizer.eos_token, tokenizer.new_token_ids = needed[-1], tokenizer.convert_tokens_to_ids(missing)
-        log.info(f"--chat_template {template}: {', '.join(missing)} are new tokens. {needed[-1]} is now the end token")
+        tokenizer.eos_token, tokenizer.new_token_ids = end, tokenizer.convert_tokens_to_ids(missing)
+        log.info(f"--chat_template {template}: {', '.join(missing)} are new tokens. {end} is now the end token")
 
 
 class Format:

@@ -86,6 +86,12 @@ class Place(NamedTuple):
     prompt: str
 
 
+def missing_tokens(tokenizer: Any, template: str) -> list[str]:
+    """Return the tokens of a built-in template that the vocabulary lacks."""
+    needed = TEMPLATES[template][1] if template in TEMPLATES else ()
+    return [token for token in needed if token != "eos_token" and token not in tokenizer.get_vocab()]
+
+
 def set_template(tokenizer: Any, cfg: Any) -> None:
     """Set the template that `--chat_template` names: built-in, a file, or the text of one."""
     given, known = cfg.chat_template, tokenizer.get_vocab()

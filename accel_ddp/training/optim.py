@@ -140,6 +140,7 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     others = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     others |= set(head.parameters()) if isinstance(head, nn.Module) else set()
+    others |= {p for name, p in model.named_parameters() if "trainable_tokens_delta" in name}  # embeddings of new tokens
     body = getattr(whole, getattr(whole, "base_model_prefix", "") or "-", None)
     if isinstance(body, nn.Module):
         others |= set(whole.parameters()) - set(body.parameters())
