@@ -216,6 +216,9 @@ class OutputFolder:
         self.reported = (False, 0)  # the last two in the last report
         self.probe = 0  # pid of the child that writes
         self.probed_at = 0.0
+
+    def watch(self) -> None:
+        """Look at the folder from now on, because it exists. A first look before that would be followed by a blind interval."""
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:

@@ -105,6 +105,7 @@ class Monitor:
                     if message["is_watched"]:
                         self.output = OutputFolder(message["output_dir"])
                 elif "is_claimed" in message and self.output:
+                    self.output.watch()
                     self.incidents.open(self.output.path)
                 elif "incident" in message:
                     self._record(Incident(**message["incident"]))
