@@ -24,9 +24,11 @@ pytest_plugins = ["tests.nodes", "tests.parallel", "tests.ssh_nodes", "tests.slu
 ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 BIN = Path(sys.executable).parent
-# A shell starts background commands with SIGINT ignored, and child processes would inherit this.
+# A shell starts background commands with SIGINT and SIGQUIT ignored, and child processes would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup; a handler is not inherited by processes that tests start
     signal.signal(signal.SIGHUP, lambda *_: None)
 # A config for one process, as the wizard writes it. Accelerate starts such a process without torchrun.
