@@ -23,7 +23,7 @@ from accel_ddp.records.run_log import LogWriter
 from accel_ddp.report import log_reader
 from accel_ddp.report.chart_data import downsample
 from accel_ddp.report.run_reader import read_run
-from accel_ddp.report.sections import differences, unique_names
+from accel_ddp.report.sections import differences, title, unique_names
 from tests.conftest import ROOT, clean_environment
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
@@ -231,11 +231,12 @@ def test_every_incident_is_listed_once_in_the_order_of_time(tmp_path):
 def test_secrets_in_messages_of_a_run_are_hidden(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "planted-secret")
     texts = "https://user:planted-password@host/x failed with planted-secret"
-    folder = write(tmp_path, start(command=[texts], environment={"A": texts}), update(1),
+    folder = write(tmp_path, start(command=["train.py"], launcher=["torchrun", texts], environment={"A": texts}), update(1),
                    {"event": "restart", "step": 0, "time": 1.0, "text": texts}, config={"train_file": texts})  # fmt: skip
     (folder / "incidents.jsonl").write_text(json.dumps({"time": 1.0, "level": "error", "kind": "X", "text": texts}))
     run = read_run(folder)
     assert "planted" not in str(vars(run))
+    assert "torchrun &#x27;https://***@host/x failed with ***" in title(run)
     assert "https://***@host/x failed with ***" in run.options["train_file"]
 
 

@@ -163,6 +163,7 @@ def test_static_nodes_continue_after_a_killed_rank_and_after_the_loss_of_the_mai
     assert all("RANK_DIED: rank 1 (node1, pid " in restart["text"] for restart in first)
     assert last["lost_steps"] <= 4, "a save waits for the one before it, so at most two intervals are lost"
     assert last["lost_seconds"] > 0
+    assert f"The launcher restarts the ranks from the last checkpoint (restart {len(faults)} of 9)." in last["text"]
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [event["restart"] for event in events if event["event"] == "restart"] == [1, 2][: len(faults)]
     assert "restart" in require_documented(folder)
@@ -372,23 +373,24 @@ def test_an_attempt_is_restarted_only_if_that_can_help(code, step, failed_steps,
 def test_a_failure_advises_resume_only_if_the_launcher_does_not_restart_the_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     by_hand = "To continue from the last checkpoint, run: accel-ddp run x"
+    restarts = "The launcher restarts the ranks from the last checkpoint (restart 2 of 2)."
 
-    def advice(used, code=1, step=5):
+    def advice(used, code=1, step=5, **more):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(used))
-        return restart_files.how_to_continue(code, step, "run: accel-ddp run x")
+        return restart_files.how_to_continue(code, step, "run: accel-ddp run x", **more)
 
     assert advice(0) == by_hand
     variables = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", restart_files.LAUNCHER: str(os.getpid())}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert advice(1) == "The launcher restarts the ranks from the last checkpoint (restart 2 of 2)."
+    assert advice(1) == advice(1, is_node_lost=True) == restarts
+    with monkeypatch.context() as launched:
+        launched.setenv("ACCEL_DDP_GUARD", "1")
+        assert advice(1, is_node_lost=True) == by_hand, "`accel-ddp launch` stops the other nodes"
     assert advice(1, code=2) == by_hand
     assert advice(2) == f"No restart of --max_restarts 2 is left. {by_hand}"
     restart_files.store_run(os.getpid(), failed_steps=[5, 5])
-    assert (advice(1), advice(1, step=8)) == (
-        by_hand,
-        "The launcher restarts the ranks from the last checkpoint (restart 2 of 2).",
-    )
+    assert (advice(1), advice(1, step=8)) == (by_hand, restarts)
 
 
 def test_attempts_that_all_fail_before_their_first_step_end_the_job():
@@ -500,7 +502,7 @@ def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkey
     monkeypatch.setenv(restart_files.ROUND, "1")
     waiting = restarts._Waiting(cfg)
     waiting.began -= 3
-    with pytest.raises(Stopped, match=r"NODE_LOST: .* --preflight_wait 2") as stopped:
+    with pytest.raises(Stopped, match=r"NODE_LOST: .* --preflight_wait 2\. .* --resume") as stopped:
         waiting.sleep([1])
     assert stopped.value.failure.exit_code == 1, "it may be restarted"
 

@@ -30,7 +30,7 @@ class Course:
     """Shows observations to a judge every half second, as the monitor does."""
 
     def __init__(self, report: float = 5, abort: float = 30):
-        self.judge, self.events = Judge("node0", report, abort), []
+        self.judge, self.events = Judge("node0", report, abort, lambda cause: f"{cause.kind} continues."), []
 
     def show(
         self, ranks: list[RankView], nodes: list[NodeView] | None = None, read: dict[int, Stack] | None = None
@@ -60,11 +60,12 @@ def test_a_stopped_rank_is_reported_after_5_s_and_ends_the_run_after_30():
     assert text.startswith(
         "rank 1 (node1, pid 101) has been stopped (SIGSTOP) for 6 s at step 19, in forward. Rank 0 waits for it."
     )
-    assert "`kill -CONT 101` on node1 continues it. The run stops in 24 s if nothing changes." in text
+    assert "`kill -CONT 101` on node1 continues it. The ranks exit in 24 s if nothing changes." in text
     assert "The innermost calls of rank 1:\n    compute (mine.py:7)" in text
     course.show(*at(30))
     assert course.kinds[1:] == [(ERROR, "RANK_STOPPED")]
     assert (course.events[1].rank, course.events[1].host, course.events[1].step) == (1, "node1", 19)
+    assert "continues it. The ranks exit. RANK_STOPPED continues.\n  The innermost calls" in course.events[1].text
 
 
 def test_a_rank_that_is_stopped_for_20_s_is_reported_afterwards_and_the_run_continues():
@@ -286,7 +287,7 @@ def test_code_of_the_user_outside_of_a_step_never_ends_a_run():
     assert Course().pass_time(900, lambda s: [rank(0, phases.OTHER, s)]).events == []
     course = Course().pass_time(900, lambda s: ([rank(0, phases.OTHER, s), rank(1, phases.BACKWARD, s)], [], {0: IN_USER_CODE}))
     assert course.kinds == [(WARNING, "RANK_HUNG")]
-    assert "The run stops" not in course.events[0].text
+    assert "The ranks exit" not in course.events[0].text
 
 
 @pytest.mark.parametrize("phase", [phases.METRICS, phases.HOOKS])
@@ -334,7 +335,7 @@ def test_the_majority_of_nodes_decides_which_one_is_lost():
     main, second = (lambda s, more: NodeView(0, "node0", "10.0.0.1", s, **more)), NodeView(2, "node2", "10.0.0.3")
 
     def text(s, more, other=second):
-        judge = Judge("node1", 5, 30)
+        judge = Judge("node1", 5, 30, lambda cause: "")
         (event,) = judge.examine(0.5, ranks(s), [main(s, more), other], {})
         return f"{event.kind}: {event.text}"
 

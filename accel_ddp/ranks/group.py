@@ -55,7 +55,8 @@ def connect(cfg: TrainConfig, saved: dict[str, Any]) -> bool:
         attempt, ranks = join_attempt(root, mine, cfg)
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise Stopped(Failure("died", f"the store of the main node {where} was lost before all ranks had connected.")) from error
+        text = f"the store of the main node {where} was lost before all ranks had connected. Look at the output of that node."
+        raise Stopped(Failure("died", text)) from error
     links.store = dist.PrefixStore("accel_ddp", attempt)
     _check_keys(ranks)
     _join_nodes(ranks, keys)

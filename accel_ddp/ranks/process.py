@@ -87,7 +87,7 @@ class Connections:
         self.node = estimate_node(place.rank, place.local_rank, place.local_ranks)  # until the ranks have numbered their nodes
         self.nodes = [(place.host, place.num_ranks)]  # host and number of ranks of each node
         self.team = Team(place.num_ranks, place.rank)
-        self.by_hand = "run the same command with --resume"  # how the user continues this run; see `restarts`
+        self.by_hand = "run the same command with --resume --output_dir FOLDER"  # how the user continues this run; see `restarts`
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `restarts`
 
         self.monitor: Link | None = None  # of this node

@@ -20,6 +20,7 @@ from accel_ddp.ranks.failures import Failure
 from accel_ddp.ranks.process import Exit, Moment, ending, links, this_rank
 from accel_ddp.records.incidents import ERROR, Incident
 from accel_ddp.watch.link import Link, MonitorAddress, start_monitor
+from accel_ddp.watch.restart_files import how_to_continue
 
 ANSWER_SECONDS = 6.0  # the monitors have chosen the first failure of a run within this time
 LEAVE_SECONDS = 1.0  # a rank that can end by itself has begun to do so this long after the failure arrived
@@ -97,12 +98,16 @@ def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_seconda
 
     `is_secondary`: it may follow from the failure of another rank, which is then preferred.
     """
-    if ending.failure or links.monitor is None:
-        return ending.failure or failure
-    placed = failure._replace(
-        rank=this_rank.rank if failure.rank < 0 else failure.rank, host=failure.host or this_rank.host,
-        step=step_of(phases.HERE.step, phases.HERE.phase) if failure.step < 0 else failure.step,
-    )  # fmt: skip
+    if ending.failure:
+        return ending.failure
+    step = step_of(phases.HERE.step, phases.HERE.phase) if failure.step < 0 else failure.step
+    if failure.kind in ("died", "failed") and phases.HERE.step:  # before the first step there is nothing to continue
+        space = "\n" if "\n" in failure.text else " "  # after a traceback
+        failure = failure._replace(text=f"{failure.text}{space}{how_to_continue(failure.exit_code, step, links.by_hand)}")
+    if links.monitor is None:
+        return failure
+    rank = this_rank.rank if failure.rank < 0 else failure.rank
+    placed = failure._replace(rank=rank, host=failure.host or this_rank.host, step=step)
     links.tell_monitor({"failed": {**placed.as_message(), "is_secondary": is_secondary}})
     ending.has_failed.wait(seconds)
     return ending.failure or failure

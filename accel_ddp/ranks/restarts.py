@@ -72,7 +72,8 @@ def how_to_resume(folder: str) -> str:
     """Return what the user does to continue the run in `folder`: "run: COMMAND" if it is known, and is the only one."""
     words, options = redact_command(find_launcher_command()), ["--resume", "--output_dir", folder]
     if not words or len(links.nodes) > 1 or any(HIDDEN in word for word in words):
-        return f"run the same command with {shlex.join(options)}"
+        where = " on every node" if words and len(links.nodes) > 1 else ""  # without words, one command may start all nodes
+        return f"run the same command with {shlex.join(options)}{where}"
     words = without(words, find_options(words, ["output_dir"]))
     given = find_options(words, ["resume"])  # may have no value
     words = without(words, [one._replace(end=one.at + 1) if (one.value or "").startswith("-") else one for one in given])
@@ -177,4 +178,5 @@ class _Waiting:
 
 def raise_missing(kind: str, text: str, cause: Exception | None = None) -> NoReturn:
     """Raise the error for a node that is missing: a mistake of the user, or at a restart a failure."""
-    raise (Stopped(Failure("died", f"{kind}: {text}")) if is_restart() else UserError(text)) from cause
+    how = restart_files.how_to_continue(1, 0, links.by_hand)
+    raise (Stopped(Failure("died", f"{kind}: {text} {how}")) if is_restart() else UserError(text)) from cause

@@ -106,7 +106,7 @@ def badge(run: ReportedRun) -> Html:
 
 def title(run: ReportedRun, level: int = 1) -> Html:
     """Return the name, the state, the time and the command of a run, why it failed, and what could not be read."""
-    began, command = run.summary.get("began"), run.start.get("command")
+    began, command = run.summary.get("began"), run.start.get("launcher") or run.start.get("command")
     facts = [f"Began {moment(began)}"] if is_number(began) else []
     words = shlex.join(map(str, command)) if isinstance(command, list) else ""
     last = next((str(one["text"]) for one in reversed(run.incidents) if one.get("level") == "error"), "")

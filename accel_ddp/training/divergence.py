@@ -35,7 +35,6 @@ from accel_ddp.saving.checkpoints import Checkpoints, Metrics
 from accel_ddp.text import counted, shorten
 from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_numbers import Numbers, Pace
-from accel_ddp.watch.restart_files import how_to_continue
 
 LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
 MOST_RANKS = 8  # that a message lists
@@ -133,7 +132,7 @@ class ParameterCheck:
             "another learning rate or optimizer state on one rank, an update that one rank skipped, code that changes "
             "weights on some ranks only, defective memory. Checkpoints are not affected: "
             "each has passed this check before it was written. If the same host is named again, test its memory. If nodes have "
-            f"different processors or GPUs, which may round differently, use --check_every 0. {how_to_continue(1, step, links.by_hand)}"
+            "different processors or GPUs, which may round differently, use --check_every 0."
         )
         return Failure("failed", text, step)
 

@@ -6,6 +6,7 @@ late: many faults end by themselves.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -183,9 +184,10 @@ class _Scene:
 class Judge:
     """Turns observations into events. The coordinator has one, and so has every node that is cut off."""
 
-    def __init__(self, own_host: str, report_after: float, abort_after: float):
+    def __init__(self, own_host: str, report_after: float, abort_after: float, how_to_continue: Callable[[Cause], str]):
         """`abort_after` 0: a run that does not progress is reported, but never ended."""
         self.own_host, self.report_after, self.abort_after = own_host, report_after, abort_after
+        self.how_to_continue = how_to_continue  # after a cause that ends the ranks
         self.open: dict[str, _Open] = {}
         self.silences: dict[int, float] = {}  # the longest silence of each node that is not over
         self.wants_stacks: set[int] = set()
@@ -209,7 +211,7 @@ class Judge:
             found = self.open.setdefault(key, _Open(cause))
             found.cause = cause
             if self._is_over_limit(cause, scene):
-                events.append(self._event(ERROR, cause, scene, "The run stops."))
+                events.append(self._event(ERROR, cause, scene, f"The ranks exit. {self.how_to_continue(cause)}"))
                 found.is_reported = True
             elif not found.is_reported:
                 found.waited += seconds
@@ -217,7 +219,7 @@ class Judge:
                     found.is_reported = True
                     left = cause.aborts_after - cause.seconds
                     has_end = self.abort_after and left < float("inf")
-                    end = f"The run stops in {max(left, 1):.0f} s if nothing changes." if has_end else ""
+                    end = f"The ranks exit in {max(left, 1):.0f} s if nothing changes." if has_end else ""
                     events.append(self._event(WARNING, cause, scene, end))
         for found in self.open.values():
             found.ages |= {(r.rank, r.phase): (r.age, self.normal(r)) for r in ranks if r.age > self.report_after}
@@ -397,7 +399,8 @@ class Judge:
         step = max((r.current_step for r in there), default=0)
         is_cut_off = len(lost) == total - 1 and not is_closed
         number = f"all {len(lost)} nodes that should answer" if is_cut_off else f"{len(lost)} of {total} nodes"
-        text = f"{number} {what} {self.own_host} for {seconds:.0f} s: {names}. Their ranks were last seen at step {step}."
+        when = f"{seconds:.0f} s ago" if is_closed else f"for {seconds:.0f} s"
+        text = f"{number} {what} {self.own_host} {when}: {names}. Their ranks were last seen at step {step}."
         advice = f"Check what these nodes have in common, for example a switch, and the network of {self.own_host}."
         if is_cut_off:
             advice = f"The network of {self.own_host} itself is interrupted. Check its cable, its interface and its firewall."

@@ -24,11 +24,11 @@ from accel_ddp.nodes.terminal import erase_before_line
 from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.incidents import ERROR, INFO, WARNING, Incident, IncidentWriter
 from accel_ddp.watch import processes
-from accel_ddp.watch.diagnosis import Event, Judge, NodeView, RankView
+from accel_ddp.watch.diagnosis import Cause, Event, Judge, NodeView, RankView
 from accel_ddp.watch.link import COORDINATORS, SHAPES, Peer, Peers
 from accel_ddp.watch.local_ranks import LocalRank, LocalRanks, OutputFolder, wait_for_end
 from accel_ddp.watch.processes import Stack
-from accel_ddp.watch.restart_files import launcher_pid, write_outcome
+from accel_ddp.watch.restart_files import how_to_continue, launcher_pid, write_outcome
 from accel_ddp.watch.slow_run import Flows, SlowRun
 
 READ_SECONDS = 0.25  # between two readings of the pages
@@ -63,7 +63,7 @@ class Monitor:
     node_socket: socket.socket | None = None  # listens for the monitors of other nodes
 
     def __post_init__(self) -> None:
-        self.judge = Judge(self.host, self.report_after, self.abort_after)
+        self.judge = Judge(self.host, self.report_after, self.abort_after, self._how_to_continue)
         erase = erase_before_line(2)  # of the panel that the main rank may show in the same terminal
         # A terminal or a pipe that is not read would stop the monitor.
         self.printer = BackgroundWriter(lambda text: os.write(2, f"{erase}{text}\n".encode(errors="replace")), "printer")
@@ -180,6 +180,9 @@ class Monitor:
         self.ranks.send({"failure": failure})
         self.peers.broadcast({"failure": failure})
         self.changed.set()
+
+    def _how_to_continue(self, cause: Cause) -> str:
+        return how_to_continue(1, cause.step, self.ranks.by_hand, self.launcher, cause.kind.endswith("NODE_LOST"))
 
     def _announce(self, event: Event) -> None:
         if event.severity == ERROR:

@@ -94,11 +94,12 @@ def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | N
     return find_repeated_step([*failed_steps, step])
 
 
-def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0) -> str:
+def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0, is_node_lost: bool = False) -> str:
     """Return the end of a message about ranks that exit with `code`: the launcher restarts them, or what the user does."""
+    is_last = is_node_lost and "ACCEL_DDP_GUARD" in os.environ  # `accel-ddp launch` stops the other nodes
     used, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     failed_steps = read_run(launcher_pid(parent)).get("failed_steps", [])
-    if used < most and not why_not_restarted({"exit_code": code, "step": step}, failed_steps):
+    if used < most and not is_last and not why_not_restarted({"exit_code": code, "step": step}, failed_steps):
         return f"The launcher restarts the ranks from the last checkpoint (restart {used + 1} of {most})."
     left = f"No restart of --max_restarts {most} is left. " if 0 < most <= used else ""
     return f"{left}To continue from the last checkpoint, {by_hand}"
