@@ -75,7 +75,7 @@ class Config(ChatConfig):
     )
     warmup_ratio: float = 0.1
     # What `sft` has as options.
-    train_on_prompts, train_on, row_format, packing = False, "all", 2, "off"
+    train_on_prompts, train_on, packing = False, "all", "off"
     texts_per_item = 2  # for the estimate of memory
 
     def validate(self):

@@ -41,7 +41,7 @@ class Config(ChatConfig):
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
     # What `sft` and `dpo` have as options.
-    train_on_prompts, train_on, row_format, packing, loss, label_column = False, "all", 2, "off", "reward", ""
+    train_on_prompts, train_on, packing, loss, label_column = False, "all", "off", "reward", ""
     texts_per_item = 2  # for the estimate of memory
 
     def validate(self):

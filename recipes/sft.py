@@ -45,7 +45,6 @@ class Config(ChatConfig):
         "--max_length", group="data",
     )  # fmt: skip
     shuffle_block: int = option(10_000, "with --streaming: shuffle within this many consecutive rows", group="data", at_least=1)
-    row_format: int = option(2, "version of the tokenization of rows; 1: as in older runs", group="data", legacy=1)
     samples: int = option(
         3,
         "answers to generate and print at each evaluation; its table has them too, and they contain your data",
@@ -66,7 +65,7 @@ class Config(ChatConfig):
 
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
-        accel_ddp.chat_rows.choose_columns(tables[0], given, 1 if self.resume else self.row_format)
+        accel_ddp.chat_rows.choose_columns(tables[0], given)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min"}
@@ -88,7 +87,7 @@ class Task:
             rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
             fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
-        share_rows = form.kind == "texts" and cfg.row_format > 1 and not cfg.streaming
+        share_rows = form.kind == "texts" and not cfg.streaming
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:
             self.model = build_model(cfg, accelerator, self.processor)

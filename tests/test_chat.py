@@ -119,23 +119,17 @@ def tokenizer(request):
     return make_tokenizer(request.param)
 
 
-@pytest.mark.parametrize("row_format", [1, 2])
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, template, row_format):
+def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, template):
     """Compare the ids of whole chats, and what precedes each answer with the prompt that a model is given in use."""
     tokenizer.chat_template = TEMPLATES[template]
     apply = lambda messages, **more: tokenizer.apply_chat_template(messages, return_dict=False, **more)
-    chats = [messages for messages in make_chats() if row_format == 1 or "</s>" not in str(messages)]
-    done = form_of(tokenizer, row_format=row_format).encode({"messages": chats})
-    refused = 0
-    for messages, ids, labels, problem in zip(chats, done["input_ids"], done["labels"], done["problem"]):
+    chats = [messages for messages in make_chats() if "</s>" not in str(messages)]
+    done = form_of(tokenizer).encode({"messages": chats})
+    assert not any(done["problem"])
+    for messages, ids, labels in zip(chats, done["input_ids"], done["labels"]):
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         whole, prompts = apply(messages), [apply(messages[:i], add_generation_prompt=True) for i in answers]
-        if problem:
-            refused += 1
-            assert "tokens of its prompt change" in problem
-            assert any(whole[: len(prompt)] != prompt for prompt in prompts)
-            continue
         assert ids == whole
         learned = [i for i, label in enumerate(labels) if label != -100]
         assert all(labels[i] == ids[i] for i in learned)
@@ -143,14 +137,12 @@ def test_the_tokens_of_a_chat_are_those_of_apply_chat_template(tokenizer, templa
         ends = [ids[: i + 1] for i in learned if [*labels, -100][i + 1] == -100]
         for end, last in zip(ends, answers):
             until = apply(messages[: last + 1])
-            if row_format == 2 and template == "chatml":  # without the line break behind the end token
+            if template == "chatml":  # without the line break behind the end token
                 until = until[: len(until) - until[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))]
             assert end == until or (until != whole[: len(until)] and end == until[: len(end)])
-    assert refused < len(chats) / 4, done["problem"]
 
 
 def test_an_answer_that_begins_inside_a_token_is_trained_from_this_token():
-    """Runs before `--row_format` refused such rows."""
     tokenizer = make_tokenizer("byte level")
     tokenizer.chat_template = CHATML
     tokenizer.add_tokens([AddedToken("\n\n", normalized=False)])
@@ -161,8 +153,6 @@ def test_an_answer_that_begins_inside_a_token_is_trained_from_this_token():
     assert done["input_ids"][0] == tokenizer.apply_chat_template(rows[0], return_dict=False)
     trained = [tokenizer.decode([label for label in labels if label != -100]) for labels in done["labels"]]
     assert trained == ["Hello<|im_end|>\n\nHello<|im_end|>", "Hello<|im_end|>"]
-    old = form_of(tokenizer, row_format=1).encode({"messages": rows})["problem"]
-    assert ["tokens of its prompt change" in problem for problem in old] == [True, False]
 
 
 def test_control_tokens_in_texts_without_a_template_are_those_of_the_tokenizer(tokenizer):
@@ -186,26 +176,19 @@ def test_prompts_and_texts_without_a_template_have_the_tokens_that_are_used_for_
     bare = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     first = [] if "ByT5" in type(tokenizer).__name__ else tokenizer("a")["input_ids"][: -len(bare("a"))]
     rows = {"prompt": texts, "answer": [text.strip() for text in texts[::-1]]}
-    whole = [f"{prompt}{wanted}" for prompt, wanted in zip(*rows.values())]
-    done, number = form_of(tokenizer, "prompt answer").encode(rows), 0
-    for prompt, text, ids, labels, problem in zip(texts, whole, done["input_ids"], done["labels"], done["problem"]):
-        if not problem:  # nothing is put between them, and the prompt has the tokens that it has alone
-            number += 1
-            start = next(i for i, label in enumerate(labels) if label != -100)
-            assert ids[:start] == first + bare(prompt)
-            assert tokenizer.decode(ids) == tokenizer.decode(first + bare(f"{text}</s>"))
-    assert number >= len(texts) - 3, done["problem"]
-    form = form_of(tokenizer, "prompt answer", separator=r"\n")
-    old = form_of(tokenizer, "prompt answer", row_format=1)  # inserts a line break
-    new, done, number = form.encode(rows), old.encode(rows), 0
-    assert all(problem or a == b for problem, a, b in zip(done["problem"], done["input_ids"], new["input_ids"]))
-    for prompt, wanted, ids, labels, problem in zip(*rows.values(), done["input_ids"], done["labels"], done["problem"]):
-        if not problem:
-            number += 1
-            start = next(i for i, label in enumerate(labels) if label != -100)
-            assert ids == first + bare(f"{prompt}\n{wanted}</s>")
-            assert ids[:start] == first + bare(f"{prompt}\n")
-    assert number >= len(texts) - 2, done["problem"]
+    for separator in ("", r"\n"):
+        form = form_of(tokenizer, "prompt answer", separator=separator)
+        done, number = form.encode(rows), 0
+        for prompt, wanted, ids, labels, problem in zip(*rows.values(), done["input_ids"], done["labels"], done["problem"]):
+            if not problem:  # only the separator is put between them, and the prompt has the tokens that it has alone
+                number += 1
+                before = prompt + "\n" * bool(separator)
+                start = next(i for i, label in enumerate(labels) if label != -100)
+                alone, whole = (first + bare(text) for text in (before, f"{before}{wanted}</s>"))
+                assert ids[:start] == alone
+                assert ids == whole or alone != whole[:start]
+                assert tokenizer.decode(ids) == tokenizer.decode(whole)
+        assert number >= len(texts) - 3, done["problem"]
     done = form_of(tokenizer, "text").encode({"text": texts})
     assert done["input_ids"] == [first + bare(f"{text}</s>") for text in texts]
     samples = form.select_samples(datasets.Dataset.from_dict(rows), 3, max_tokens=1000)
@@ -314,6 +297,12 @@ def test_rows_of_usual_formats_become_chats(row, wanted):
     assert not any(m.keys() - {"role", "content"} for m in chat.messages)
 
 
+def test_what_an_instruction_is_about_is_a_part_of_its_prompt():
+    row = {"instruction": "Hi", "context": "A", "input": "B", "output": "C"}
+    kind, columns = choose_columns(datasets.Dataset.from_list([row]), dict.fromkeys(USUAL_COLUMNS, ""))
+    assert read_row(kind, columns, row) == ("Hi\n\nB\n\nA", "C")
+
+
 def test_tools_calls_and_thoughts_have_one_form():
     """Compare OpenAI's form, its older one and LLaMA-Factory's, also in a table, which fills keys that other rows have."""
     openai = {
@@ -389,34 +378,6 @@ def test_rows_that_cannot_be_used_are_named(row, reason):
         read_row(kind, columns, row, CHATML)
 
 
-def test_rows_of_format_1_are_refused_as_before():
-    """A run from before this option, with --skip_broken, must resume with the same rows."""
-    form = form_of(make_tokenizer("byte level"), row_format=1, chat_template="chatml")
-    parts = [{"type": "text", "text": "Hello"}]
-    refused = {
-        "tool_calls": [user("Hi"), answer("", tool_calls=[CALL])],
-        "function_call": [user("Hi"), {"from": "function_call", "value": json.dumps(CALL["function"])}],
-        "thinking": [user("Hi"), answer("Hello", thinking="A greeting.")],
-        "the weight 0": [*TALK, user("So?"), answer("Yes", weight=0)],
-        "it begins with an answer": [TALK[1], *TALK],
-        "is not a list of messages": json.dumps(TALK),
-        "in parts, which the chat template does not join": [user("Hi"), answer(parts)],
-        "not of the type text": [user("Hi"), answer([{**parts[0], "type": "output_text"}])],
-    }
-    done = form.encode({"messages": [*refused.values(), TALK]})
-    assert all(reason in problem for reason, problem in zip(refused, done["problem"])), done["problem"]
-    assert done["problem"][-1] == ""
-    for column in ("system", "tools", "functions", "history", "documents", "chat_template_kwargs"):
-        (problem,) = form.encode({"messages": [TALK], column: ["A"]})["problem"]
-        assert f"its column {column} has content" in problem
-    assert form.encode({"messages": [TALK], "system_prompt": ["A"], "image": ["a.png"]})["problem"] == [""], "were not read"
-    with pytest.raises(UnusableRow, match="not text"):
-        read_row("instructions", ("prompt", "answer"), {"prompt": TALK[:1], "answer": "Hello"}, CHATML, row_format=1)
-    rows = datasets.Dataset.from_list([{"instruction": "Hi", "context": "A", "input": "B", "output": "C"}])
-    columns = [choose_columns(rows, dict.fromkeys(USUAL_COLUMNS, ""), row_format)[1] for row_format in (1, 2)]
-    assert columns == [("instruction", "input", "output"), ("instruction", "input", "context", "output")]
-
-
 def test_prompts_that_need_a_template_are_refused_without_one():
     assert read_row("instructions", ("prompt", "answer"), {"prompt": "Hi", "answer": "Hello"}) == ("Hi", "Hello")
     for row in ({"prompt": "Hi", "answer": "Hello", "system": "A"}, {"prompt": TALK[:1], "answer": "Hello"}):
@@ -473,11 +434,6 @@ def test_every_token_of_a_text_is_trained_once():
     assert trained == [tokenizer(text.removesuffix("</s>") + "</s>", add_special_tokens=False)["input_ids"] for text in texts]
     count = lambda labels: Counter(label for row in labels for label in row)
     assert count(packed["labels"]) == count(done["labels"])
-    old = form_of(tokenizer, "text", row_format=1)
-    parts = old._cut(old.encode({"text": texts[:1]}), 16)["input_ids"]
-    assert [token for part in parts for token in part] == done["input_ids"][0] + [
-        token for i in range(1, done[SOURCE].count(0)) for token in done["input_ids"][i][1:]
-    ]
 
 
 def tokenizer_with(template: str, *controls: str):
@@ -693,7 +649,7 @@ def test_max_length_is_chosen_by_the_data_up_to_the_limit_of_the_model(tiny_mode
     rows[0] = [user("Hi"), answer("Hello " * 600)]
     cfg, (train, _) = finish(form, rows, tiny_model, tmp_path)
     assert (cfg.max_length, max(map(len, train["input_ids"]))) == (512, 512), "the limit of the model"
-    assert "1 of 40 training rows are longer: 1 lose the end of their answer" in caplog.text
+    assert "1 of 40 training rows are longer and lose the end of their answer" in caplog.text
     assert train.features["labels"] == datasets.Dataset.from_dict({"labels": [[1]]}).features["labels"]
     with pytest.raises(
         UserError, match="accepts at most 512 tokens, and 40 of 40 training rows would lose a part of their answer"

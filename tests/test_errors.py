@@ -439,7 +439,7 @@ def test_bad_input_is_named_on_every_rank(messages, case, words):
         "number is missing, skipped": ["--skip_broken: 1 of 20 rows of", "it has no label: row 5 (line 6)"],
         "label is missing, skipped": ["--skip_broken: 2 of 20 rows of", "it has no label: row 5 (line 6), row 18 (line 19)"],
         "classes of a sample": ["1 of 2 classes has no training rows and cannot be learned: '", "' (10 evaluation rows)."],
-        "answers are cut": ["its prompt fills --max_length 24", " rows are longer: ", " lose the end of their answer."],
+        "answers are cut": ["its prompt fills --max_length 24", " rows are longer and lose the end of their answer."],
         "broken image skipped": ["--skip_broken: 1 of ", "torn.png"],
         "queries that cannot be ranked": [
             "2 of 4 evaluation queries have no relevant",

@@ -177,7 +177,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Any, found: TrainedModel, template: str = ""):
         date = found.option("template_date", "auto")
-        cfg = SimpleNamespace(chat_template=template, model=found.name, row_format=2, template_date=date)
+        cfg = SimpleNamespace(chat_template=template, model=found.name, template_date=date)
         set_template(tokenizer, cfg)
         self.tokenizer, self.template = tokenizer, Template(tokenizer, cfg) if tokenizer.chat_template else None
         self.first_ids, _ = chat.tokens_around(tokenizer)

@@ -28,7 +28,6 @@ from accel_ddp.tasks.chat_rows import (
     choose_columns,
     leave_out_first,
     read_row,
-    without_none,
 )
 from accel_ddp.tasks.chat_template import (
     CONTROL,
@@ -80,13 +79,11 @@ class Format:
 
     def __init__(self, rows: "datasets.Dataset", tokenizer: Any, cfg: Any, today: str = ""):
         self.tokenizer, self.train_on_prompts, self.train_on = tokenizer, cfg.train_on_prompts, cfg.train_on
-        self.row_format = cfg.row_format
         self.kind, self.columns = self._find_columns(rows, cfg)
         if self.kind != "texts":
             _add_tokens(tokenizer, cfg.chat_template)
         set_template(tokenizer, cfg)
-        # Runs before this option had a newline there.
-        self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t") if self.row_format > 1 else "\n"
+        self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t")
         if self.kind == "chats" and not tokenizer.chat_template:
             raise UserError(
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for chats, or "
@@ -120,7 +117,7 @@ class Format:
     def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
         """Return the kind of the rows and their columns. Raise UserError if an option names a column that would be ignored."""
         given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        kind, columns = choose_columns(rows, given, self.row_format)
+        kind, columns = choose_columns(rows, given)
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in columns]
         if ignored:
             raise UserError(
@@ -141,7 +138,7 @@ class Format:
     @property
     def identity(self) -> list[Any]:
         """What the encoded rows depend on besides the vocabulary, for the cache key of tokenized data."""
-        own = [self.kind, self.columns, self.first_ids, self.train_on_prompts, self.row_format, self.separator]
+        own = [self.kind, self.columns, self.first_ids, self.train_on_prompts, self.separator]
         return [*own, self.train_on, self.date, self.tokenizer.chat_template]
 
     def encode(self, rows: dict[str, list]) -> dict[str, list]:
@@ -154,7 +151,7 @@ class Format:
         done: dict[str, list] = {name: [] for name in names}
         examples = [(number, one) for number in range(_number(rows)) for one in self._render(rows, number)]
         for (number, _), (ids, labels, notes, problem) in zip(examples, self._tokenize([one for _, one in examples])):
-            if self.kind == "texts" and self.row_format > 1:
+            if self.kind == "texts":
                 labels[:1] = [-100] * len(ids[:1])  # nothing predicts it
             first = next(compress(count(1), map((-100).__ne__, labels[1:])), 0)
             last = next((i + 1 for i in range(len(ids) - 1, 0, -1) if labels[i] != -100), 0)
@@ -178,7 +175,7 @@ class Format:
         if cfg.max_length == "auto":
             self._choose_length(tables, cfg)
         width, is_cut = cfg.max_length, self.kind != "texts"
-        if is_cut and self.row_format > 1:
+        if is_cut:
             longest = max(int(_column(rows, "first").max(initial=0)) for rows in tables)
             hint = "; leave --max_length out to fit the data" if "max_length" not in reasons(cfg) else ""
             reason = f"its prompt fills --max_length {width} and leaves no room for its answer (the longest prompt has "
@@ -193,22 +190,10 @@ class Format:
         done = []
         for rows, name in zip(tables, TABLES):
             tokens = with_row_numbers(rows.select_columns(list(self.kept)), row_numbers(rows))
-            if is_cut:
-                is_lost = _column(rows, "first") >= width  # only in rows of format 1
-                some, none = int((_column(rows, "last") > width).sum() - is_lost.sum()), int(is_lost.sum())
-                if none == len(rows):
-                    raise UserError(
-                        f"--max_length {width}: no answer of the {name} data begins within this length. Give a higher value."
-                    )
-                effects = [f"{some:,} lose the end of their answer"] if some else []
-                effects += [f"{none:,} have no answer left and are dropped"] if none else []
-                if effects:
-                    warn(
-                        f"--max_length {width}: {some + none:,} of {len(rows):,} {name} rows are longer: {', and '.join(effects)}."
-                    )
-                tokens = tokens.select(np.flatnonzero(~is_lost)) if none else tokens
+            if is_cut and (lost := int((_column(rows, "last") > width).sum())):
+                warn(f"--max_length {width}: {lost:,} of {len(rows):,} {name} rows are longer and lose the end of their answer.")
             if (_column(rows, "length") > width).any():
-                tokens = map_once(tokens, cut, depends_on=[width, self.kind, self.row_format], cfg=cfg)
+                tokens = map_once(tokens, cut, depends_on=[width, self.kind], cfg=cfg)
             done.append(tokens)
         return done
 
@@ -277,25 +262,16 @@ class Format:
     def _cut(self, rows: dict[str, list], width: int) -> dict[str, list]:
         """Return rows of at most `width` tokens. A text becomes as many rows as it needs. Other rows are truncated."""
         done: dict[str, list] = {name: [] for name in (*TOKENS, SOURCE)}
+        # A part begins with the last token of the part before it, so every token but the first one is predicted.
+        step = width - 1 if self.kind == "texts" else 0
         for number, (ids, mask, labels) in enumerate(zip(*(rows[name] for name in TOKENS))):
-            for start in self._part_starts(len(ids), width):
+            for start in range(0, max(len(ids) - 1, 1), step or max(len(ids), 1)):
                 part = slice(start, start + width)
-                if start and self.row_format > 1:
+                if start:
                     labels[start] = -100  # the context of a part
-                if start and all(label == -100 for label in labels[part][1:]):
-                    continue  # the last token alone: no token before it predicts it
                 for name, value in zip(done, (ids[part], mask[part], labels[part], number)):
                     done[name].append(value)
         return done
-
-    def _part_starts(self, number: int, width: int) -> range:
-        """Return where the parts of a row of tokens begin.
-
-        A part begins with the last token of the part before it, so every token but the first one is predicted.
-        """
-        if self.kind != "texts" or self.row_format == 1:
-            return range(0, max(number, 1), width if self.kind == "texts" else max(number, 1))
-        return range(0, max(number - 1, 1), max(width - 1, 1))
 
     def select_samples(self, rows: "datasets.Dataset", number: int, max_tokens: float) -> list["Sample"]:
         """Return the last answers of the first rows with at most `max_tokens` before it, and the tokens before them."""
@@ -347,16 +323,10 @@ class Format:
         return {column: values[i] for column, values in rows.items()}
 
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
-        row = self._row(rows, i)
-        found = read_row(self.kind, self.columns, row, self.template.source if self.template else "", self.row_format)
-        if not isinstance(found, Chat) or not self.template:
-            return found
-        if self.row_format == 1 and self.kind == "chats":  # templates were given parts as they are
-            given = Chat([without_none(message) for message in row[self.columns[0]]])
-            is_joined = any(isinstance(message.get("content") or message.get("value"), list) for message in given.messages)
-            if is_joined and self.template.render(given)[0] != self.template.render(found)[0]:
-                raise UnusableRow("a message has its content in parts, which the chat template does not join. Write one text")
-        return leave_out_first(found) if self.template.begins_with_user and self.row_format > 1 else found
+        found = read_row(self.kind, self.columns, self._row(rows, i), self.template.source if self.template else "")
+        if isinstance(found, Chat) and self.template and self.template.begins_with_user:
+            return leave_out_first(found)
+        return found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
         """Return a text, or a prompt and its answer, with one end token.
@@ -365,10 +335,8 @@ class Format:
         """
         prompt, answer = ("", row) if isinstance(row, str) else (row.prompt + self.separator, row.answer)
         end = self.tokenizer.eos_token or ""
-        is_noted = False
-        if self.row_format > 1:
-            answer = answer.removesuffix(end)
-            is_noted = bool(self.controls.search((prompt + answer).removeprefix(self.tokenizer.bos_token or "")))
+        answer = answer.removesuffix(end)
+        is_noted = bool(self.controls.search((prompt + answer).removeprefix(self.tokenizer.bos_token or "")))
         text = f"{prompt}{answer}{end}"
         return Rendered(text, [] if isinstance(row, str) else [(len(prompt), len(text))], notes=CONTROL * is_noted)
 
@@ -378,11 +346,11 @@ class Format:
         tokenized = tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
         for row, (ids, labels, is_changed) in zip(rows, tokenized):
             problem, notes = row.problem, row.notes
-            if is_changed and self.template and self.row_format > 1:
+            if is_changed and self.template:
                 notes |= NO_PREFIX
             elif is_changed:
                 # In use the prompt is tokenized alone, so the model would get tokens that it was not trained on.
-                ids, labels = self._tokenize_apart(row) if self.row_format > 1 else ([], [])
+                ids, labels = self._tokenize_apart(row)
                 problem = (
                     "" if ids else "the tokens of its prompt change if the answer follows, which often begins with white space"
                 )

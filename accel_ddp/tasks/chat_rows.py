@@ -32,7 +32,7 @@ READ_COLUMNS = {
 }  # fmt: skip
 
 
-def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: int = 2) -> tuple[str, tuple[str, ...]]:
+def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the kind of the rows and their columns: those that are `given`, otherwise the usual ones. Raise UserError without any."""
     require_types(rows, READ_COLUMNS)
     for option, column in given.items():
@@ -41,7 +41,7 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: 
     usual = {option: next((name for name in names if name in rows.column_names), "") for option, names in USUAL_COLUMNS.items()}
     messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
     is_open = not any(given.values())
-    if row_format > 1 and not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
+    if not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
         _refuse_preferences(rows, prompt or messages)
     if messages and (given["messages_column"] or is_open):
         require_columns({"messages_column": messages}, rows)
@@ -49,7 +49,7 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str], row_format: 
     if prompt and answer and (given["prompt_column"] or given["answer_column"] or is_open):
         require_columns({"prompt_column": prompt, "answer_column": answer}, rows)
         more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in rows.column_names and name != answer]
-        return "instructions", (prompt, *(name for name in more if row_format > 1 or name == "input"), answer)
+        return "instructions", (prompt, *more, answer)
     if text:
         require_columns({"text_column": text}, rows)
         return "texts", (text,)
@@ -136,8 +136,10 @@ class UnusableRow(Exception):
 
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-OLD_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}  # of ShareGPT
-NEW_ROLES = OLD_ROLES | {"chatgpt": "assistant", "observation": "tool", "function": "tool", "function_response": "tool"}
+OTHER_ROLES = {  # names of ShareGPT and its variants
+    "human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant",
+    "observation": "tool", "function": "tool", "function_response": "tool",
+}  # fmt: skip
 CALL_ROLES = ("function_call", "tool_call")  # of LLaMA-Factory: the content is the call
 REASONING = ("reasoning_content", "thinking", "reasoning")
 WEIGHTS = ("weight", "train", "training")  # of a message: 0 or false if it is not trained
@@ -147,7 +149,7 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def read_row(
-    kind: str, columns: tuple[str, ...], row: dict[str, Any], template: str = "", row_format: int = 2, needs_answer: bool = True
+    kind: str, columns: tuple[str, ...], row: dict[str, Any], template: str = "", needs_answer: bool = True
 ) -> Chat | Pair | str:
     """Return a row as a chat, as a prompt with its answer, or as a text. Raise UnusableRow with the reason if that is impossible.
 
@@ -157,9 +159,7 @@ def read_row(
     if kind == "texts":
         return check_text(row[columns[0]], columns[0])
     extra = {name: row[name] for name in OPTIONAL_COLUMNS if name not in columns and row.get(name) not in (*EMPTY, "[]", "{}")}
-    if row_format == 1:
-        _check_old(kind, columns, row, extra)
-    elif found := next((name for name in MEDIA_COLUMNS if name not in columns and row.get(name)), ""):
+    if found := next((name for name in MEDIA_COLUMNS if name not in columns and row.get(name)), ""):
         raise UnusableRow(f"only text can be used, and its column {found} has content")
     before, after = row[columns[0]], row[columns[-1]] if needs_answer else []
     if kind == "chats":
@@ -184,7 +184,7 @@ def read_row(
         )
     if "history" in extra:
         raise UnusableRow("its column history has content, which belongs to a prompt and an answer that are texts")
-    before, after = (_read_messages(part, role, template, row_format) for part, role in ((before, "user"), (after, "assistant")))
+    before, after = (_read_messages(part, role, template) for part, role in ((before, "user"), (after, "assistant")))
     if [message for message, _ in after[: len(before)]] == [message for message, _ in before]:
         after = after[len(before) :]  # an answer that is a whole chat, which begins with the prompt
     messages, weights = [message for message, _ in before + after], [0] * len(before) + [weight for _, weight in after]
@@ -195,30 +195,6 @@ def read_row(
         elif messages[0]["content"] != system:
             raise UnusableRow(f"it has a system prompt in the column {name} and another one in its messages")
     return _make_chat(messages, weights, extra, needs_answer)
-
-
-def _check_old(kind: str, columns: tuple[str, ...], row: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Raise UnusableRow for what format 1 cannot include, so that old runs with `--skip_broken` resume with the same rows."""
-    extra.pop("system_prompt", None)  # was not read
-    if extra:
-        raise UnusableRow(f"its column {min(extra)} has content, which --row_format 1 cannot include")
-    if kind == "instructions":
-        for name in columns:
-            check_text(row[name], name, may_be_empty=True)
-        return
-    if not isinstance(row[columns[0]], list):
-        raise UnusableRow(f"the column {columns[0]} is not a list of messages")
-    for number, message in enumerate(one for one in row[columns[0]] if isinstance(one, dict)):
-        role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
-        found = [key for key in ("tool_calls", "function_call", *REASONING) if message.get(key)]
-        if found or role in CALL_ROLES:
-            raise UnusableRow(f"a message has {[*found, role][0]}, which --row_format 1 cannot include")
-        if message.get("weight") not in (None, 1):
-            raise UnusableRow(f"a message has the weight {message['weight']}, and --row_format 1 learns all answers")
-        if number == 0 and OLD_ROLES.get(role, role) == "assistant":
-            raise UnusableRow("it begins with an answer")
-        if isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content):
-            raise UnusableRow("a message has a part that is not of the type text")
 
 
 def _make_chat(messages: list[dict[str, Any]], weights: list[int], extra: dict[str, Any], needs_answer: bool) -> Chat:
@@ -255,7 +231,7 @@ def _read_history(history: Any) -> list[tuple[str, str]]:
     return [(role, check_text(text, "history")) for turn in turns for role, text in zip(roles, turn)]
 
 
-def _read_messages(given: Any, role: str, template: str, row_format: int) -> list[tuple[dict[str, Any], int]]:
+def _read_messages(given: Any, role: str, template: str) -> list[tuple[dict[str, Any], int]]:
     """Return messages with their weights. A text is one message of this role."""
     messages = (
         [{"role": role, "content": given}] if isinstance(given, str | None) else given if isinstance(given, list) else [given]
@@ -263,18 +239,18 @@ def _read_messages(given: Any, role: str, template: str, row_format: int) -> lis
     done = []
     for number, message in enumerate(messages, start=1):
         try:
-            done.append(_read_message(message, template, row_format))
+            done.append(_read_message(message, template))
         except UnusableRow as error:
             reason, _, detail = str(error).partition("\t")
             raise UnusableRow(f"{reason}\tmessage {number}{detail and ', '}{detail}") from None
     return done
 
 
-def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str, Any], int]:
+def _read_message(given: Any, template: str) -> tuple[dict[str, Any], int]:
     """Return the message with `role`, `content` as one text, and its other keys, which the chat template may use; and its weight."""
     if not isinstance(given, dict):
         raise UnusableRow("a message has no role and content")
-    message = {key: value for key, value in without_none(given).items() if row_format == 1 or value not in EMPTY}
+    message = {key: value for key, value in without_none(given).items() if value not in EMPTY}
     role, content = (message.get(a) or message.get(b) for a, b in (("role", "from"), ("content", "value")))
     if not isinstance(role, str):
         raise UnusableRow(f"a message has no role (its keys are {', '.join(given)})")
@@ -282,11 +258,11 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
     if role in CALL_ROLES:
         calls = read_json(content, "a tool call")
         role, content, message["tool_calls"] = "assistant", None, calls if isinstance(calls, list) else [calls]
-    role = (OLD_ROLES if row_format == 1 else NEW_ROLES).get(role, role)
+    role = OTHER_ROLES.get(role, role)
     near = "" if role in ROLES else nearest(role.lower(), ROLES, cutoff=0.8)  # which takes longer than all the rest
     if near and abs(len(role) - len(near)) < 3:  # a template may define further roles
         raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
-    weights = [message.pop(key) for key in WEIGHTS[: 1 if row_format == 1 else None] if key in message]
+    weights = [message.pop(key) for key in WEIGHTS if key in message]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:
         raise UnusableRow(f"the weight of a message is {wrong[0]!r:.40}, and not 0 or 1")
     found = [read_json(message.pop(key), key) for key in ("tool_calls", "function_call") if message.get(key)]
@@ -296,7 +272,7 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
         if len(thoughts) > 1:
             raise UnusableRow(f"a message has different texts in {', '.join(REASONING)}")
         message["reasoning_content"] = message["thinking"] = thoughts.pop()  # templates read one of them
-    for key in message if row_format > 1 else ():
+    for key in message:
         if key not in KEYS and not _mentions(template, key):
             near = nearest(key.lower(), KEYS, cutoff=0.7)
             hint = f"did you mean {near!r}?" if near else "remove it"
@@ -312,7 +288,7 @@ def _read_message(given: Any, template: str, row_format: int) -> tuple[dict[str,
 def role_of(message: Any) -> str:
     """Return the role of a message as it stands in the data."""
     role = message.get("role") or message.get("from") if isinstance(message, dict) else ""
-    return NEW_ROLES.get(role, role) if isinstance(role, str) else ""
+    return OTHER_ROLES.get(role, role) if isinstance(role, str) else ""
 
 
 def text_of(message: Any) -> Any:

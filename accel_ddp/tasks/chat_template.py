@@ -55,7 +55,6 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("eos_token",),
     ),
 }
-REWRITTEN = "the chat template changes earlier turns when later turns follow, so answers are not marked"
 # What is special to a row, as bits of its column `notes`. `Format.finish` reports them once per run.
 SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT = 1, 2, 4, 8, 16, 32
 THOUGHT_FIELDS = ("reasoning_content", "<think> in content")
@@ -115,12 +114,12 @@ class Template:
     """The chat template of a tokenizer. How it writes chats is found out with a few short ones."""
 
     def __init__(self, tokenizer: Any, cfg: Any):
-        self.tokenizer, self.is_old = tokenizer, cfg.row_format == 1
+        self.tokenizer = tokenizer
         self.name = f"--chat_template {cfg.chat_template:.40}" if cfg.chat_template else f"the chat template of {cfg.model}"
         given = tokenizer.chat_template
         sources = list(given.values()) if isinstance(given, dict) else [given]
         self.source, self.special = "\n".join(sources), dict(tokenizer.special_tokens_map)
-        self.tagged = [source for source in sources if _TAGS.search(source) and tokenizer.is_fast and not self.is_old]
+        self.tagged = [source for source in sources if _TAGS.search(source) and tokenizer.is_fast]
         self.in_parts, self.arguments_as_text, self.empty_content = False, False, {"content": ""}
         for source in sources if cfg.template_date != "auto" else ():
             try:
@@ -237,7 +236,7 @@ class Template:
         if used := [name for name in RESERVED if name in given.template_options]:
             raise UnusableRow(f"its chat_template_kwargs contain `{used[0]}`, which is no option of a template (remove it)")
         plain = self.convert(given)
-        chat = plain if self.is_old else self.mark(plain)
+        chat = self.mark(plain)
         notes = CONTROL * (chat is not plain)
         text, spans = self.render(chat)
         if notes and unmarked(text) != self.render(plain)[0]:
@@ -250,8 +249,6 @@ class Template:
         places = self._find(text, chat, answers, chosen) or {i: self._place(chat, i, text) for i in chosen}
         if all(text.startswith(place.whole) for place in places.values()):
             return [self._finish(plain, text, spans, places, notes)]
-        if self.is_old:
-            raise UnusableRow(REWRITTEN)
         made = []
         for i, place in places.items():
             spans = self.render(chat, i + 1)[1] if self._has_tags(chat) else []
@@ -264,10 +261,6 @@ class Template:
         """Return the place of answer `i`."""
         prompt = self.render(chat, i, prompt=True)[0]
         whole = text if i == len(chat.messages) - 1 else self.render(chat, i + 1)[0]
-        if self.is_old:
-            if not whole.startswith(prompt):
-                raise UnusableRow(REWRITTEN)
-            return Place(len(prompt), len(whole), whole, prompt)
         before = prompt if whole.startswith(prompt) else prompt.removesuffix(self.lost_prompt)
         if not whole.startswith(before):  # the answer changes the turns before it (gpt-oss): the last header begins it
             other = chat._replace(messages=[*chat.messages[:i], {"role": "assistant", "content": "Reply2"}])
@@ -297,7 +290,7 @@ class Template:
         A long chat would take a time that grows with its square. Nothing but the template writes what is before an answer, and the
         end token behind it. The first and the last answer are compared with the generation prompts.
         """
-        is_safe = self.limit and len(chosen) > 2 and not self.is_old and (chosen == answers or not self._has_tags(chat))
+        is_safe = self.limit and len(chosen) > 2 and (chosen == answers or not self._has_tags(chat))
         others = (self.limit.strip(), "</think>")
         if not is_safe or any(set(m) - {"role", "content"} or any(one in m["content"] for one in others) for m in chat.messages):
             return {}
@@ -318,8 +311,6 @@ class Template:
     def _finish(self, chat: Chat, text: str, spans: list[tuple[int, int]], places: dict[int, Place], notes: int) -> Rendered:
         """Return a text with its answers, after a comparison of all fields of the chat with it."""
         answers, kept = [(place.start, place.stop) for place in places.values()], None
-        if self.is_old:
-            return Rendered(text, answers)
         notes |= self._compare(chat, text, places, is_split=bool(notes & SPLIT))
         if self._has_tags(chat):  # marks of the answers that are not chosen are left out
             inside = lambda span: any(span[0] < len(one.whole) and span[1] > one.start for one in places.values())
