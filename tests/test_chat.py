@@ -237,6 +237,8 @@ def test_messages_that_cannot_be_used_are_named_and_keys_that_the_template_uses_
         "a message has no role (its keys are content)": [{"content": "Hi"}, answer("Hello")],
         "a message has no role and content": ["Hi", answer("Hello")],
         "a message has the role 'asistant' (did you mean 'assistant'?)": [user("Hi"), {"role": "asistant", "content": "Hello"}],
+        "a message has the role 'gtp' (did you mean 'gpt'?)": [user("Hi"), answer("Hello"), {"from": "gtp", "value": "Hello"}],
+        "a message has the role 'critic' (the chat template does not name it": [*TALK, {"role": "critic", "content": "Hm"}],
         "the key 'tool_cals', which the chat template does not use (did you mean": [user("Hi", tool_cals=1), answer("a")],
         "the key 'colour', which the chat template does not use (remove it)": [user("Hi", colour="red"), answer("Hello")],
         "the content of a message is not text\tmessage 1, 7": [user(7), answer("Hello")],
@@ -275,7 +277,7 @@ def said(role: str, text: str) -> dict:
         ({"messages": [*TALK, user("So?"), answer("Yes", weight=0), answer("No", train=True)]}, "uau-a"),
         ({"messages": json.dumps(TALK), "system": "Be brief."}, "sua"),
         ({"conversations": [said("system", "Be brief."), said("human", "Hi"), said("chatgpt", "Hello")]}, "sua"),
-        ({"conversations": [said("gpt", "Welcome"), said("human", "Hi"), said("gpt", "Hello")]}, "-ua"),
+        ({"conversations": [said("gpt", "Welcome"), said("Human", "Hi"), said("GPT", "Hello")]}, "-ua"),
         ({"instruction": "Hi", "input": "", "output": "Hello", "history": [["A", "B"]], "system": "Be brief."}, "suaua"),
         ({"prompt": "Hi", "completion": "Hello"}, "ua"),
         ({"system_prompt": "Be brief.", "question": "Hi", "response": "Hello"}, "sua"),  # OpenOrca
@@ -295,6 +297,13 @@ def test_rows_of_usual_formats_become_chats(row, wanted):
     assert "".join(letters) == wanted
     assert {"role": "user", "content": "Hi"} in chat.messages
     assert not any(m.keys() - {"role", "content"} for m in chat.messages)
+
+
+def test_one_row_of_another_format_does_not_choose_the_column():
+    rows = datasets.Dataset.from_list([{"conversations": TALK}, {"messages": TALK}, {"conversations": TALK}])
+    assert choose_columns(rows, dict.fromkeys(USUAL_COLUMNS, "")) == ("chats", ("conversations",))
+    with pytest.raises(UserError, match=r"conversation: there is no such column\..* Did you mean conversations\?"):
+        choose_columns(rows, {**dict.fromkeys(USUAL_COLUMNS, ""), "messages_column": "conversation"})
 
 
 def test_what_an_instruction_is_about_is_a_part_of_its_prompt():

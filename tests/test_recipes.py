@@ -185,7 +185,7 @@ CASES = {
         ["--loss", "simpo", "--sft_weight", "0.5"],
         pipeline("text-generation", "hello"),
         metrics=("loss", "reward_accuracy", "reward_margin", "logp_chosen"),
-        shown=f"{ANSWER}⟧\n\n{ANSWER}",
+        shown=f"chosen:\n.*{ANSWER}⟧\n\nrejected:\n.*{ANSWER}",
     ),
     "classify with adapters": Case(
         "classify",

@@ -30,7 +30,7 @@ from accel_ddp.sources.table_files import (
     load_file,
     saved_splits,
 )
-from accel_ddp.text import counted, listed
+from accel_ddp.text import counted, did_you_mean, listed
 
 if TYPE_CHECKING:
     import datasets
@@ -340,6 +340,8 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."
+    if hint := did_you_mean(missing, names, cutoff=0.8):
+        return text + hint
     if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
         return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
     first = rows.select(range(min(len(rows), 1000)))

@@ -133,7 +133,10 @@ class Format:
             why = lacking(test).get(column, "") if column not in optional else ""
             if why or column not in test.column_names:
                 why = why or f"They have: {', '.join(test.column_names)}."
-                raise UserError(f"The evaluation data lack the column {column!r} of the training data. {why}")
+                raise UserError(
+                    f"The evaluation data lack the column {column!r} of the training data. {why} Give evaluation rows in the format of "
+                    "the training rows, or leave --eval_file out and use --eval_fraction 0.05."
+                )
 
     @property
     def identity(self) -> list[Any]:

@@ -38,7 +38,12 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str
     for option, column in given.items():
         if column and column not in rows.column_names:
             raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
-    usual = {option: next((name for name in names if name in rows.column_names), "") for option, names in USUAL_COLUMNS.items()}
+    # A row of another format adds a column that is empty in all other rows.
+    gaps = {name: rows.data.column(name).null_count for name in rows.column_names}
+    usual = {
+        option: min((name for name in names if name in gaps), key=lambda name: gaps[name], default="")
+        for option, names in USUAL_COLUMNS.items()
+    }
     messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
     is_open = not any(given.values())
     if not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
@@ -258,10 +263,11 @@ def _read_message(given: Any, template: str) -> tuple[dict[str, Any], int]:
     if role in CALL_ROLES:
         calls = read_json(content, "a tool call")
         role, content, message["tool_calls"] = "assistant", None, calls if isinstance(calls, list) else [calls]
-    role = OTHER_ROLES.get(role, role)
-    near = "" if role in ROLES else nearest(role.lower(), ROLES, cutoff=0.8)  # which takes longer than all the rest
-    if near and abs(len(role) - len(near)) < 3:  # a template may define further roles
-        raise UnusableRow(f"a message has the role {role!r} (did you mean {near!r}?)")
+    role = _usual_role(role)
+    if role not in ROLES and not _mentions(template, role):  # a template may define further roles
+        near = nearest(role.lower(), (*ROLES, *OTHER_ROLES), cutoff=0.6)
+        hint = f"did you mean {near!r}?" if near else f"the chat template does not name it; usual ones are {', '.join(ROLES[:4])}"
+        raise UnusableRow(f"a message has the role {role!r} ({hint})")
     weights = [message.pop(key) for key in WEIGHTS if key in message]
     if wrong := [weight for weight in weights if weight not in (0, 1)]:
         raise UnusableRow(f"the weight of a message is {wrong[0]!r:.40}, and not 0 or 1")
@@ -288,7 +294,11 @@ def _read_message(given: Any, template: str) -> tuple[dict[str, Any], int]:
 def role_of(message: Any) -> str:
     """Return the role of a message as it stands in the data."""
     role = message.get("role") or message.get("from") if isinstance(message, dict) else ""
-    return OTHER_ROLES.get(role, role) if isinstance(role, str) else ""
+    return _usual_role(role) if isinstance(role, str) else ""
+
+
+def _usual_role(role: str) -> str:
+    return OTHER_ROLES.get(role.lower(), role.lower() if role.lower() in ROLES else role)
 
 
 def text_of(message: Any) -> Any:

@@ -65,16 +65,17 @@ def show_rows(task: Any, cfg: Any) -> str:
     """Return the first rows of step 1 as the model receives them, for `--show_example`. It draws what training draws for them."""
     has_colors, items = supports_color(), task.train.items(cfg.seed)
     mark = lambda text: f"\x1b[1;32m{text}\x1b[0m" if has_colors else f"⟦{text}⟧"
-    lines = [f"the first rows of step 1, as the model receives them; it learns what is {mark('marked')}:"]
+    verb = "compares" if hasattr(cfg, "chosen_column") else "learns"
+    lines = [f"the first rows of step 1, as the model receives them; it {verb} what is {mark('marked')}:"]
     for place, index in enumerate(task.train.order(cfg.seed).items(0, cfg.show_example)):
         batch = task.train.collate(items.__getitems__([(place, index)]))
         batch = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
-        lines += [f"--- row {place + 1}", *_describe_batch(batch, task, mark)]
+        lines += [f"--- row {place + 1}", *_describe_batch(batch, task, mark, getattr(cfg, "chosen_column", ""))]
     return "\n".join([*lines, "---"])
 
 
-def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str]) -> Iterator[str]:
-    """Yield the texts of a batch of one row, its labels, and the shapes of other tensors."""
+def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str], chosen: str) -> Iterator[str]:
+    """Yield the texts of a batch of one row, its labels, and the shapes of other tensors. With `chosen`, two texts are a pair."""
     config, decode = getattr(task.model, "config", None), getattr(task.processor, "decode", None)
     ids, labels, names = batch.get("input_ids") if decode else None, batch.get("labels"), getattr(config, "id2label", None) or {}
     has_targets = getattr(config, "is_encoder_decoder", False)  # labels are a text of their own
@@ -84,6 +85,8 @@ def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], s
     for i, row in enumerate(ids if ids is not None else ()):
         is_there = batch["attention_mask"][i].bool() if "attention_mask" in batch else row >= 0
         targets = labels[i][is_there].tolist() if per_token else [-100] * len(row)
+        if chosen and len(ids) == 2:
+            yield "rejected:" if i else "chosen:"
         yield _mark_tokens(row[is_there].tolist(), targets, decode, tags, mark)
     if labels is not None and not per_token:
         label = labels[0].tolist()
@@ -92,7 +95,8 @@ def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], s
         else:
             found = [i for i, value in enumerate(label) if value] if isinstance(label, list) else [label]
             yield "label: " + mark(", ".join(str(names.get(one, one)) for one in found))
-    known = ("input_ids", "labels", "attention_mask", "token_type_ids", "position_ids", "masked_positions", "keys", "shared")
+    known = {"input_ids", "labels", "attention_mask", "token_type_ids", "position_ids"}
+    known |= {"masked_positions", "keys", "shared", "reference"}
     for name, value in batch.items():
         if name not in known and hasattr(value, "shape") and value.numel():
             yield f"{name}: {value.dtype} {[*value.shape]}, {value.min():.4g} to {value.max():.4g}"
