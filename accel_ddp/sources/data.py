@@ -340,8 +340,6 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."
-    if hint := did_you_mean(missing, names, cutoff=0.8):
-        return text + hint
     if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
         return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
     first = rows.select(range(min(len(rows), 1000)))
@@ -352,7 +350,7 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
             f"{text} These look like values: the table appears to have no header. Add a first line with the names of its "
             f"{len(names)} columns, for example {example}"
         )
-    return text
+    return text + did_you_mean(missing, names, cutoff=0.8)
 
 
 def parse_number(value: Any) -> float | None:
