@@ -24,3 +24,4 @@ SITE ?= build/site
 BUILDER ?= html
 docs:
 	python -m sphinx -b $(BUILDER) -qEa -W --keep-going -n -c docs -d $(SITE)-doctrees . $(SITE)
+	@test $(BUILDER) != html || echo "open $(SITE)/index.html"

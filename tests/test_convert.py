@@ -151,18 +151,21 @@ def test_axolotl_lora(tmp_path, capsys):
         "weight_decay": 0.0, "seed": 42, "output_dir": "runs/chat",
     }  # fmt: skip
     missing = ("neftune_noise_alpha: 5", "lora_modules_to_save", "evals_per_epoch: 4", "my_setting: 3: `convert` does not know it",
-               "paged_adamw_8bit: adamw8bit is used, without paging",
+               "paged_adamw_8bit: adamw8bit, without paging",
                "wandb_entity: team: set the variable WANDB_ENTITY")  # fmt: skip
     for line in missing:
         assert line in printed
         assert line in text.partition("# Not needed")[0]
     assert len(re.findall("^  ", printed, flags=re.MULTILINE)) == len(missing), "nothing else is lost"
-    renamed = (
-        "base_model datasets val_set_size sequence_len gradient_accumulation_steps sample_packing adapter lora_target_linear "
-    )
-    renamed += "num_epochs learning_rate lr_scheduler bf16 wandb_project"
-    assert not [key for key in yaml.safe_load(AXOLOTL_LORA) if key not in text and key not in renamed.split()], "dropped silently"
+    assert not [key for key in yaml.safe_load(AXOLOTL_LORA) if key not in text], "dropped silently"
+    assert "No equivalent (5):" in printed
+    assert "Replaced (1):" in printed
+    assert "bf16: auto: mixed_precision auto is the default" in text
+    for line in ("Needs: pip install torchao wandb", "If the model has no chat template, the run stops: add chat_template"):
+        assert line in printed
+        assert line in text
     assert "run it: accel-ddp run sft --config FILE --num_processes 2" in printed
+    assert "on several machines: accel-ddp launch cluster.yaml sft --config FILE" in printed
     assert "global_batch_size: 16  # 2 per GPU x 4 micro-batches x 2 GPUs" in text
     assert "Empty or off: fp16" in text
 
@@ -174,7 +177,8 @@ def test_axolotl_with_fsdp_and_packing(tmp_path, capsys):
     assert options.items() >= expected.items(), "also the defaults of axolotl"
     assert not {"lora_r", "global_batch_size", "train_split"} & {*options}
     assert "accel-ddp run sft --config FILE --config_file fsdp.yaml --num_processes 8" in printed
-    for line in ("split: train[:10%]", "offload", "a tenth of the rows"):
+    assert "accel-ddp launch --set accelerate_config=2node_fsdp.yaml cluster.yaml sft --config FILE" in printed
+    for line in ("split: train[:10%]", "offload", "a tenth of the rows", "sample_packing: true: global_batch_tokens"):
         assert line in printed
     assert "axolotl trains bf16 weights" in text
 

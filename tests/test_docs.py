@@ -225,6 +225,9 @@ def parse(words: list[str]) -> bool:
         if command == "run":
             launch, recipe, options = cli.split_run(rest)
             return parse(["accelerate", "launch", *cli.with_config(launch), str(recipe_files.recipe_path(recipe)), *options])
+        if command == "launch":
+            names = recipe_files.recipe_names()
+            rest = [str(recipe_files.recipe_path(word)) if word in names else word for word in rest]
         at = next((i for i, word in enumerate(rest) if word.endswith(".py")), len(rest))
         if command == "doctor":
             import argparse

@@ -331,7 +331,10 @@ def test_the_command_reads_an_accelerate_config(model, tmp_path, capsys):
     assert table.splitlines()[0].split("  ")[-3:] == ["one GPU", "DDP x 2", "FSDP x 2"]
     for row in ("weights", "gradients", "optimizer state", "gathered weights", "activations", "vocabulary loss", "total"):
         assert f"\n{row} " in table
-    assert "80 GB: fits with one GPU, DDP x 2, FSDP x 2." in table
+    peaks = dict(re.findall(r"^peak on (\d+) GB +(.*)$", table, flags=re.MULTILINE))
+    assert peaks["12"].split() == ["-"] * 3
+    total = re.search(r"^total +(.*)$", table, flags=re.MULTILINE)[1]
+    assert peaks["80"].split()[:2] == total.split()[:2], "on large GPUs nothing is turned on"
     assert "12 GB: does not fit. For FSDP x 2, use FSDP over 8 GPUs" in table
 
 

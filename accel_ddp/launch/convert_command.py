@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -43,14 +44,19 @@ class Conversion:
         for name, value in self.left.items():
             if re.search("_(size|len|steps|epochs?|limit|ratio|r|rank)$", name) and not isinstance(value, int | float):
                 raise UserError(f"{file}: {name}: must be a number, and not {value!r}.")
+        self.names = {*self.left}
+        self.has_chats = False
         self.empty = sorted({*map(str, values)} - {*self.left})
         self.columns: dict[str, Any] = {}  # those of the first dataset, by option
         self.options: dict[str, Any] = {}
         self.notes: dict[str, str] = {}  # by option: what is different
         self.not_needed: dict[str, str] = {}  # by their name: why it needs no option
+        self.replaced: dict[str, str] = {}  # by their name: what does nearly the same
         self.lost: dict[str, str] = {}  # by their name: why it has no equivalent
         self.recipe = self._choose_recipe()
-        self.is_packed = any([self.take(name) for name in ("sample_packing", "packing", "neat_packing")])
+        packings = {name: self.take(name) for name in ("sample_packing", "packing", "neat_packing")}
+        self.is_packed = any(packings.values())
+        self.replaced |= {f"{name}: true": "global_batch_tokens, and no padding" for name, is_on in packings.items() if is_on}
         self._convert_model()
         self._convert_data()
         self._convert_batch()
@@ -129,6 +135,8 @@ class Conversion:
         if self.take("pure_bf16", "bfloat16"):
             self.put("dtype", "bfloat16", "16 bits lose small updates")
         fp16, bf16 = self.take("fp16"), self.take("bf16")
+        if "auto" in (fp16, bf16):
+            self.not_needed["bf16: auto" if bf16 == "auto" else "fp16: auto"] = "mixed_precision auto is the default"
         self.put("mixed_precision", "fp16" if fp16 is True else "bf16" if bf16 is True else None)
         if self.left.get("chat_template") == "jinja":  # the file is in chat_template_jinja
             del self.left["chat_template"]
@@ -181,9 +189,11 @@ class Conversion:
         optimizer = str(self.take("optimizer", "optim") or "adamw_torch")
         known = next((ours for name, ours in OPTIMIZERS.items() if re.search(name, optimizer)), "")
         if known not in ("", "adamw"):
-            self.put("optimizer", known, "of torchao, which must be installed" if known == "adamw8bit" else "")
-        if not known or "paged" in optimizer:
-            self.lose("optimizer", optimizer, f"{known or 'adamw'} is used" + ", without paging" * ("paged" in optimizer))
+            self.put("optimizer", known)
+        if not known:
+            self.lose("optimizer", optimizer, "adamw is used")
+        elif "paged" in optimizer:
+            self.replaced[f"optimizer: {optimizer}"] = f"{known}, without paging"
 
     def _convert_saving(self) -> None:
         for kind, other in (("eval", "evaluation_strategy"), ("save", "save_strategy")):
@@ -314,6 +324,7 @@ class Conversion:
         flat = {**entry, **(entry.get("columns") or {}), **(entry.get("tags") or {}), **(kind if isinstance(kind, dict) else {})}
         flat |= flat.pop("message_property_mappings", None) or {}
         flat |= {f"roles.{role}": names for role, names in (flat.pop("roles", None) or {}).items()}
+        self.has_chats |= not self.is_text and not str(kind).startswith(("completion", "pretrain"))
         if str(kind).startswith("completion") and not self.is_packed:
             self.put("packing", "off")
         if isinstance(kind, str) and not kind.startswith(("chat_template", "completion", "pretrain")):
@@ -405,13 +416,31 @@ class Conversion:
         return "\n".join([*lines, *(f"# {line}" for line in self.summary())]) + "\n"
 
     def summary(self) -> list[str]:
-        """Return what has no equivalent, and what needs none."""
-        lines = _listed(f"No equivalent ({len(self.lost)}):", self.lost) + _listed("Not needed:", self.not_needed)
+        """Return all keys of the file that are no option of the same name, with what became of them."""
+        lines = [*self.differences(), *_listed("Not needed:", self.not_needed)]
+        listed = {word for line in lines for word in re.findall(r"^ +(?:\w+ )?(\w+)", line)} | {*self.empty, *self.options}
+        read = sorted(name for name in self.names if name not in listed)
+        lines += textwrap.wrap(f"Other names or defaults here: {', '.join(read)}", 128, subsequent_indent="  ") if read else []
         return [*lines, f"Empty or off: {', '.join(sorted(self.empty))}"] if self.empty else lines
+
+    def differences(self) -> list[str]:
+        """Return what the run needs, and what has no equivalent or is done in another way."""
+        wanted = ["bitsandbytes"] * ("quantize" in self.options) + ["torchao"] * (self.options.get("optimizer") == "adamw8bit")
+        wanted += filter(None, self.options.get("report_to", "").split(","))
+        lines = [f"Needs: pip install {' '.join(wanted)}"] if wanted else []
+        if self.has_chats and "chat_template" not in self.options:
+            lines.append("If the model has no chat template, the run stops: add chat_template: chatml, llama3 or gemma.")
+        lines += _listed(f"No equivalent ({len(self.lost)}):", self.lost)
+        return lines + _listed(f"Replaced ({len(self.replaced)}):", self.replaced)
 
     def command(self, out: str) -> str:
         more = " --config_file fsdp.yaml" * self.is_sharded + f" --num_processes {self.gpus}" * (self.gpus > 1)
         return f"accel-ddp run {self.recipe} --config {shlex.quote(out or 'FILE')}{more}"
+
+    def launch_command(self, out: str) -> str:
+        """Return the command for several machines."""
+        more = "--set accelerate_config=2node_fsdp.yaml " * self.is_sharded
+        return f"accel-ddp launch {more}cluster.yaml {self.recipe} --config {shlex.quote(out or 'FILE')}"
 
 
 def _listed(title: str, reasons: dict[str, str]) -> list[str]:
@@ -492,6 +521,7 @@ def main(words: list[str]) -> int:
     else:
         print(text, end="")
     told = "" if given.gpus else f" ({'the GPUs of this machine' if gpus > 1 else 'the default'}; --gpus N for another number)"
-    lines = [*_listed(f"No equivalent ({len(done.lost)}):", done.lost), f"for {counted(gpus, 'GPU')}{told}"]
-    print(*lines, f"run it: {done.command(given.out)}", sep="\n", file=sys.stderr)
+    lines = [*done.differences(), f"for {counted(gpus, 'GPU')}{told}", f"run it: {done.command(given.out)}"]
+    lines += [f"on several machines: {done.launch_command(given.out)}"] * (gpus > 1)
+    print(*lines, sep="\n", file=sys.stderr)
     return 0

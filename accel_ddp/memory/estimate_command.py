@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--config_file", default="", help="an accelerate config, for its number of GPUs, FSDP settings and precision")
     default = "from the config, or those of 1 2 4 8 that divide the batch"
     add("--gpus", type=int, nargs="+", help=f"numbers of GPUs (default: {default})")
-    add("--memory", type=float, nargs="+", default=[24, 40, 80, 141], help="GB per GPU (default: 24 40 80 141)")
+    add("--memory", type=float, nargs="+", default=[16, 24, 40, 80, 141], help="GB per GPU (default: 16 24 40 80 141)")
     add("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
@@ -67,8 +67,7 @@ def main(words: list[str]) -> int:
         rows = [{**dataclasses.asdict(one), **{name: getattr(one, name) for name in more}} for one, _ in layouts]
         print(json.dumps({"precision": precision, "estimates": rows}, indent=1))
     else:
-        print(estimate_output.format_table([one for one, _ in layouts]))
-        print(estimate_output.format_fits(estimator, layouts, given.memory))
+        print(estimate_output.format_table(estimator, layouts, given.memory))
     return 0
 
 

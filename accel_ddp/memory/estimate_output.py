@@ -32,38 +32,41 @@ def layouts_of(
     return found
 
 
-def format_table(found: list[Estimate]) -> str:
-    lines = [["GiB per GPU", *(one.title for one in found)]]
+def format_table(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
+    """Return the estimates, the peak of the run that `auto` makes of them on GPUs of each size, and what to change if none fits."""
+    found = [one for one, _ in layouts]
+    rows = [["GiB per GPU", *(one.title for one in found)]]
     for name, title in NAMES.items():
         if any(one.rows.get(name) for one in found):
-            lines.append([title, *(f"{one.rows[name] / GIB:.2f}" for one in found)])
-    lines.append(["total", *(f"{one.total / GIB:.2f}" for one in found)])
+            rows.append([title, *(f"{one.rows[name] / GIB:.2f}" for one in found)])
+    rows.append(["total", *(f"{one.total / GIB:.2f}" for one in found)])
     for title, name in (("CUDA graphs, if there is room", "graphs"), ("more in an evaluation", "evaluation")):
         if any(getattr(one, name) for one in found):
-            lines.append([title, *(f"{getattr(one, name) / GIB:.2f}" for one in found)])
-    return "\n".join(table(lines, left=1))
-
-
-def format_fits(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
-    lines = ["The total is what torch allocates. CUDA, NCCL and fragmentation are added to decide whether a run fits."]
-    if getattr(estimator.cfg, "max_length", 0) == "auto":
-        lines.append(f"Texts of {ASSUMED_LENGTH:,} tokens are assumed, because --max_length auto depends on the data.")
-    if not layouts[0][0].has_activations:
-        lines.append("Activations are not included, because the forward pass of this model could not be traced.")
+            rows.append([title, *(f"{getattr(one, name) / GIB:.2f}" for one in found)])
+    advice = []
     for size in sorted(sizes):
         usable = size * USABLE * GIB
-        good = []
+        cells = []
         for one, plan in layouts:
             settled = estimator.settled(one.ranks, plan, usable)
-            found = settled.estimate(one.ranks, plan)
+            peak = settled.estimate(one.ranks, plan)
             is_on = settled.choices.get("gradient_checkpointing", (False, ""))[0]
-            how = f" ({found.peak / GIB:.1f} GiB with --gradient_checkpointing, which `auto` turns on)" if is_on else ""
-            good += [one.title + how] if fits(found, usable) else []
-        if good:
-            lines.append(f"{size:g} GB: fits with {', '.join(good)}.")
-            continue
-        advice = settled.suggest(one.ranks, plan, usable)
-        use = f"For {one.title}, use" if len(layouts) > 1 else "Use"
-        change = f"{use} {', or '.join(map(str, advice))}." if advice else "Use larger GPUs, or a smaller model."
-        lines.append(f"{size:g} GB: does not fit. {change}")
-    return "\n".join(lines)
+            cells.append(f"{'*' * is_on}{peak.peak / GIB:.2f}" if fits(peak, usable) else "-")
+        rows.append([f"peak on {size:g} GB", *cells])
+        if {*cells} == {"-"}:
+            changes = settled.suggest(one.ranks, plan, usable)
+            use = f"For {one.title}, use" if len(layouts) > 1 else "Use"
+            change = f"{use} {', or '.join(map(str, changes))}." if changes else "Use larger GPUs, or a smaller model."
+            advice.append(f"{size:g} GB: does not fit. {change}")
+    text = "\n".join(table(rows, left=1))
+    lines = [
+        text,
+        "A peak is what torch allocates. CUDA, NCCL and fragmentation are added to decide whether it fits (-: it does not).",
+    ]
+    if "*" in text:
+        lines.append("* with --gradient_checkpointing, which `auto` turns on there.")
+    if getattr(estimator.cfg, "max_length", 0) == "auto":
+        lines.append(f"Texts of {ASSUMED_LENGTH:,} tokens are assumed, because --max_length auto depends on the data.")
+    if not found[0].has_activations:
+        lines.append("Activations are not included, because the forward pass of this model could not be traced.")
+    return "\n".join([*lines, *advice])

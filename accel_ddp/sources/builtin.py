@@ -231,5 +231,6 @@ def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> A
         reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else lines[0].strip()
         raise UserError(
             f"--model {name}: is not a folder, and cannot be loaded from the Hub: {reason}. "
-            "Without a network, give the path of a folder that contains the model: --model path/to/folder."
+            "Without a network, give the path of a folder that contains the model (`accel-ddp estimate`: its config.json): "
+            "--model path/to/folder."
         ) from error

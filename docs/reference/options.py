@@ -28,7 +28,7 @@ GUIDES = {
     "rerank": ("own_data.md#rerank-queries-and-candidates", "--train_file queries.jsonl"),
     "reward": ("own_data.md#reward-pairs", "--train_file preferences.jsonl"),
     "seq2seq": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file pairs.jsonl"),
-    "sft": ("chats.md", "--train_file chats.jsonl --lora_r 16"),
+    "sft": ("chats.md", "--model Qwen/Qwen3-8B --train_file chats.jsonl --lora_r 16"),
     "tag": ("own_data.md#rows-and-columns-of-each-recipe", "--train_file tags.jsonl"),
 }
 
