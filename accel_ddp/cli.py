@@ -28,6 +28,7 @@ NODE_OPTIONS = (
     "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
     "rdzv_backend", "max_restarts",
 )  # fmt: skip
+VERBS = ("train", "finetune", "fine-tune", "fit")  # the commands of other toolkits that are `run` here
 OF_NODES = {"num_machines", "machine_rank", "main_process_ip"}  # those that describe several nodes
 SMALLEST = {  # of the options that are numbers
     "num_processes": 1,
@@ -52,6 +53,10 @@ def main(words: list[str] | None = None) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
+            is_verb = bool(nearest(words[0], VERBS, cutoff=0.8))
+            if is_verb or words[0] in recipe_files.recipe_names():
+                command = shlex.join(["accel-ddp", "run", *words[is_verb:]])
+                raise UserError(f"{words[0]!r} is not a command. Did you mean `{command}`?")
             suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]

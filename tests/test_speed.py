@@ -148,12 +148,12 @@ def test_a_step_that_is_larger_than_the_data_is_refused_or_reported():
     for options in ({"global_batch_size": 13}, {"global_batch_tokens": 260}):
         cfg = TrainConfig(epochs=3, **options)
         most = train.epoch_size(cfg)
-        with pytest.raises(UserError, match=f"a step would be 6.5 epochs of 2 items, and --epochs is 3. Use at most {most}, or give"):
+        with pytest.raises(UserError, match=f"a step would be 6.5 epochs of 2 items, .*Use at most {most}, or"):
             train.total_steps(cfg)
         cfg.steps = 1
         text, warnings = train.describe(train.total_steps(cfg), cfg)
         assert text.startswith("1 step = 6.50 epochs of 2 items")
-        assert "items are repeated within a step" in warnings[0] and f"Use at most {most}," in warnings[0]
+        assert f"so items are repeated within a step. Use at most {most}," in warnings[0]
     assert train.describe(3, TrainConfig(steps=3, global_batch_size=2)) == ("3 steps = 3.00 epochs of 2 items", [])
 
 

@@ -20,6 +20,7 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.sources import builtin_data
 from accel_ddp.sources.builtin_data import DATASETS
 from accel_ddp.sources.places import path_in_package, prepare_hub, write_once
+from accel_ddp.text import did_you_mean, did_you_mean_path
 
 
 def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: str) -> Path:
@@ -171,7 +172,8 @@ PREFIX = "builtin:"
 def load_dataset(name: str) -> "builtin_data.Splits":
     """Return the splits `train` and `validation` of a built-in dataset."""
     if name not in DATASETS:
-        raise UserError(f"--dataset {name}: there is no such built-in dataset. Use one of: {', '.join(DATASETS)}.")
+        near = did_you_mean(name, DATASETS) or f" Use one of: {', '.join(DATASETS)}."
+        raise UserError(f"--dataset {name}: there is no such built-in dataset.{near}")
     return DATASETS[name]()
 
 
@@ -186,29 +188,35 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voca
 
 def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
     """Return what `from_pretrained` of transformers accepts: a Hub name, or the folder of a local or built-in model."""
-    require_model(name)
+    require_model(name, is_typed=False)
     if name.startswith(PREFIX):
         prepare_hub()  # turns off progress bars too
         return str(model_folder(name, cache_dir))
     return str(Path(name).expanduser()) if _is_folder(name) else name
 
 
-def require_model(name: str) -> None:
-    """Raise UserError if there is no such folder or built-in model. Names on the Hub are not looked up."""
+def require_model(name: str, is_typed: bool = True) -> None:
+    """Raise UserError if there is no such folder or built-in model. Names on the Hub are not looked up.
+
+    `runs/mine` may be both. If the user has typed it and the folder `runs` exists, it is a folder.
+    """
     if not name:
         raise UserError("There is no model. Give --model: a Hub name or a folder.")
     if name.startswith(PREFIX) and name not in MODELS:
-        raise UserError(f"--model {name}: there is no such built-in model. Use one of: {', '.join(MODELS)}.")
-    if _is_folder(name):
+        near = did_you_mean(name, MODELS) or f" Use one of: {', '.join(MODELS)}."
+        raise UserError(f"--model {name}: there is no such built-in model.{near}")
+    is_beside = is_typed and Path(name).parent != Path() and Path(name).parent.is_dir()
+    if is_beside or _is_folder(name):
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            raise UserError(f"--model {name}: there is no such folder.")
+            reason = "" if _is_folder(name) else f" {folder.parent} is a folder here, so this is no name of the Hub."
+            raise UserError(f"--model {name}: there is no such folder.{reason}{did_you_mean_path(folder)}")
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise UserError(f"--model {name}: the folder has no config.json, so it is not a transformers model.")
 
 
 def _is_folder(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()  # a name on the Hub has one slash
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -231,5 +239,5 @@ def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> A
         reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else lines[0].strip()
         raise UserError(
             f"--model {name}: is not a folder, and cannot be loaded from the Hub: {reason}. "
-            "Without a network, give the path of a folder that contains the model: --model path/to/folder."
+            "Without a network, give the path of a folder that contains the model."
         ) from error

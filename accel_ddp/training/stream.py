@@ -327,7 +327,7 @@ class TrainBatches:
         mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
         warnings = [f"--train_file: {warning}" for warning in warnings]
         if cfg.step_size > (size := self.epoch_size(cfg)):
-            reason = f"a step has more than the {counted(len(self), 'item')} of the training data, so items are repeated within a step"
+            reason = f"a step has more than the {counted(len(self), 'item')} of the data, so items are repeated within a step"
             warnings.append(f"{_step_option(cfg)}: {reason}. Use at most {size}, or more data.")
         return "\n".join(filter(None, (text, mixed_text))), warnings
 
