@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -169,11 +169,15 @@ MODELS: dict[str, Callable[[str, str], Path]] = {
 PREFIX = "builtin:"
 
 
+def _suggest(name: str, known: Iterable[str]) -> str:
+    short = [one.removeprefix(PREFIX) for one in known]  # the prefix would make all names similar
+    return f"{did_you_mean(name.removeprefix(PREFIX), short, PREFIX + '{}')} Use one of: {', '.join(known)}."
+
+
 def load_dataset(name: str) -> "builtin_data.Splits":
     """Return the splits `train` and `validation` of a built-in dataset."""
     if name not in DATASETS:
-        near = did_you_mean(name, DATASETS) or f" Use one of: {', '.join(DATASETS)}."
-        raise UserError(f"--dataset {name}: there is no such built-in dataset.{near}")
+        raise UserError(f"--dataset {name}: there is no such built-in dataset.{_suggest(name, DATASETS)}")
     return DATASETS[name]()
 
 
@@ -203,8 +207,7 @@ def require_model(name: str, is_typed: bool = True) -> None:
     if not name:
         raise UserError("There is no model. Give --model: a Hub name or a folder.")
     if name.startswith(PREFIX) and name not in MODELS:
-        near = did_you_mean(name, MODELS) or f" Use one of: {', '.join(MODELS)}."
-        raise UserError(f"--model {name}: there is no such built-in model.{near}")
+        raise UserError(f"--model {name}: there is no such built-in model.{_suggest(name, MODELS)}")
     is_beside = is_typed and Path(name).parent != Path() and Path(name).parent.is_dir()
     if is_beside or _is_folder(name):
         folder = Path(name).expanduser()
