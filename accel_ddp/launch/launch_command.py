@@ -66,13 +66,20 @@ def launch(words: list[str]) -> int:
 
 
 def check_options(cluster: Cluster, job: Job) -> None:
-    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked."""
+    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked.
+
+    If all nodes are this machine, its files and columns are checked too.
+    """
     if not Path(job.script).is_file() or {"-h", "--help", "--config"} & set(job.options):  # a config may be on the nodes only
         return
     from accel_ddp.doctor.check_options import load_recipe_config
 
     try:
-        load_recipe_config([job.script, *job.options])
+        cfg = load_recipe_config([job.script, *job.options])
+        if cfg and cluster.backend == "local" and all(Path(node.folder).resolve() == Path.cwd() for node in cluster.nodes):
+            from accel_ddp.sources.data import check_inputs
+
+            check_inputs(cfg)  # other nodes may have files that are not here
     except UserError as error:
         option = str(error).partition(":")[0]
         if option in _OPTIONS and "no such option" in str(error):
