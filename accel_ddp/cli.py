@@ -148,10 +148,20 @@ def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
         os.environ.update(variables)
         os.chdir(folder)
     if cfg:
-        from accel_ddp.sources.data import check_inputs
-
-        check_inputs(cfg)
+        _check_inputs(cfg)
     return cfg
+
+
+def _check_inputs(cfg: TrainConfig) -> None:
+    from accel_ddp.sources.data import check_inputs  # imports numpy
+
+    check_inputs(cfg)
+
+
+def _launch(words: list[str]) -> int:
+    from accel_ddp.launch.launch_command import launch
+
+    return launch(words, _check_inputs)
 
 
 def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[str]:
@@ -335,7 +345,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "recipes": (_recipes, "list the recipes and their examples"),
     "run": (_run, "run a recipe with `accelerate launch`"),
     "launch": (
-        "launch.launch_command:launch",
+        _launch,
         "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine",
     ),
     "status": ("launch.launch_command:status", "print the state of launched jobs on every node"),

@@ -44,6 +44,12 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"accel-ddp {__version__}\n"
 
 
+def test_launch_on_this_machine_checks_files_before_it_starts(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["launch", "accelerate_configs/clusters/local.yaml", "sft", "--train_file", "no.jsonl"]) == 2
+    assert "error: --train_file no.jsonl: there is no such file (looked in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "suggestion"),
     [
