@@ -28,6 +28,7 @@ NODE_OPTIONS = (
     "config_file", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids",
     "rdzv_backend", "max_restarts",
 )  # fmt: skip
+VERBS = ("train", "finetune", "fine-tune", "fit")  # the commands of other toolkits that are `run` here
 OF_NODES = {"num_machines", "machine_rank", "main_process_ip"}  # those that describe several nodes
 SMALLEST = {  # of the options that are numbers
     "num_processes": 1,
@@ -52,6 +53,10 @@ def main(words: list[str] | None = None) -> int:
         return 0
     try:
         if words[0] not in COMMANDS:
+            is_verb = bool(nearest(words[0], VERBS, cutoff=0.8))
+            if is_verb or words[0] in recipe_files.recipe_names():
+                command = shlex.join(["accel-ddp", "run", *words[is_verb:]])
+                raise UserError(f"{words[0]!r} is not a command. Did you mean `{command}`?")
             suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
         function, _ = COMMANDS[words[0]]
@@ -143,10 +148,20 @@ def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
         os.environ.update(variables)
         os.chdir(folder)
     if cfg:
-        from accel_ddp.sources.data import check_inputs
-
-        check_inputs(cfg)
+        _check_inputs(cfg)
     return cfg
+
+
+def _check_inputs(cfg: TrainConfig) -> None:
+    from accel_ddp.sources.data import check_inputs  # imports numpy
+
+    check_inputs(cfg)
+
+
+def _launch(words: list[str]) -> int:
+    from accel_ddp.launch.launch_command import launch
+
+    return launch(words, _check_inputs)
 
 
 def _use_gpus(launch: list[str], cfg: TrainConfig | None, recipe: str) -> list[str]:
@@ -330,7 +345,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "recipes": (_recipes, "list the recipes and their examples"),
     "run": (_run, "run a recipe with `accelerate launch`"),
     "launch": (
-        "launch.launch_command:launch",
+        _launch,
         "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine",
     ),
     "status": ("launch.launch_command:status", "print the state of launched jobs on every node"),

@@ -170,7 +170,7 @@ class TrainingRun:
             text, warnings = train.describe(self.total_steps, cfg)
             print_on_main(text)
             for warning in warnings:
-                warn_on_main(f"--train_file: {warning}", "WARNING")
+                warn_on_main(warning, "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
         needs_equal = isinstance(loss_sum, WholeBatch) or cfg.sync_every > 0 or cfg.sync_batchnorm

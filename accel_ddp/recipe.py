@@ -4,16 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.accelerator import start
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export
 from accel_ddp.loop import RunOutcome, fit
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
-from accel_ddp.ranks.agreement import together
+from accel_ddp.ranks.agreement import print_on_main, together
 from accel_ddp.ranks.process import links
 from accel_ddp.saving.state_tensors import has_adapters
 from accel_ddp.sources import models
+from accel_ddp.sources.builtin import PREFIX
 from accel_ddp.tasks import examples
 from accel_ddp.text import listed
 from accel_ddp.training import optim
@@ -39,6 +40,8 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
             "Leave --log_predictions out, or write the method as docs/own_recipe.md describes."
         )
     accelerator = start(cfg)
+    if not cfg.evaluate_only:
+        _print_default_model(cfg)
     if not getattr(task_class, "fits_memory", False):
         at_start.fit_memory(cfg, accelerator, getattr(task_class, "model_class", ""))
     if cfg.evaluate_only:
@@ -77,6 +80,15 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     for hook in observers if accelerator.is_main_process else ():
         hook.on_export(Path(cfg.output_dir) / export.FOLDER)
     return outcome
+
+
+def _print_default_model(cfg: TrainConfig) -> None:
+    """Name the model that trains on the user's own data if the user has not chosen it."""
+    default, has_own_data = type(cfg), isinstance(cfg, RecipeConfig) and (cfg.train_file or cfg.dataset != type(cfg).dataset)
+    if has_own_data and default.model and cfg.model == default.model:
+        is_new = cfg.model.startswith(models.NEW_MODELS) or not cfg.model.startswith(PREFIX)
+        what = "a small model with random weights. For a pretrained one, give --model" if is_new else "--model changes it"
+        print_on_main(f"model {cfg.model}: the default of this recipe, {what}")
 
 
 def _require_weights(model: Any, cfg: TrainConfig) -> None:

@@ -3,6 +3,7 @@
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 # Letters of decimal units, from the largest.
 SI_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
@@ -96,6 +97,18 @@ def table(rows: Iterable[Sequence[str]], left: int | None = None) -> list[str]:
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the known word that is most similar to `word`, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean_path(path: str | Path) -> str:
+    """Return " Did you mean runs/mine?" with the most similar path that exists, or "". One name of `path` may be misspelled."""
+    try:
+        there = next(folder for folder in Path(path).parents if folder.is_dir())
+        wrong, *rest = Path(path).relative_to(there).parts
+        near = nearest(wrong, sorted(other.name for other in there.iterdir()))
+    except (OSError, StopIteration):
+        return ""
+    meant = Path(there, near, *rest)
+    return f" Did you mean {meant if meant.exists() else there / near}?" if near else ""
 
 
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}", cutoff: float = 0.6) -> str:

@@ -44,11 +44,19 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"accel-ddp {__version__}\n"
 
 
+def test_launch_on_this_machine_checks_files_before_it_starts(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["launch", "accelerate_configs/clusters/local.yaml", "sft", "--train_file", "no.jsonl"]) == 2
+    assert "error: --train_file no.jsonl: there is no such file (looked in" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "suggestion"),
     [
         (["doctr"], "Did you mean 'doctor'?"),
         (["unknown"], "The commands are: recipes, run,"),
+        (["trian", "sft", "--steps", "2"], "Did you mean `accel-ddp run sft --steps 2`?"),
+        (["sft", "--steps", "2"], "Did you mean `accel-ddp run sft --steps 2`?"),
         (["run", "clasify", "--steps", "2"], "Did you mean 'classify'?"),
         (["run", "--num_processes", "2", "clasify"], "Did you mean 'classify'?"),
         (["run", "--num_processes", "2"], "needs a recipe"),
@@ -206,6 +214,7 @@ def test_mistakes_are_reported_before_ranks_start_and_torch_is_imported(tmp_path
         (tmp_path / "broken" / name / "__init__.py").write_text("raise SystemExit('imported too early')")
     (tmp_path / "rows.csv").write_text("title,label\nA,1\nB,0\n")
     (tmp_path / "chats.jsonl").write_text('{"dialog": []}\n{"dialog": []}\n')
+    (tmp_path / "runs" / "mine" / "model").mkdir(parents=True)
     (tmp_path / "run.yaml").write_text("base_model: me/model\nsequence_len: 4096\n")
     launched = [sys.executable, ROOT / "recipes" / "classify.py", "--train_file", "rows.csv"]
     mistakes = {
@@ -213,12 +222,14 @@ def test_mistakes_are_reported_before_ranks_start_and_torch_is_imported(tmp_path
         "sft --config run.yaml": "run.yaml: 2 lines have to change.",
         "sft --train_file chats.json": "--train_file chats.json: there is no such file (looked in",
         "sft --train_file chats.jsonl --model ./mine": "--model ./mine: there is no such folder.",
+        "sft --model runs/mine/modle": "--model runs/mine/modle: there is no such folder. Did you mean runs/mine/model?",
+        "sft --model builtin:tiny-lama": "--model builtin:tiny-lama: there is no such built-in model. Did you mean builtin:tiny-llama?",
         "sft --train_file chats.jsonl": "The data need a column of chats (--messages_column)",
     }
     commands = [[ACCEL_DDP, "run", *words.split()] for words in mistakes]
     environment = clean_environment(PYTHONPATH=str(tmp_path / "broken"))
-    ended = run_all([*commands, launched], [environment] * 6, cwd=tmp_path, fresh=True)
-    assert ended.codes == [2] * 6, ended.text
+    ended = run_all([*commands, launched], [environment] * 8, cwd=tmp_path, fresh=True)
+    assert ended.codes == [2] * 8, ended.text
     of_rank = "--text_column text: there is no such column. The data have: title, label."
     for text, message in zip(ended.texts, [*mistakes.values(), of_rank], strict=True):
         assert text.startswith(f"error: {message}"), text

@@ -145,6 +145,25 @@ def test_a_running_rendezvous_is_told_apart_from_other_programs():
     assert not asyncio.run(node_client.is_torch_store("127.0.0.1", free_port()))
 
 
+def test_torch_reports_no_killed_rank_below_our_report_of_it(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    file = tmp_path / "error.json"
+    message = {"message": "error: RANK_DIED: rank 1 (a, pid 7) was killed by SIGKILL", "extraInfo": {"timestamp": "0"}}
+    file.write_text(json.dumps({"message": message}))
+    printed = ProcessFailure(local_rank=0, pid=6, exitcode=1, error_file=str(file))
+    killed, other = (ProcessFailure(local_rank=1, pid=pid, exitcode=-9, error_file="") for pid in (7, 8))
+    for typed, failures, expected in (
+        (os.getpid(), [printed, killed], True),
+        (os.getpid(), [printed, other], False),
+        (os.getpid(), [killed], False),
+        (1, [printed, killed], False),  # another launcher, such as `accelerate launch`
+    ):
+        monkeypatch.setenv("_ACCEL_DDP_TYPED", f"{typed} accel-ddp run sft")
+        error = ChildFailedError("sft.py", dict(enumerate(failures)))
+        assert launcher_restarts.names_killed_ranks(error) is expected
+
+
 def test_a_launcher_returns_the_code_of_the_first_rank_that_ended_by_itself():
     assert launcher_restarts.choose_exit_code([-15, 75, 2]) == 75
     assert launcher_restarts.choose_exit_code([None, -9]) == 0, "torch reports a killed rank with the exit code 1"

@@ -143,6 +143,20 @@ def test_what_batches_of_tokens_need_from_the_data():
     assert TrainBatches(mixed, list).mean_items(cfg) == pytest.approx(cfg.global_batch_tokens / expected, rel=0.01)
 
 
+def test_a_step_that_is_larger_than_the_data_is_refused_or_reported():
+    train = TrainBatches(datasets.Dataset.from_dict({"input_ids": [[1] * n for n in (10, 30)]}), list)
+    for options in ({"global_batch_size": 13}, {"global_batch_tokens": 260}):
+        cfg = TrainConfig(epochs=3, **options)
+        most = train.epoch_size(cfg)
+        with pytest.raises(UserError, match=f"a step would be 6.5 epochs of 2 items, .*Use at most {most}, or"):
+            train.total_steps(cfg)
+        cfg.steps = 1
+        text, warnings = train.describe(train.total_steps(cfg), cfg)
+        assert text.startswith("1 step = 6.50 epochs of 2 items")
+        assert f"so items are repeated within a step. Use at most {most}," in warnings[0]
+    assert train.describe(3, TrainConfig(steps=3, global_batch_size=2)) == ("3 steps = 3.00 epochs of 2 items", [])
+
+
 def test_rounding_gives_few_different_lengths_and_adds_little():
     rows = {number: padding_free.rounded_up(number) for number in range(1, 20_000)}
     assert all(row - number >= 0 for number, row in rows.items())

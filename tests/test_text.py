@@ -3,6 +3,7 @@
 from accel_ddp.text import (
     counted,
     did_you_mean,
+    did_you_mean_path,
     format_bytes,
     format_clock,
     format_seconds,
@@ -52,6 +53,17 @@ def test_the_nearest_name_is_suggested_only_if_it_is_similar():
     assert nearest("clasify", ["classify", "embed"], cutoff=0.95) == nearest("x", ["classify"]) == ""
     assert did_you_mean("stepz", ["steps"], "--{}") == " Did you mean --steps?"
     assert did_you_mean("zzz", ["steps"]) == ""
+
+
+def test_one_name_of_a_path_may_be_misspelled(tmp_path):
+    (tmp_path / "runs" / "mine" / "model").mkdir(parents=True)
+    for given, meant in {
+        "runs/mine/modle": "runs/mine/model",
+        "runz/mine/model": "runs/mine/model",
+        "runs/mien/x": "runs/mine",
+    }.items():
+        assert did_you_mean_path(tmp_path / given) == f" Did you mean {tmp_path / meant}?"
+    assert did_you_mean_path(tmp_path / "zzz" / "mine") == did_you_mean_path("/") == ""
 
 
 WORDS = ["--num-ranks=2", "--lr", "-1", "--names", "a", "b", "--no-tf32", "--lr=", "--config"]

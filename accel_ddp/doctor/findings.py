@@ -161,7 +161,7 @@ FIXES = {
     "E_CODE": "check out the same commit on every node, or share one folder",
     "E_OPTIONS": "start every node with the same options",
     "E_ACCELERATE_CONFIG": "use the same accelerate config and options of `accelerate launch` on every node",
-    "E_FILES": "copy it to every node, or share a disk",
+    "E_FILES": "check the path; copy it to every node, or share a disk",
     "I_FILES": "nothing, or compare it yourself",
     "W_HUB": "download it again on every node",
     "W_ENVIRONMENT": "export the same NCCL settings on every node",

@@ -47,6 +47,7 @@ from accel_ddp.doctor.host import HOST, call_with_timeout
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.nodes.launcher import (
     CONFIG_FILE,
+    TYPED,
     find_config_file,
     parse_accelerate_command,
     read_accelerate_config,
@@ -199,7 +200,7 @@ def return_exit_code_of_ranks() -> None:
             return hook_before(kind, error, trace)
         # The output of some ranks is not shown with `--redirects` or `--local_ranks_filter` of torchrun.
         specs = _find_in_frames(traceback.walk_tb(trace), "config", lambda config: getattr(config, "logs_specs", None))
-        if not is_explained(error, code) or compat.hides_output(specs):
+        if not (is_explained(error, code) or names_killed_ranks(error)) or compat.hides_output(specs):
             # This is torch's report. The traceback of the launcher, which would hide it, is left out.
             print(error, file=sys.stderr, flush=True)
         raise SystemExit(code)  # the interpreter uses the code of a SystemExit that an excepthook raises
@@ -222,6 +223,14 @@ def is_explained(error: BaseException, code: int) -> bool:
         return False
     # Without failures it is a SignalException, and the ranks have reported the stop. A rank prints first, then writes its error file.
     return not failures or any(one.local_rank == 0 and os.path.isfile(one.error_file) for one in failures)
+
+
+def names_killed_ranks(error: BaseException) -> bool:
+    """Return whether this is `accel-ddp run`, and a rank has printed which ranks were killed. Other launchers keep torch's report."""
+    failures = list(getattr(error, "failures", {}).values())
+    texts = [text for one in failures if "RANK_DIED" in (text := str(one.message))]
+    is_named = lambda one: "RANK_DIED" in str(one.message) or any(f"pid {one.pid})" in text for text in texts)
+    return os.environ.get(TYPED, "").partition(" ")[0] == str(os.getpid()) and bool(texts) and all(map(is_named, failures))
 
 
 def _find_in_frames(frames: Iterable[tuple[FrameType, int]], name: str, read: Callable[[Any], Any]) -> Any:

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import copy
 import json
-import logging
 import re
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import trained_model
 from accel_ddp.exporting.predict_command import add_model_options, check_options
+from accel_ddp.ranks.reporting import hide_torchao
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, read_tools
 
 HELP = """/reset         forget the conversation
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     given = build_parser().parse_args(words)
     check_options(given)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of torchao's code
+    hide_torchao()
     try:
         tools = read_tools(Path(given.tools).read_text("utf-8"), "tools") if given.tools else []
     except (OSError, UnicodeDecodeError, UnusableRow) as error:

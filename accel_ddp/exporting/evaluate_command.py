@@ -23,7 +23,7 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.checkpoint_format import read_facts, read_json
-from accel_ddp.text import table
+from accel_ddp.text import did_you_mean_path, table
 from accel_ddp.words import find_options, group_values, without
 
 HELP = """usage: accel-ddp evaluate MODEL_OR_RUN [--eval_file FILE] [--output FILE] [--recipe NAME] [options of the recipe]
@@ -92,7 +92,7 @@ def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
     is_name = not place.startswith((".", "/", "~")) and place.count("/") < 2
     if not Path(place).exists() and not (recipe and is_name):
         hint = " For a model of the Hub, add its recipe: --recipe classify." if is_name else ""
-        raise UserError(f"{place}: there is no such folder.{hint}")
+        raise UserError(f"{place}: there is no such folder.{did_you_mean_path(Path(place).expanduser()) or hint}")
     if recipe:
         return recipe_files.recipe_path(recipe)
     if not facts:

@@ -41,6 +41,7 @@ from accel_ddp.sources.adapters import adapter_config, load_base
 from accel_ddp.sources.builtin import locate
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.tasks import examples
+from accel_ddp.text import did_you_mean_path
 
 FOLDER = "model"  # in the folder of the run
 BASE = "base"  # subfolder for the config of the model below adapters
@@ -256,7 +257,7 @@ def _chosen(place: Path, weights: str) -> Path:
     """Return the checkpoint to export, whose files are verified. Raise UserError if there is none."""
     there = checkpoint_format.list_checkpoints(place)
     if not there and not place.is_dir():
-        raise UserError(f"{place}: there is no such folder.")
+        raise UserError(f"{place}: there is no such folder.{did_you_mean_path(place)}")
     best = checkpoint_format.read_json(place / "best.json") if there else None
     if not there:
         path, problem = place, _problem(place, weights)

@@ -3,8 +3,10 @@
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.launch.description import NAME, Cluster, read_description
@@ -34,8 +36,8 @@ Ctrl-C, otherwise the exit code of the rank that failed first."""
 _OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
 
 
-def launch(words: list[str]) -> int:
-    """Run `accel-ddp launch` and return its exit code."""
+def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: None) -> int:
+    """Run `accel-ddp launch` and return its exit code. `check_inputs` raises UserError for a config whose files are missing here."""
     if not words or words[0] in ("-h", "--help"):
         print(_LAUNCH, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -53,7 +55,7 @@ def launch(words: list[str]) -> int:
     check_name(given.name)
     cluster = read_description(file, given.set)
     job = make_job(cluster, recipe, options, given.name)
-    check_options(cluster, job)
+    check_options(cluster, job, check_inputs)
     if given.is_printed and cluster.backend in ("ssh", "local"):
         raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
@@ -65,14 +67,19 @@ def launch(words: list[str]) -> int:
     return backend.launch(cluster, job, **({"is_detached": True} if given.detach else {}))
 
 
-def check_options(cluster: Cluster, job: Job) -> None:
-    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked."""
+def check_options(cluster: Cluster, job: Job, check_inputs: Callable[[Any], None]) -> None:
+    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked.
+
+    If all nodes are this machine, `check_inputs(cfg)` checks files and columns.
+    """
     if not Path(job.script).is_file() or {"-h", "--help", "--config"} & set(job.options):  # a config may be on the nodes only
         return
     from accel_ddp.doctor.check_options import load_recipe_config
 
     try:
-        load_recipe_config([job.script, *job.options])
+        cfg = load_recipe_config([job.script, *job.options])
+        if cfg and cluster.backend == "local" and all(Path(node.folder).resolve() == Path.cwd() for node in cluster.nodes):
+            check_inputs(cfg)  # other nodes may have files that are not here
     except UserError as error:
         option = str(error).partition(":")[0]
         if option in _OPTIONS and "no such option" in str(error):

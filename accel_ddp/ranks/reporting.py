@@ -169,11 +169,15 @@ class _StderrHandler(logging.StreamHandler):
     stream = property(lambda self: sys.stderr, lambda self, stream: None)
 
 
-def configure() -> None:
-    """Send messages of the library to stderr. An application that has configured the logger keeps its own handlers."""
-    # PEFT imports torchao if it is installed. Users cannot act on what is printed about its classes and about kernels for some GPUs.
+def hide_torchao() -> None:
+    """Hide warnings about classes of torchao and its kernels for some GPUs. PEFT imports it, and users cannot act on them."""
     for name in ("torch.utils._pytree", "torchao"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def configure() -> None:
+    """Send messages of the library to stderr. An application that has configured the logger keeps its own handlers."""
+    hide_torchao()
     logger = logging.getLogger("accel_ddp")
     has_handlers = bool(logger.handlers)
     if not any(isinstance(handler, IncidentHandler) for handler in logger.handlers):

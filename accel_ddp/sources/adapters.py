@@ -116,7 +116,8 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
     if given:
         _load_adapters(model, given, cfg)
     trained, total = model.get_nb_trainable_parameters()
-    log.info(f"LoRA adapters of rank {config.r}: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
+    if not cfg.evaluate_only:
+        log.info(f"LoRA adapters of rank {config.r}: {trained:,} of {total:,} parameters are trained ({trained / total:.2%})")
     return model
 
 

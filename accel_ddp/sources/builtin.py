@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.sources import builtin_data
 from accel_ddp.sources.builtin_data import DATASETS
 from accel_ddp.sources.places import path_in_package, prepare_hub, write_once
+from accel_ddp.text import did_you_mean, did_you_mean_path
 
 
 def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: str) -> Path:
@@ -168,10 +169,15 @@ MODELS: dict[str, Callable[[str, str], Path]] = {
 PREFIX = "builtin:"
 
 
+def _suggest(name: str, known: Iterable[str]) -> str:
+    short = [one.removeprefix(PREFIX) for one in known]  # the prefix would make all names similar
+    return f"{did_you_mean(name.removeprefix(PREFIX), short, PREFIX + '{}')} Use one of: {', '.join(known)}."
+
+
 def load_dataset(name: str) -> "builtin_data.Splits":
     """Return the splits `train` and `validation` of a built-in dataset."""
     if name not in DATASETS:
-        raise UserError(f"--dataset {name}: there is no such built-in dataset. Use one of: {', '.join(DATASETS)}.")
+        raise UserError(f"--dataset {name}: there is no such built-in dataset.{_suggest(name, DATASETS)}")
     return DATASETS[name]()
 
 
@@ -198,17 +204,17 @@ def require_model(name: str) -> None:
     if not name:
         raise UserError("There is no model. Give --model: a Hub name or a folder.")
     if name.startswith(PREFIX) and name not in MODELS:
-        raise UserError(f"--model {name}: there is no such built-in model. Use one of: {', '.join(MODELS)}.")
+        raise UserError(f"--model {name}: there is no such built-in model.{_suggest(name, MODELS)}")
     if _is_folder(name):
         folder = Path(name).expanduser()
         if not folder.is_dir():
-            raise UserError(f"--model {name}: there is no such folder.")
+            raise UserError(f"--model {name}: there is no such folder.{did_you_mean_path(folder)}")
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise UserError(f"--model {name}: the folder has no config.json, so it is not a transformers model.")
 
 
 def _is_folder(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).is_dir()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()  # a name on the Hub has one slash
 
 
 def has_tokenizer(folder: str) -> bool:
@@ -231,6 +237,6 @@ def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> A
         reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else lines[0].strip()
         raise UserError(
             f"--model {name}: is not a folder, and cannot be loaded from the Hub: {reason}. "
-            "Without a network, give the path of a folder that contains the model (`accel-ddp estimate`: its config.json): "
-            "--model path/to/folder."
+            "Without a network, give the path of a folder that contains the model (`accel-ddp estimate`: its config.json)."
+            + (did_you_mean_path(name) if "/" in name and Path(name).parent.is_dir() else "")
         ) from error

@@ -120,6 +120,8 @@ def load_rows(
     for kind, rows in (("training", train), ("evaluation", test)):
         if len(rows) == 0:
             raise UserError(f"{name}: the {kind} data have no rows. Give another file, split or --eval_fraction.")
+    if cfg.eval_fraction and len(test) < 2:
+        warn(f"--eval_fraction {cfg.eval_fraction:g}: there is 1 evaluation row of {len(train) + 1:,}. Its metrics say little.")
     return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
 
 

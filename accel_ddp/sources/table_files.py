@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.sources.places import reporting, shows_progress, warn
-from accel_ddp.text import format_bytes, nearest
+from accel_ddp.text import did_you_mean_path, format_bytes
 
 if TYPE_CHECKING:
     import datasets
@@ -170,9 +170,7 @@ def require_file(option: str, path: str) -> Path:
     if file.is_dir():
         raise UserError(f"{option} {path}: is a folder and not a file. {describe_folder(file)}")
     if not file.is_file():
-        found = sorted(other.name for other in file.parent.iterdir()) if file.parent.is_dir() else []
-        near = nearest(file.name, found)
-        reason = f"Did you mean {file.parent / near}?" if near else "Check the path."
+        reason = did_you_mean_path(file).strip() or "Check the path."
         if path.startswith("~"):
             reason = f"The shell did not replace ~. Use {Path(path).expanduser()}."
         raise UserError(f"{option} {path}: there is no such file (looked in {Path.cwd()}). {reason}")

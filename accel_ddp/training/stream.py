@@ -15,7 +15,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import mixed, seed_host
-from accel_ddp.text import counted
+from accel_ddp.text import counted, plural
 from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan
 from accel_ddp.training.workers import loader_options, starting_workers
 
@@ -292,7 +292,11 @@ class TrainBatches:
         if tokens and not cfg.evaluate_only and tokens < (needed := ranks * int(self.lengths.max())):
             reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
             raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
-        return cfg.total_steps(self.epoch_size(cfg))
+        size, steps = self.epoch_size(cfg), cfg.total_steps(self.epoch_size(cfg))
+        if not cfg.steps and not cfg.evaluate_only and cfg.step_size > 2 * cfg.epochs * size:
+            text = f"a step would be {cfg.step_size / size:.3g} epochs of {counted(len(self), 'item')}, and --epochs is {cfg.epochs:g}"
+            raise UserError(f"{_step_option(cfg)}: {text}. Use at most {size}, or give --steps instead of --epochs.")
+        return steps
 
     def epoch_size(self, cfg: TrainConfig) -> int:
         """Return the items of an epoch, or their tokens with `--global_batch_tokens`. A step has `cfg.step_size` of them."""
@@ -318,9 +322,13 @@ class TrainBatches:
     def describe(self, total_steps: int, cfg: TrainConfig) -> tuple[str, list[str]]:
         """Return lines about how often the items are seen, and warnings."""
         rows = round(total_steps * self.mean_items(cfg))
-        text = f"{total_steps} steps = {rows / len(self):.2f} epochs of {len(self):,} items"
+        text = f"{total_steps} {plural(total_steps, 'step')} = {rows / len(self):.2f} epochs of {counted(len(self), 'item')}"
         text += f", about {self.mean_items(cfg):.1f} in each step" if cfg.global_batch_tokens else ""
         mixed_text, warnings = order.describe(rows) if (order := self._mixed_order(cfg.seed)) else ("", [])
+        warnings = [f"--train_file: {warning}" for warning in warnings]
+        if cfg.step_size > (size := self.epoch_size(cfg)):
+            reason = f"a step has more than the {counted(len(self), 'item')} of the data, so items are repeated within a step"
+            warnings.append(f"{_step_option(cfg)}: {reason}. Use at most {size}, or more data.")
         return "\n".join(filter(None, (text, mixed_text))), warnings
 
     def items(self, seed: int) -> Dataset:
@@ -373,6 +381,10 @@ class TrainBatches:
         items = _SeededItems(self.dataset, cfg.seed)
         batch = CountingCollate(self.collate)(items.__getitems__(list(enumerate(indices))))
         return with_sizes(send_to_device(batch, accelerator.device))
+
+
+def _step_option(cfg: TrainConfig) -> str:
+    return f"--global_batch_{'tokens' if cfg.global_batch_tokens else 'size'} {cfg.step_size}"
 
 
 def count_tokens(dataset: Any, columns: tuple[str, ...] = ("input_ids",)) -> np.ndarray | None:
