@@ -277,6 +277,7 @@ def said(role: str, text: str) -> dict:
         ({"messages": [*TALK, user("So?"), answer("Yes", weight=0), answer("No", train=True)]}, "uau-a"),
         ({"messages": json.dumps(TALK), "system": "Be brief."}, "sua"),
         ({"conversations": [said("system", "Be brief."), said("human", "Hi"), said("chatgpt", "Hello")]}, "sua"),
+        ({"messages": [*TALK, user("So?"), {"role": "model", "content": "Yes"}]}, "uaua"),
         ({"conversations": [said("gpt", "Welcome"), said("Human", "Hi"), said("GPT", "Hello")]}, "-ua"),
         ({"instruction": "Hi", "input": "", "output": "Hello", "history": [["A", "B"]], "system": "Be brief."}, "suaua"),
         ({"prompt": "Hi", "completion": "Hello"}, "ua"),

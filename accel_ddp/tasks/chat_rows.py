@@ -141,8 +141,8 @@ class UnusableRow(Exception):
 
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-OTHER_ROLES = {  # names of ShareGPT and its variants
-    "human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant",
+OTHER_ROLES = {  # names of ShareGPT and its variants, LangChain and Gemini
+    "human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant", "model": "assistant",
     "observation": "tool", "function": "tool", "function_response": "tool",
 }  # fmt: skip
 CALL_ROLES = ("function_call", "tool_call")  # of LLaMA-Factory: the content is the call
