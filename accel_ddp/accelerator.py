@@ -223,7 +223,7 @@ def _choose_output_dir(cfg: TrainConfig) -> tuple[str, str]:
         links.earlier_run = {}
     cfg.output_dir = broadcast_object(before or given or default)
     folder = os.path.abspath(cfg.output_dir)
-    links.by_hand = restarts.how_to_resume(folder)
+    links.by_hand = "" if cfg.evaluate_only else restarts.how_to_resume(folder)
     links.tell_monitor({"output_dir": folder, "by_hand": links.by_hand, "is_watched": this_rank.is_main})
     return before, given
 

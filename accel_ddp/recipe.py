@@ -14,7 +14,6 @@ from accel_ddp.ranks.agreement import print_on_main, together
 from accel_ddp.ranks.process import links
 from accel_ddp.saving.state_tensors import has_adapters
 from accel_ddp.sources import models
-from accel_ddp.sources.builtin import PREFIX
 from accel_ddp.tasks import examples
 from accel_ddp.text import listed
 from accel_ddp.training import optim
@@ -86,7 +85,7 @@ def _print_default_model(cfg: TrainConfig) -> None:
     """Name the model that trains on the user's own data if the user has not chosen it."""
     default, has_own_data = type(cfg), isinstance(cfg, RecipeConfig) and (cfg.train_file or cfg.dataset != type(cfg).dataset)
     if has_own_data and default.model and cfg.model == default.model:
-        is_new = cfg.model.startswith(models.NEW_MODELS) or not cfg.model.startswith(PREFIX)
+        is_new = cfg.model.startswith((models.NEW_MODELS, "mini-resnet"))
         what = "a small model with random weights. For a pretrained one, give --model" if is_new else "--model changes it"
         print_on_main(f"model {cfg.model}: the default of this recipe, {what}")
 

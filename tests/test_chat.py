@@ -20,6 +20,7 @@ from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.ranks.process import links
 from accel_ddp.sources import models as source_models
 from accel_ddp.sources.data import with_row_numbers
+from accel_ddp.sources.table_files import ColumnNames
 from accel_ddp.sources.tokenization import SOURCE, pack_documents
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.tasks import chat, chat_template
@@ -300,9 +301,14 @@ def test_rows_of_usual_formats_become_chats(row, wanted):
     assert not any(m.keys() - {"role", "content"} for m in chat.messages)
 
 
-def test_one_row_of_another_format_does_not_choose_the_column():
+def test_one_row_of_another_format_does_not_choose_the_column(tmp_path):
     rows = datasets.Dataset.from_list([{"conversations": TALK}, {"messages": TALK}, {"conversations": TALK}])
     assert choose_columns(rows, dict.fromkeys(USUAL_COLUMNS, "")) == ("chats", ("conversations",))
+    lacks_one = datasets.Dataset.from_dict({"prompt": ["a", "b", "c"], "answer": ["a", None, "c"], "response": ["x"] * 3})
+    assert choose_columns(lacks_one, dict.fromkeys(USUAL_COLUMNS, "")) == ("instructions", ("prompt", "answer"))
+    rows.to_json(tmp_path / "rows.jsonl")
+    names = ColumnNames(str(tmp_path / "rows.jsonl"))  # what is known before ranks start, without reading the file
+    assert choose_columns(names, dict.fromkeys(USUAL_COLUMNS, ""))[0] == "chats"
     with pytest.raises(UserError, match=r"conversation: there is no such column\..* Did you mean conversations\?"):
         choose_columns(rows, {**dict.fromkeys(USUAL_COLUMNS, ""), "messages_column": "conversation"})
 

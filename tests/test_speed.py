@@ -154,6 +154,8 @@ def test_a_step_that_is_larger_than_the_data_is_refused_or_reported():
         text, warnings = train.describe(train.total_steps(cfg), cfg)
         assert text.startswith("1 step = 6.50 epochs of 2 items")
         assert f"so items are repeated within a step. Use at most {most}," in warnings[0]
+    assert train.total_steps(TrainConfig(epochs=3)) == 1, "the default batch is only reported"
+    assert train.total_steps(TrainConfig(epochs=0.1, global_batch_size=2)) == 1
     assert train.describe(3, TrainConfig(steps=3, global_batch_size=2)) == ("3 steps = 3.00 epochs of 2 items", [])
 
 

@@ -92,7 +92,7 @@ def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
     is_name = not place.startswith((".", "/", "~")) and place.count("/") < 2
     if not Path(place).exists() and not (recipe and is_name):
         hint = " For a model of the Hub, add its recipe: --recipe classify." if is_name else ""
-        raise UserError(f"{place}: there is no such folder.{did_you_mean_path(Path(place).expanduser()) or hint}")
+        raise UserError(f"{place}: there is no such folder.{did_you_mean_path(Path(place).expanduser())}{hint}")
     if recipe:
         return recipe_files.recipe_path(recipe)
     if not facts:

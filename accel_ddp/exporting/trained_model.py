@@ -12,7 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.sources.adapters import load_base
-from accel_ddp.sources.builtin import from_pretrained, locate, require_model
+from accel_ddp.sources.builtin import from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
@@ -45,8 +45,6 @@ def find(name: str, scratch: Path) -> TrainedModel:
     """Return the model that `name` means. Of a checkpoint, `place` has no weights: see `export`. Raise UserError if there is none."""
     try:
         folder = Path(name).expanduser()
-        if not folder.is_dir():
-            require_model(name)
         place = locate(str(_of_run(folder, scratch)) if folder.is_dir() else name, RecipeConfig.cache_dir)
         if not Path(place).is_dir():
             from accel_ddp.sources.adapters import find_adapters

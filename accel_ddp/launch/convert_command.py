@@ -426,7 +426,7 @@ class Conversion:
     def differences(self) -> list[str]:
         """Return what the run needs, and what has no equivalent or is done in another way."""
         wanted = ["bitsandbytes"] * ("quantize" in self.options) + ["torchao"] * (self.options.get("optimizer") == "adamw8bit")
-        wanted += filter(None, self.options.get("report_to", "").split(","))
+        wanted += [name for name in self.options.get("report_to", "").split(",") if name not in ("", "all")]
         lines = [f"Needs: pip install {' '.join(wanted)}"] if wanted else []
         if self.has_chats and "chat_template" not in self.options:
             lines.append("If the model has no chat template, the run stops: add chat_template: chatml, llama3 or gemma.")

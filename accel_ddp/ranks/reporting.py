@@ -101,7 +101,7 @@ def report_failure(failure: Failure, seconds: float = ANSWER_SECONDS, is_seconda
     if ending.failure:
         return ending.failure
     step = step_of(phases.HERE.step, phases.HERE.phase) if failure.step < 0 else failure.step
-    if failure.kind in ("died", "failed") and phases.HERE.step:  # before the first step there is nothing to continue
+    if failure.kind in ("died", "failed") and phases.HERE.step and links.by_hand:  # later there may be a checkpoint
         space = "\n" if "\n" in failure.text else " "  # after a traceback
         failure = failure._replace(text=f"{failure.text}{space}{how_to_continue(failure.exit_code, step, links.by_hand)}")
     if links.monitor is None:

@@ -207,6 +207,10 @@ def require_model(name: str) -> None:
         raise UserError(f"--model {name}: there is no such built-in model.{_suggest(name, MODELS)}")
     if _is_folder(name):
         folder = Path(name).expanduser()
+        if folder.is_file():
+            raise UserError(f"--model {name}: is a file. Give its folder: --model {folder.parent}.")
+        if "://" in name:
+            raise UserError(f"--model {name}: is an address. Give the name on the Hub: --model {'/'.join(name.split('/')[3:5])}.")
         if not folder.is_dir():
             raise UserError(f"--model {name}: there is no such folder.{did_you_mean_path(folder)}")
         if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):

@@ -38,12 +38,7 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str
     for option, column in given.items():
         if column and column not in rows.column_names:
             raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
-    # A row of another format adds a column that is empty in all other rows.
-    gaps = {name: rows.data.column(name).null_count for name in rows.column_names}
-    usual = {
-        option: min((name for name in names if name in gaps), key=lambda name: gaps[name], default="")
-        for option, names in USUAL_COLUMNS.items()
-    }
+    usual = {option: _usual_column(rows, names) for option, names in USUAL_COLUMNS.items()}
     messages, prompt, answer, text = (given[option] or usual[option] for option in USUAL_COLUMNS)
     is_open = not any(given.values())
     if not any(given[option] for option in ("messages_column", "answer_column", "text_column")):
@@ -65,13 +60,19 @@ def choose_columns(rows: "datasets.Dataset", given: dict[str, str]) -> tuple[str
     )
 
 
+def _usual_column(rows: "datasets.Dataset", names: tuple[str, ...]) -> str:
+    """Return the first of these columns, or "". A row of another format adds a column that most rows lack, which comes last."""
+    table = getattr(rows, "data", None)  # the check before ranks start knows only names
+    is_rare = lambda name: table is not None and 2 * table.column(name).null_count > table.num_rows
+    return min((name for name in names if name in rows.column_names), key=is_rare, default="")
+
+
 def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
     """Raise UserError for pairs of a good and a bad answer, and for answers that are labeled as good or bad."""
     names = rows.column_names
     if {"chosen", "rejected"} <= {*names}:
         first = rows[0]["chosen"] if isinstance(rows[0]["chosen"], list) else []
-        roles = [message.get("role") or message.get("from") for message in first if isinstance(message, dict)]
-        is_whole = "user" in roles or "human" in roles
+        is_whole = "user" in map(role_of, first)
         pair = f"--prompt_column {prompt} --answer_column chosen" if prompt else "--text_column chosen"
         raise UserError(
             "The data have preferences (columns chosen and rejected), and sft would train rejected answers too. To learn them, run "
@@ -95,7 +96,7 @@ def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple
     for option in (f"{name}_column" for name in ("messages", "prompt", "answer", "chosen", "rejected", "label")):
         if (column := getattr(cfg, option)) and column not in names and column != getattr(type(cfg), option):
             raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, {option: column})}")
-    first = lambda option, *usual: getattr(cfg, option, "") or next((name for name in usual if name in names), "")
+    first = lambda option, *usual: getattr(cfg, option, "") or _usual_column(rows, usual)
     messages, prompt = (first(option, *USUAL_COLUMNS[option]) for option in ("messages_column", "prompt_column"))
     answer, label = first("answer_column", *USUAL_COLUMNS["answer_column"]), first("label_column", *LABEL_COLUMNS)
     pair = (cfg.chosen_column, cfg.rejected_column)
@@ -141,9 +142,9 @@ class UnusableRow(Exception):
 
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "function")
-OTHER_ROLES = {  # names of ShareGPT and its variants, LangChain and Gemini
+OTHER_ROLES = {  # names in ShareGPT and its variants, LangChain, Gemini and ms-swift
     "human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "ai": "assistant", "model": "assistant",
-    "observation": "tool", "function": "tool", "function_response": "tool",
+    "observation": "tool", "function": "tool", "function_response": "tool", "tool_response": "tool", "tool_result": "tool",
 }  # fmt: skip
 CALL_ROLES = ("function_call", "tool_call")  # of LLaMA-Factory: the content is the call
 REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -102,7 +102,7 @@ def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0, is_node
     if used < most and not is_last and not why_not_restarted({"exit_code": code, "step": step}, failed_steps):
         return f"The launcher restarts the ranks from the last checkpoint (restart {used + 1} of {most})."
     left = f"No restart of --max_restarts {most} is left. " if 0 < most <= used else ""
-    return f"{left}To continue from the last checkpoint, {by_hand}"
+    return f"{left}To continue from the last checkpoint, {by_hand}" if by_hand else ""  # an evaluation
 
 
 def find_repeated_step(failed_steps: list[int | None]) -> str:
