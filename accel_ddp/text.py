@@ -104,7 +104,7 @@ def did_you_mean_path(path: str | Path) -> str:
     try:
         there = next(folder for folder in Path(path).parents if folder.is_dir())
         wrong, *rest = Path(path).relative_to(there).parts
-        near = nearest(wrong, sorted(other.name for other in there.iterdir()))
+        near = nearest(wrong, sorted(other.name for other in there.iterdir() if not rest or other.is_dir()))
     except (OSError, StopIteration):
         return ""
     meant = Path(there, near, *rest)

@@ -57,6 +57,7 @@ def test_the_nearest_name_is_suggested_only_if_it_is_similar():
 
 def test_one_name_of_a_path_may_be_misspelled(tmp_path):
     (tmp_path / "runs" / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "runz.sh").touch()
     for given, meant in {
         "runs/mine/modle": "runs/mine/model",
         "runz/mine/model": "runs/mine/model",
