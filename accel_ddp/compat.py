@@ -61,10 +61,8 @@ def copy_all(targets: "Sequence[Tensor]", sources: "Sequence[Tensor]") -> None:
 
 
 def move_all(averages: "Sequence[Tensor]", weights: "Sequence[Tensor]", amount: "Tensor") -> None:
-    """Move each average towards its weight by `amount` of their difference, with few kernels for many tensors.
-
-    `lerp_` starts one kernel per tensor. `torch._foreach_lerp_` does not read `amount` from a device. Tested with torch 2.13.
-    """
+    """Move averages towards weights by `amount` of their difference, with few kernels for many. Tested with torch 2.13."""
+    # `torch._foreach_lerp_` does not read `amount` from a device.
     import torch
 
     differences = torch._foreach_sub(weights, averages)
@@ -235,8 +233,7 @@ def compiled_graphs() -> int:
 def end_failed_capture(device: int, pool: Any) -> None:
     """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
 
-    torch leaves its allocator in the state of a capture, in which it returns no memory to the device. Its test
-    needs a GPU and has not run with torch 2.13.
+    In the state of a capture it returns no memory to the device. Its test needs a GPU and has not run with torch 2.13.
     """
     import torch
 

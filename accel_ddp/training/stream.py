@@ -292,15 +292,15 @@ class TrainBatches:
         if tokens and not cfg.evaluate_only and tokens < (needed := ranks * int(self.lengths.max())):
             reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
             raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
-        size, steps = self.epoch_size(cfg), cfg.total_steps(self.epoch_size(cfg))
-        is_asked = (
+        size = self.epoch_size(cfg)
+        is_chosen = (
             cfg.global_batch_tokens or cfg.global_batch_size != type(cfg).global_batch_size
-        )  # small data may meet the default
+        )  # the default may exceed few items
         is_trial = cfg.steps or cfg.stop_after or cfg.evaluate_only or cfg.resume
-        if is_asked and not is_trial and cfg.step_size > size * max(1, 2 * cfg.epochs):
+        if is_chosen and not is_trial and cfg.step_size > size * max(1, 2 * cfg.epochs):
             text = f"a step would be {cfg.step_size / size:.3g} epochs of {counted(len(self), 'item')}, and --epochs is {cfg.epochs:g}"
             raise UserError(f"{_step_option(cfg)}: {text}. Use at most {size}, or give --steps instead of --epochs.")
-        return steps
+        return cfg.total_steps(size)
 
     def epoch_size(self, cfg: TrainConfig) -> int:
         """Return the items of an epoch, or their tokens with `--global_batch_tokens`. A step has `cfg.step_size` of them."""
