@@ -56,7 +56,7 @@ def test_notebook_launcher_has_the_result_of_a_launcher(tmp_path):
 @pytest.mark.slow
 def test_a_kernel_outlives_its_runs(tmp_path):
     """Needs `pip install ipykernel nbclient`."""
-    nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))
+    nbclient, nbformat = (pytest.importorskip(name, reason="pip install ipykernel nbclient") for name in ("nbclient", "nbformat"))
     trains = PROGRAMS / "trains.py"
     cells = [
         f"%run {trains} --stepz 3", f"%run {trains} --stop_after 6 --output_dir run", f"%run {trains} --output_dir run",
