@@ -84,9 +84,11 @@ def collect_files(ranks: list[int], mine: list[Path], targets: dict[int, list[Pa
             with contextlib.suppress(OSError):
                 content = path.read_bytes()
             dist.send_object_list([content], 0, group=links.slow_group)
+            phases.HERE.beat()  # over a slow link all files together take longer than a step may
         for path in targets.get(rank, ()):
             received: list[Any] = [None]
             dist.recv_object_list(received, rank, group=links.slow_group)
+            phases.HERE.beat()
             try:
                 path.write_bytes(received[0] or b"")
             except OSError as error:
