@@ -18,7 +18,8 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed import attach, autobatch, flops, linear_layers, padding_free
+from accel_ddp.speed import attach, autobatch, dropout_layers, flops, linear_layers, padding_free
+from accel_ddp.speed.compilation import compiled
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
@@ -352,7 +353,42 @@ def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_
     assert {"gate.weight", "down.weight"} <= written
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)
+        with linear_layers.converted_together([layer]):
+            again = layer(x)
+            layer.down.weight.data.zero_()  # the copies are used
+            assert torch.equal(layer(x), out)
+        assert torch.equal(again, out)
+        pairs = [torch.autograd.grad(one.float().square().sum(), [x, layer.gate.weight, layer.gate.bias]) for one in (out, again)]
+        assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+        assert not torch.equal(layer(x), out)
+        out = layer(x)
         assert torch.equal(out, layer.requires_grad_(False)(x)), "frozen layers compute as before"
+
+
+def test_compiled_dropout_repeats_with_its_seed_and_drops_the_same_numbers_in_the_backward_pass():
+    layer, rows = nn.Sequential(nn.Dropout(0.1)), 2000
+    dropout_layers.install([layer])
+    call = compiled(layer.forward)
+
+    def kept(seed):
+        x = torch.ones(1, rows, 64, requires_grad=True)
+        torch.manual_seed(seed)
+        out = call(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
+        assert torch.equal(out, gradient)
+        assert set(out.detach().unique().tolist()) == {0.0, float(torch.tensor(1 / 0.9))}
+        return (out[0] != 0).double()
+
+    first = kept(0)
+    assert torch.equal(first, kept(0))
+    assert abs(float((first * kept(1)).mean()) - 0.81) < 0.01, "other seeds drop other numbers"
+    assert abs(float(first.mean()) - 0.9) < 0.005
+    # The numbers that are kept in a row or in a column vary as those of independent draws do.
+    for dim, number in ((0, rows), (1, 64)):
+        assert 0.6 < float(first.mean(dim).var() / (0.09 / number)) < 1.5
+    neighbors = torch.stack([first[1:, 1:], first[:-1, 1:], first[1:, :-1], first[:-1, :-1]]).flatten(1)
+    assert float((neighbors.corrcoef() - torch.eye(4)).abs().max()) < 0.015
+    assert torch.equal(layer.eval()(first), first)
 
 
 def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():

@@ -14,8 +14,10 @@ from torch import Tensor
 
 MAX_TEXTS = 4096  # each block reads the boundaries of all texts
 SIZES = (32, 64, 128)  # of a head
-# (rows, columns, warps, stages) of a block for heads of at most 64 and of 128 numbers: the fastest of ten on an H200
+# (rows, columns, warps, stages) of a block for heads of at most 64 and of 128 numbers: the fastest of ten on an H200. With dropout
+# the hash needs registers, and blocks have fewer columns.
 BLOCKS = {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)}
+COLUMNS_WITH_DROPOUT = 32
 NUMBERS = ["texts", "tokens", "heads", "groups"]  # a kernel is compiled once for all of them
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -40,9 +42,26 @@ def _rows(base, rows, width, length, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _numbers_of(seed, queries):
+    """Return two random numbers for each query, hashes of its place and of the seed."""
+    x = queries.to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16), x * 0x27D4EB2F + tl.load(seed + 1).to(tl.uint32)
+
+
+@triton.jit
+def _is_kept(first, second, keys, DROPPED: tl.constexpr):
+    """Return what dropout keeps: a hash of the two numbers of a query and of the key. Philox would take ten times as long."""
+    x = keys.to(tl.uint32) * 0x9E3779B1 + first
+    x = (x ^ (x >> 16)) * 0x85EBCA6B + second
+    return (x ^ (x >> 13)) * 0xC2B2AE35 >= DROPPED
+
+
+@triton.jit
 def _attend(
-    q, k, v, rows, column, length, scale, acc, total, top, width, CAUSAL: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    q, k, v, rows, column, length, scale, acc, total, top, first, second, width, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    DROPPED: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     columns = column + tl.arange(0, COLUMNS)
     s = tl.dot(q, tl.trans(_rows(k, columns, width, length, SIZE))) * (scale * LOG2E)
@@ -53,14 +72,16 @@ def _attend(
         s = tl.where(sees, s, float("-inf"))
     new = tl.maximum(top, tl.max(s, 1))
     p, shrink = tl.exp2(s - new[:, None]), tl.exp2(top - new)
-    acc = tl.dot(p.to(q.dtype), _rows(v, columns, width, length, SIZE), acc * shrink[:, None])
-    return acc, total * shrink + tl.sum(p, 1), new
+    total = total * shrink + tl.sum(p, 1)
+    if DROPPED:
+        p = tl.where(_is_kept(first[:, None], second[:, None], columns[None, :], DROPPED), p, 0.0)
+    return tl.dot(p.to(q.dtype), _rows(v, columns, width, length, SIZE), acc * shrink[:, None]), total, new
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _forward(
-    q, k, v, out, lse, starts, texts, tokens, scale, heads, groups, CAUSAL: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, v, out, lse, seed, starts, texts, tokens, scale, grow, heads, groups, DROPPED: tl.constexpr, CAUSAL: tl.constexpr,
+    SIZE: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     first, length, begin = _find(starts, texts, tl.program_id(0), N, ROWS)
@@ -70,24 +91,29 @@ def _forward(
         block = _rows(q + here, rows, width, length, SIZE)
         acc, total = tl.zeros([ROWS, SIZE], tl.float32), tl.zeros([ROWS], tl.float32)
         top = tl.full([ROWS], float("-inf"), tl.float32)
+        one, two = rows, rows
+        if DROPPED:
+            one, two = _numbers_of(seed, head * tokens + first + rows)
         whole = (begin if CAUSAL else length) // COLUMNS * COLUMNS  # columns that every row of the block sees
         for column in range(0, whole, COLUMNS):
             acc, total, top = _attend(
-                block, k + there, v + there, rows, column, length, scale, acc, total, top, of_keys, CAUSAL, False, SIZE, COLUMNS
-            )
+                block, k + there, v + there, rows, column, length, scale, acc, total, top, one, two, of_keys, CAUSAL, False,
+                DROPPED, SIZE, COLUMNS,
+            )  # fmt: skip
         for column in range(whole, tl.minimum(begin + ROWS, length) if CAUSAL else length, COLUMNS):
             acc, total, top = _attend(
-                block, k + there, v + there, rows, column, length, scale, acc, total, top, of_keys, CAUSAL, True, SIZE, COLUMNS
-            )
+                block, k + there, v + there, rows, column, length, scale, acc, total, top, one, two, of_keys, CAUSAL, True,
+                DROPPED, SIZE, COLUMNS,
+            )  # fmt: skip
         where = out + here + rows[:, None] * width + tl.arange(0, SIZE)[None, :]
-        tl.store(where, (acc / total[:, None]).to(block.dtype), rows[:, None] < length)
+        tl.store(where, (acc * (grow / total)[:, None]).to(block.dtype), rows[:, None] < length)
         tl.store(lse + head * tokens + first + rows, (top + tl.log2(total)) / LOG2E, rows < length)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _of_queries(
-    q, k, v, out, lse, gradient, d_q, sums, starts, texts, tokens, scale, heads, groups, CAUSAL: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, v, out, lse, gradient, d_q, sums, seed, starts, texts, tokens, scale, grow, heads, groups, DROPPED: tl.constexpr,
+    CAUSAL: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of queries, and for each query the sum over its output times the gradient."""
     head = tl.program_id(1)
@@ -104,6 +130,8 @@ def _of_queries(
         tl.store(sums + place + rows, weighted, rows < length)
         logarithms = tl.load(lse + place + rows, rows < length, 0.0) * LOG2E
         acc = tl.zeros([ROWS, SIZE], tl.float32)
+        if DROPPED:
+            one, two = _numbers_of(seed, place + rows)
         for column in range(0, tl.minimum(begin + ROWS, length) if CAUSAL else length, COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
             keys = _rows(k + there, columns, of_keys, length, SIZE)
@@ -113,6 +141,8 @@ def _of_queries(
                 sees = sees & (columns[None, :] <= rows[:, None])
             p = tl.where(sees, tl.exp2(s - logarithms[:, None]), 0.0)
             d_p = tl.dot(d_out, tl.trans(_rows(v + there, columns, of_keys, length, SIZE)))
+            if DROPPED:
+                d_p = tl.where(_is_kept(one[:, None], two[:, None], columns[None, :], DROPPED), d_p * grow, 0.0)
             acc = tl.dot((p * (d_p - weighted[:, None])).to(block.dtype), keys, acc)
         where = d_q + here + rows[:, None] * width + tl.arange(0, SIZE)[None, :]
         tl.store(where, (acc * scale).to(block.dtype), rows[:, None] < length)
@@ -120,8 +150,8 @@ def _of_queries(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _of_keys(
-    q, k, v, lse, gradient, d_k, d_v, sums, starts, texts, tokens, scale, heads, groups, CAUSAL: tl.constexpr, SIZE: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, v, lse, gradient, d_k, d_v, sums, seed, starts, texts, tokens, scale, grow, heads, groups, DROPPED: tl.constexpr,
+    CAUSAL: tl.constexpr, SIZE: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values, by the queries of one head. A block has ROWS keys and reads COLUMNS queries at once."""
     head = tl.program_id(1)
@@ -143,42 +173,58 @@ def _of_keys(
             if CAUSAL:
                 p = tl.where(rows[:, None] <= columns[None, :], p, 0.0)
             d_out = _rows(gradient + here, columns, width, length, SIZE)
-            sum_v = tl.dot(p.to(keys.dtype), d_out, sum_v)
-            d_p = tl.dot(values, tl.trans(d_out))
+            d_p, p_kept = tl.dot(values, tl.trans(d_out)), p
+            if DROPPED:
+                one, two = _numbers_of(seed, place + columns)
+                is_kept = _is_kept(one[None, :], two[None, :], rows[:, None], DROPPED)
+                p_kept, d_p = tl.where(is_kept, p, 0.0), tl.where(is_kept, d_p * grow, 0.0)
+            sum_v = tl.dot(p_kept.to(keys.dtype), d_out, sum_v)
             d_s = p * (d_p - tl.load(sums + place + columns, columns < length, 0.0)[None, :])
             sum_k = tl.dot(d_s.to(keys.dtype), queries, sum_k)
         where = here + rows[:, None] * width + tl.arange(0, SIZE)[None, :]
         tl.store(d_k + where, (sum_k * scale).to(keys.dtype), rows[:, None] < length)
-        tl.store(d_v + where, sum_v.to(keys.dtype), rows[:, None] < length)
+        tl.store(d_v + where, (sum_v * grow).to(keys.dtype), rows[:, None] < length)
 
 
-def _launch(kernel: Any, q: Tensor, k: Tensor, starts: Tensor, tensors: tuple, causal: bool, scale: float | None) -> None:
+def _launch(
+    kernel: Any, q: Tensor, k: Tensor, starts: Tensor, tensors: tuple, seed: Tensor, dropout: float, causal: bool,
+    scale: float | None,
+) -> None:  # fmt: skip
     (tokens, heads, size), texts = q.shape, len(starts) - 1
     rows, columns, warps, stages = BLOCKS[max(64, size)]
+    columns = COLUMNS_WITH_DROPOUT if dropout else columns
     grid = (tokens // rows + texts, heads)  # at least as many blocks as all texts have
     scale = size**-0.5 if scale is None else scale
     with torch.cuda.device(q.device):
         kernel[grid](
-            *tensors, starts, texts, tokens, scale, heads, k.shape[1], CAUSAL=causal, SIZE=size,
-            N=max(64, triton.next_power_of_2(texts)), ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+            *tensors, seed, starts, texts, tokens, scale, 1 / (1 - dropout), heads, k.shape[1], DROPPED=int(dropout * 2**32),
+            CAUSAL=causal, SIZE=size, N=max(64, triton.next_power_of_2(texts)), ROWS=rows, COLUMNS=columns, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output of attention and the log of its sums, as torch's flash attention does. All are [tokens, heads, size]."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, dropout: float, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output of attention, the log of its sums and the seed of dropout. All inputs are [tokens, heads, size]."""
     out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    _launch(_forward, q, k, starts, (q, k, v, out, lse), causal, scale)
-    return out, lse
+    seed = torch.empty(2, dtype=torch.long, device=q.device)
+    if dropout:  # from the generator of the device, which a replay of a CUDA graph advances
+        seed.random_()
+    _launch(_forward, q, k, starts, (q, k, v, out, lse), seed, dropout, causal, scale)
+    return out, lse, seed
 
 
 def gradients(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, starts: Tensor, dropout: float,
+    causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values."""
     gradient = gradient.contiguous()
     sums, d_q, d_k, d_v = torch.empty_like(lse), torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
-    _launch(_of_queries, q, k, starts, (q, k, v, out, lse, gradient, d_q, sums), causal, scale)
-    _launch(_of_keys, q, k, starts, (q, k, v, lse, gradient, d_k, d_v, sums), causal, scale)
+    rest = seed, dropout, causal, scale
+    _launch(_of_queries, q, k, starts, (q, k, v, out, lse, gradient, d_q, sums), *rest)
+    _launch(_of_keys, q, k, starts, (q, k, v, lse, gradient, d_k, d_v, sums), *rest)
     if q.shape[1] > k.shape[1]:  # several heads of queries share one of keys
         d_k, d_v = (d.unflatten(1, (k.shape[1], -1)).sum(2) for d in (d_k, d_v))
     return d_q, d_k, d_v

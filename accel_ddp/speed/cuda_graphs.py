@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp import compat
-from accel_ddp.speed.linear_layers import gradients_written_to
+from accel_ddp.speed.linear_layers import converted_together, gradients_written_to
 from accel_ddp.training.update import move_gradients
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ RETRY_AFTER = 100  # micro-batches, if there was not enough memory
 
 
 class GraphedLayers:
-    """Calls a stack of layers. Each shape is captured when it occurs for the second time, because the first time compiles."""
+    """Calls a stack of layers. A shape is captured when it occurs; the first one when it occurs again, because that compiles."""
 
     def __init__(
         self,
@@ -199,7 +199,9 @@ class GraphedLayers:
         if number == 0:
             self.replayed = 0, None
             self._inspect(hidden, args, kwargs)
-            if self.key in self.seen and self.key not in self.captured and not self.pending and not self.disabled_reason:
+            # Once one shape is captured, libraries are warm, and a capture takes the host no longer than a pass without it.
+            is_new = self.key not in self.captured and (self.key in self.seen or 0 < len(self.captured) < MAX_SHAPES)
+            if is_new and not self.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
         elif kwargs is not self.arguments[1] or (
             args is not self.arguments[0] and [*map(id, args)] != [*map(id, self.arguments[0])]
@@ -351,7 +353,7 @@ class GraphedLayers:
             forward_passes, x = [], first
             for group in self.groups:
                 graph, passed = torch.cuda.CUDAGraph(), []
-                with self._capturing(graph):
+                with self._capturing(graph), converted_together(group.layers):
                     for number, layer in enumerate(group.layers, start=group.first):
                         with parameter_aliases(layer, group.parameters_of_layers[number - group.first]) as aliases:
                             out = self.calls[number](x, *args, **kwargs)

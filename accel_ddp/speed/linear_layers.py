@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp import compat
+
 
 @functools.cache
 def _targets() -> dict[int, Tensor]:
@@ -35,6 +37,27 @@ def gradients_written_to(weights: Sequence[Tensor], targets: Sequence[Tensor]) -
         _targets().clear()
 
 
+@functools.cache
+def _copies() -> dict[int, Tensor]:
+    """Return the addresses of weights and biases, and their copies in half precision, see `converted_together`."""
+    return {}
+
+
+@contextlib.contextmanager
+def converted_together(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Convert the weights of these layers with few kernels inside the block. Otherwise each linear layer converts its own."""
+    some = [m for layer in layers for m in layer.modules() if type(m) is WideGradients and m.converts()]
+    found = [p for m in some for p in (m.weight, m.bias) if p is not None]
+    if found:
+        copies = [torch.empty_like(p, dtype=torch.get_autocast_dtype(p.device.type), requires_grad=False) for p in found]
+        compat.copy_all(copies, [p.detach() for p in found])
+        _copies().update((p.data_ptr(), copy) for p, copy in zip(found, copies))
+    try:
+        yield
+    finally:
+        _copies().clear()
+
+
 def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Return a @ b in the wide type. A GPU sums in it anyway and can write the result directly."""
     is_narrow = a.dtype in (torch.float16, torch.bfloat16) and wide == torch.float32
@@ -49,8 +72,10 @@ def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) 
 @torch.library.custom_op("accel_ddp::linear", mutates_args=())
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return F.linear(rows, weight, bias) in the type of `rows`, and the weight in this type."""
-    matrix = weight.to(rows.dtype, copy=True)
-    return F.linear(rows, matrix, None if bias is None else bias.to(rows.dtype)), matrix
+    known, kind = _copies(), rows.dtype
+    # A new tensor over the memory of the copy: autograd makes it an output of this operator.
+    matrix = known[weight.data_ptr()].detach() if weight.data_ptr() in known else weight.to(kind, copy=True)
+    return F.linear(rows, matrix, None if bias is None else known.get(bias.data_ptr(), bias).to(kind)), matrix
 
 
 @_linear.register_fake
@@ -89,11 +114,14 @@ class WideGradients(nn.Linear):
     """A linear layer whose weight gradient is not rounded to the type of autocast."""
 
     def forward(self, rows: Tensor) -> Tensor:
-        weight, kind = self.weight, rows.device.type
-        is_trained = torch.is_grad_enabled() and weight.requires_grad
-        if not (is_trained and weight.dtype == torch.float32 and torch.is_autocast_enabled(kind)):
-            return F.linear(rows, weight, self.bias)
-        return _linear(rows.to(torch.get_autocast_dtype(kind)), weight, self.bias)[0]
+        if not self.converts():
+            return F.linear(rows, self.weight, self.bias)
+        return _linear(rows.to(torch.get_autocast_dtype(rows.device.type)), self.weight, self.bias)[0]
+
+    def converts(self) -> bool:
+        """Return whether a forward pass converts the weight."""
+        is_trained = torch.is_grad_enabled() and self.weight.requires_grad
+        return is_trained and self.weight.dtype == torch.float32 and torch.is_autocast_enabled(self.weight.device.type)
 
 
 def install(layers: Sequence[nn.Module]) -> None:

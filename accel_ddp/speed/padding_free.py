@@ -95,8 +95,8 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if not mask.is_cuda:
         return Row(mask, used, sizes.width, positions, sizes.texts, shared)
     tokens = rounded_up(used)
-    # The unused end of the row is computed like a text, so it must not be longer than the longest.
-    longest = max(1 << max(0, sizes.width - 1).bit_length(), 1 << (tokens - used).bit_length())
+    # The unused end of the row is computed like a text, so it must not be longer than the longest. It is shorter than the grain.
+    longest = max(1 << max(0, sizes.width - 1).bit_length(), grain_of(tokens))
     keys = -(-2 * (sizes.tokens + tokens - used) // tokens) * (tokens // 2)  # few different numbers; a surplus costs nothing
     return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys)
 
@@ -112,8 +112,13 @@ def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
 
 def rounded_up(number: int) -> int:
     """Round up by a fiftieth on average, to one of few different numbers."""
-    grain = max(64, 1 << max(0, (number // 16).bit_length() - 1))
+    grain = grain_of(number)
     return max(1, -(-number // grain)) * grain
+
+
+def grain_of(number: int) -> int:
+    """Return the difference between neighboring rounded numbers."""
+    return max(64, 1 << max(0, (number // 16).bit_length() - 1))
 
 
 def segments_of(row: Row, is_flash: bool) -> Segments:
@@ -208,14 +213,14 @@ def _own_kernels(
     q: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, dropout: float, causal: bool
 ) -> Any:
     """Return the module `attention_kernels` if it can compute this attention, or else None. It is faster than torch's."""
-    if keys is not None or dropout or key_starts.data_ptr() != starts.data_ptr() or v.shape[2] != q.shape[2]:
+    if keys is not None or key_starts.data_ptr() != starts.data_ptr() or v.shape[2] != q.shape[2]:
         return None
-    own = _kernels_for(q.device, q.dtype, q.shape[2], causal)
+    own = _kernels_for(q.device, q.dtype, q.shape[2], dropout, causal)
     return own if own and len(starts) <= own.MAX_TEXTS else None
 
 
 @functools.cache
-def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, causal: bool) -> Any:
+def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, dropout: float, causal: bool) -> Any:
     """Return the module `attention_kernels` if Triton can compile it for heads of this size on this GPU, or else None."""
     if not find_spec("triton") or torch.cuda.get_device_capability(device)[0] < 9:
         return None
@@ -225,7 +230,8 @@ def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, causal: bo
     if size not in own.SIZES:
         return None
     try:
-        own.gradients(some, some, some, some, *own.forward(some, some, some, starts, causal, None), starts, causal, None)
+        rest = dropout, causal, None
+        own.gradients(some, some, some, some, *own.forward(some, some, some, starts, *rest), starts, *rest)
         return own
     except Exception as error:  # of many kinds, for example no C compiler
         log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
@@ -239,7 +245,8 @@ def _flash(
     dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
-        return *own.forward(q, k, v, starts, causal, scale), torch.empty(2, dtype=torch.uint64, device=q.device)
+        out, lse, seed = own.forward(q, k, v, starts, dropout, causal, scale)
+        return out, lse, seed.view(torch.uint64)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
 
@@ -257,7 +264,7 @@ def _flash_backward(
     scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
-        return own.gradients(gradient, q, k, v, out, lse, starts, causal, scale)
+        return own.gradients(gradient, q, k, v, out, lse, random_state.view(torch.long), starts, dropout, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -334,8 +341,8 @@ def attention(
             seen.add(window + 1)
         window = -1 if window >= segments.longest else window  # no text is longer
     if segments.is_flash and bias is None:
-        # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
-        q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
+        # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type. Not `[0]`, see `unpack`.
+        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
         where = (segments.starts, *(segments.keys or (source.starts, None, None)))
         longest = max(segments.longest, source.longest)
         return _flash(q, k, v, *where, longest, dropout, causal, scaling, window)[0][None], None

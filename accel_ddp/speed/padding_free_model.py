@@ -192,7 +192,9 @@ class PaddingFree:
     def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
         """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
         row = padding_free.row_of(current)
-        if row is None or not isinstance(given, Tensor) or not self.is_enabled or row.longest > self.longest or given.ndim != 2:
+        if row is None or not self.is_enabled or row.mask.shape[-1] > self.longest:
+            return None
+        if not isinstance(given, Tensor) or given.ndim != 2:
             return None
         is_same = lambda known: known is not None and given.data_ptr() == known.data_ptr() and given.numel() == known.numel()
         if is_same(row.mask):

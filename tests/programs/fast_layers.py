@@ -1,6 +1,6 @@
 """Compute models with padding, without padding, captured as CUDA graphs and compiled. Print the differences as JSON.
 
-fast_layers.py [quick] [KIND ...]   # quick: without compilation
+fast_layers.py [quick] [KIND ...]   # quick: without compilation; a KIND may be dropout
 """
 
 import json
@@ -95,7 +95,7 @@ def collate(kind):
 
 
 def compute(kind, padding_free, compile_option, dropout, times):
-    """Return (loss, gradients) of each pass, and of two passes whose gradients are accumulated."""
+    """Return (loss, gradients) of each pass, of two passes whose gradients are accumulated, and of another, smaller batch."""
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="bf16")
     drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
@@ -127,18 +127,18 @@ def compute(kind, padding_free, compile_option, dropout, times):
         assert (speed.padding_free is not None) == (padding_free == "on"), "the layers compute padding"
     model = accelerator.prepare(model)
     model.train()
-    batch = train.sample(len(LENGTHS), accelerator, cfg)
+    batch, smaller = (train.sample(number, accelerator, cfg) for number in (len(LENGTHS), 4))
     if compile_option in ("on", "auto"):
         speed.choose_compilation(0)
     if compile_option == "on":
         speed.compile_layers()
         assert speed.plain_calls, "the layers are not compiled"
     results = []
-    for time in range(times + 1):
-        for _ in range(2 if time == times else 1):  # the last time gradients are accumulated
+    for some in (*[[batch]] * times, [batch, batch], [smaller]):  # gradients of a list are accumulated
+        for one in some:
             seed_torch(7, accelerator.device)
-            with CurrentBatch(batch):
-                loss = loss_sum(model, batch)
+            with CurrentBatch(one):
+                loss = loss_sum(model, one)
             loss.backward()
         results.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
         for p in model.parameters():
@@ -153,8 +153,8 @@ def compute(kind, padding_free, compile_option, dropout, times):
     if speed.graphs:
         for graphs in speed.graphs:
             assert not graphs.disabled_reason, graphs.disabled_reason
-            assert graphs.captured, "no layer was captured as a CUDA graph"
-    return results[:-1], results[-1], cfg.compile
+            assert len(graphs.captured) >= 2, "the shapes of both batches were not captured as CUDA graphs"
+    return results[:-2], results[-2:], cfg.compile
 
 
 def difference(a, b):
@@ -171,13 +171,14 @@ def difference(a, b):
 
 def compare(kind, quick):
     (padded,), *_ = compute(kind, "off", "off", 0.0, 1)
-    (plain,), plain_twice, _ = compute(kind, "on", "off", 0.0, 1)
-    captured, captured_twice, _ = compute(kind, "on", "graphs", 0.0, 3)
+    (plain,), (plain_twice, plain_smaller), _ = compute(kind, "on", "off", 0.0, 1)
+    captured, (captured_twice, captured_smaller), _ = compute(kind, "on", "graphs", 0.0, 3)
     if kind == "vit":  # without CUDA graphs its attention is another one; the first pass is not captured
-        plain, plain_twice = captured[0], captured_twice
+        plain, plain_twice, plain_smaller = captured[0], captured_twice, captured_smaller
     found = {
         "padding-free": difference(padded, plain), "captured": max(difference(plain, r) for r in captured),
-        "accumulated": difference(plain_twice, captured_twice), "default": compute(kind, "auto", "auto", 0.0, 1)[2],
+        "accumulated": difference(plain_twice, captured_twice), "smaller": difference(plain_smaller, captured_smaller),
+        "default": compute(kind, "auto", "auto", 0.0, 1)[2],
     }  # fmt: skip
     if not quick:
         compiled, *_ = compute(kind, "on", "on", 0.0, 3)
@@ -186,15 +187,21 @@ def compare(kind, quick):
     return found
 
 
+def repeat_dropout(quick):
+    """Compute with the same seed again and again. Of layers that are not compiled, the first pass is not captured."""
+    found = {}
+    for name, option in [("captured", "graphs"), *([] if quick else [("compiled", "on")])]:
+        dropped, *_ = compute("bert", "on", option, 0.2, 4)
+        found[name] = max(difference(dropped[0], r) for r in dropped[1:])
+    return found
+
+
 kinds, found = [kind for kind in sys.argv[1:] if kind != "quick"], {}
-for kind in kinds or ("bert", "llama", "packed", "pairs", *MODELS):
+for kind in kinds or ("bert", "llama", "packed", "pairs", *MODELS, "dropout"):
     try:
-        found[kind] = compare(kind, "quick" in sys.argv)
+        found[kind] = compare(kind, "quick" in sys.argv) if kind != "dropout" else repeat_dropout("quick" in sys.argv)
     except Exception as error:  # the others are compared all the same
         found[kind] = {"error": f"{type(error).__name__}: {error}"[:300]}
     print(kind, found[kind], flush=True)
     torch.compiler.reset()
-if not kinds:
-    dropped, *_ = compute("bert", "on", "graphs", 0.2, 4)  # the first pass is not captured
-    found["dropout"] = {"captured": max(difference(dropped[0], r) for r in dropped[1:])}
 print(json.dumps(found))
