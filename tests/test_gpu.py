@@ -194,11 +194,9 @@ def test_attention_kernels_give_what_torchs_flash_attention_gives_and_the_same_b
     q, k, v, gradient = new(heads), new(groups), new(groups), new(heads)
     out, lse, state = compat.flash_attention(q, k, v, starts, starts, 1024, 0.0, causal, None)
     expected = compat.flash_attention_gradients(gradient, q, k, v, out, lse, starts, starts, 1024, 0.0, causal, state, None)
-    found = [attention_kernels.forward(q, k, v, starts, 0.0, causal, None) for _ in range(2)]
-    found = [
-        (one, lse, *attention_kernels.gradients(gradient, q, k, v, one, lse, seed, starts, 0.0, causal, None))
-        for one, lse, seed in found
-    ]
+    rest = torch.zeros(2, dtype=torch.long, device="cuda"), starts, 0.0, causal, None
+    found = [attention_kernels.forward(q, k, v, *rest) for _ in range(2)]
+    found = [(*pair, *attention_kernels.gradients(gradient, q, k, v, *pair, *rest)) for pair in found]
     for a, b, again in zip(found[0], (out, lse, *expected), found[1], strict=True):
         assert torch.equal(a, again)
         assert (a.float() - b.float()).abs().max() < 0.02 * b.float().abs().max()
@@ -213,16 +211,14 @@ def test_attention_kernels_with_dropout_drop_the_same_numbers_in_both_passes(cau
     torch.manual_seed(0)
     new = lambda number: torch.randn(sum(lengths), number, size, device="cuda", dtype=torch.bfloat16)
     q, k, v, gradient = new(heads), new(1), new(1), new(heads)
-    torch.manual_seed(1)
-    out, lse, seed = attention_kernels.forward(q, k, v, starts, dropout, causal, None)
-    found = attention_kernels.gradients(gradient, q, k, v, out, lse, seed, starts, dropout, causal, None)
+    rest = torch.tensor([3, 5], device="cuda"), starts, dropout, causal, None
+    out, lse = attention_kernels.forward(q, k, v, *rest)
+    found = attention_kernels.gradients(gradient, q, k, v, out, lse, *rest)
+    other_seed = torch.tensor([4, 5], device="cuda")
+    assert not torch.equal(out, attention_kernels.forward(q, k, v, other_seed, *rest[1:])[0])
     # If the values of a text are the rows of a unit matrix, the output consists of the weights that dropout has kept.
     units = torch.cat([torch.eye(size, device="cuda", dtype=torch.bfloat16)[:n] for n in lengths])[:, None]
-    torch.manual_seed(1)
-    weights, _, same_seed = attention_kernels.forward(q, k, units, starts, dropout, causal, None)
-    assert torch.equal(seed, same_seed)
-    torch.manual_seed(2)
-    assert not torch.equal(seed, attention_kernels.forward(q, k, v, starts, dropout, causal, None)[2])
+    weights, _ = attention_kernels.forward(q, k, units, *rest)
     tensors, parts, kept, possible = [x.double().requires_grad_() for x in (q, k, v)], [], 0, 0
     for first, n in zip(starts.tolist(), lengths):
         some_q, some_k, some_v = (x[first : first + n].transpose(0, 1) for x in tensors)

@@ -204,15 +204,15 @@ def _launch(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, dropout: float, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output of attention, the log of its sums and the seed of dropout. All inputs are [tokens, heads, size]."""
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor, starts: Tensor, dropout: float, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output of attention and the log of its sums, as torch's flash attention does.
+
+    q, k and v are [tokens, heads, size]. `seed`: two numbers of 64 bits, from which dropout is computed in both passes.
+    """
     out, lse = torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    seed = torch.empty(2, dtype=torch.long, device=q.device)
-    if dropout:  # from the generator of the device, which a replay of a CUDA graph advances
-        seed.random_()
     _launch(_forward, q, k, starts, (q, k, v, out, lse), seed, dropout, causal, scale)
-    return out, lse, seed
+    return out, lse
 
 
 def gradients(

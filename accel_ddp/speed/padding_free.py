@@ -230,8 +230,9 @@ def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, dropout: f
     if size not in own.SIZES:
         return None
     try:
-        rest = dropout, causal, None
-        own.gradients(some, some, some, some, *own.forward(some, some, some, starts, *rest), starts, *rest)
+        # The seed is not drawn: a run that begins here, such as a resumed one, must draw the same numbers as others.
+        rest = torch.zeros(2, dtype=torch.long, device=device), starts, dropout, causal, None
+        own.gradients(some, some, some, some, *own.forward(some, some, some, *rest), *rest)
         return own
     except Exception as error:  # of many kinds, for example no C compiler
         log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
@@ -245,8 +246,10 @@ def _flash(
     dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
-        out, lse, seed = own.forward(q, k, v, starts, dropout, causal, scale)
-        return out, lse, seed.view(torch.uint64)
+        seed = torch.empty(2, dtype=torch.long, device=q.device)
+        if dropout:  # from the generator of the device, which a replay of a CUDA graph advances
+            seed.random_()
+        return *own.forward(q, k, v, seed, starts, dropout, causal, scale), seed.view(torch.uint64)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
     return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
 
