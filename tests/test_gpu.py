@@ -175,8 +175,8 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     for kind in (kind for kind in found if kind != "dropout"):
         assert found[kind]["padding-free"] < (0.3 if kind == "mixtral" else 0.05), found  # rounding changes experts
         assert (found[kind]["captured"] == 0) == (kind not in unequal), found
-        assert (found[kind]["accumulated"] == 0) == (kind not in unequal), found
-        assert (found[kind]["smaller"] == 0) == (kind not in unequal), found  # its shape is captured when it occurs
+        for other in ("accumulated", "smaller") if kind != "vit" else ():  # a smaller batch is captured when it occurs
+            assert (found[kind][other] == 0) == (kind not in unequal), found
         assert found[kind]["default"] == {"t5": "auto", "deberta": "off"}.get(kind, "graphs"), found
         assert found[kind]["compiled"] < 0.05, found
         assert found[kind]["compiled again"] == 0, found
@@ -202,11 +202,11 @@ def test_attention_kernels_give_what_torchs_flash_attention_gives_and_the_same_b
         assert (a.float() - b.float()).abs().max() < 0.02 * b.float().abs().max()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention_kernels_with_dropout_drop_the_same_numbers_in_both_passes(causal):
+@pytest.mark.parametrize(("size", "causal"), [(32, False), (64, False), (64, True), (128, True)])
+def test_attention_kernels_with_dropout_drop_the_same_numbers_in_both_passes(size, causal):
     from accel_ddp.speed import attention_kernels
 
-    lengths, heads, size, dropout = [40, 64, 17], 4, 64, 0.25
+    lengths, heads, dropout = [40, 200, 17], 4, 0.25
     starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     torch.manual_seed(0)
     new = lambda number: torch.randn(sum(lengths), number, size, device="cuda", dtype=torch.bfloat16)
@@ -216,9 +216,10 @@ def test_attention_kernels_with_dropout_drop_the_same_numbers_in_both_passes(cau
     found = attention_kernels.gradients(gradient, q, k, v, out, lse, *rest)
     other_seed = torch.tensor([4, 5], device="cuda")
     assert not torch.equal(out, attention_kernels.forward(q, k, v, other_seed, *rest[1:])[0])
-    # If the values of a text are the rows of a unit matrix, the output consists of the weights that dropout has kept.
-    units = torch.cat([torch.eye(size, device="cuda", dtype=torch.bfloat16)[:n] for n in lengths])[:, None]
-    weights, _ = attention_kernels.forward(q, k, units, *rest)
+    # If the values of a text are the rows of a unit matrix, here in slices, the output has the weights that dropout has kept.
+    units = torch.cat([torch.eye(256, device="cuda", dtype=torch.bfloat16)[:n] for n in lengths])[:, None]
+    slices = [attention_kernels.forward(q, k, some.contiguous(), *rest)[0] for some in units.split(size, -1)]
+    weights = torch.cat(slices, -1)
     tensors, parts, kept, possible = [x.double().requires_grad_() for x in (q, k, v)], [], 0, 0
     for first, n in zip(starts.tolist(), lengths):
         some_q, some_k, some_v = (x[first : first + n].transpose(0, 1) for x in tensors)

@@ -60,9 +60,10 @@ def attach(
     """
     speed = Speed(accelerator, cfg, model, train, loss_sum, total_steps)
     speed.remove_padding()
-    if speed.padding_free and accelerator.device.type == "cuda" and not is_sharded(model):
-        linear_layers.install(speed.padding_free.layers)
+    if speed.padding_free and accelerator.device.type == "cuda":
         dropout_layers.install(speed.padding_free.layers)
+        if not is_sharded(model):
+            linear_layers.install(speed.padding_free.layers)
     train.cost = speed.cost
     speed.capture_layers()
     done = ["padding-free"] * bool(speed.padding_free and not speed.padding_free.is_fixed)

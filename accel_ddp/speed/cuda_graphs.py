@@ -179,6 +179,7 @@ class GraphedLayers:
         self.pending: dict[tuple[int, Any], object] = {}
         self.pending_key: Any = None  # the key of their shape
         self.seen: set[Any] = set()  # keys of shapes that went through all layers
+        self.largest = 0  # numbers in the hidden states of the largest of them
         self.captured: dict[Any, list[CapturedGroup]] = {}  # key of the shape -> groups
         self.copied: tuple[Any, list[Tensor]] = (None, [])  # the last (targets, sources) of `_copy_inputs`
         self.arguments: tuple[Any, Any] = ((), None)  # of the first layer
@@ -199,8 +200,10 @@ class GraphedLayers:
         if number == 0:
             self.replayed = 0, None
             self._inspect(hidden, args, kwargs)
-            # Once one shape is captured, libraries are warm, and a capture takes the host no longer than a pass without it.
-            is_new = self.key not in self.captured and (self.key in self.seen or 0 < len(self.captured) < MAX_SHAPES)
+            # Once a shape is captured, libraries are warm, and capturing another one takes the host no longer than a pass without
+            # it. A larger one is first computed, because its pass is the estimate of the memory that it needs.
+            is_soon = bool(self.captured) and hidden.numel() <= self.largest
+            is_new = self.key not in self.captured and len(self.captured) < MAX_SHAPES and (is_soon or self.key in self.seen)
             if is_new and not self.pending and not self.disabled_reason:
                 self._try_to_capture(hidden)
         elif kwargs is not self.arguments[1] or (
@@ -225,6 +228,7 @@ class GraphedLayers:
         self.last_version = compat.version_of(out) if isinstance(out, Tensor) else 0
         if number == len(self.layers) - 1:
             self.replayed, self.last_output = (0, None), None  # so that their memory can be freed
+            self.largest = max(self.largest, hidden.numel())
             if len(self.seen) < MAX_SHAPES and not self.disabled_reason:
                 self.seen.add(self.key)
         return out
@@ -303,12 +307,13 @@ class GraphedLayers:
             self.retry_in = sys.maxsize
             torch.cuda.synchronize()
         except Exception as error:
-            first: BaseException = error
-            while first.__context__ is not None:
-                first = first.__context__
-            self._disable(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
             torch.cuda.synchronize()
-            self._discard_graphs()
+            if self.key in self.seen:  # otherwise its first pass may have to compile, which a capture must not contain
+                first: BaseException = error
+                while first.__context__ is not None:
+                    first = first.__context__
+                self._disable(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
+                self._discard_graphs()
         generator.set_state(drawn)
 
     @contextlib.contextmanager

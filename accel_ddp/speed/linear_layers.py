@@ -73,8 +73,9 @@ def product(a: Tensor, b: Tensor, wide: torch.dtype, out: Tensor | None = None) 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return F.linear(rows, weight, bias) in the type of `rows`, and the weight in this type."""
     known, kind = _copies(), rows.dtype
-    # A new tensor over the memory of the copy: autograd makes it an output of this operator.
-    matrix = known[weight.data_ptr()].detach() if weight.data_ptr() in known else weight.to(kind, copy=True)
+    matrix = known.pop(weight.data_ptr(), None)  # outputs of two calls must not share their memory
+    if matrix is None or matrix.dtype != kind:
+        matrix = weight.to(kind, copy=True)
     return F.linear(rows, matrix, None if bias is None else known.get(bias.data_ptr(), bias).to(kind)), matrix
 
 

@@ -225,7 +225,7 @@ class PaddingFree:
         source = row._replace(tokens=more(current.batch.sizes.tokens + 1))
         tokens = more(used + 1)
         tokens += grain if tokens == source.tokens else 0
-        longest = max(longest, 1 << (tokens - used).bit_length())
+        longest = max(longest, padding_free.grain_of(tokens) + grain)
         return [source, Row(mask, tokens, longest)]
 
     def _segments(self, stack: Stack, hidden: Tensor) -> Segments:
