@@ -155,7 +155,7 @@ def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
 def _check_inputs(cfg: TrainConfig) -> None:
     from accel_ddp.sources.data import check_inputs  # imports numpy
 
-    check_inputs(cfg)
+    check_inputs(cfg, quiet=True)
 
 
 def _launch(words: list[str]) -> int:

@@ -40,23 +40,23 @@ MOST_RECORDED = 20_000  # characters of row numbers in the log
 SHOWN = 5  # rows of each kind of problem that an error message names
 
 
-def check_inputs(cfg: TrainConfig) -> None:
+def check_inputs(cfg: TrainConfig, quiet: bool = False) -> None:
     """Raise UserError if the model's folder, a file or a column is missing, without torch. A run would raise it a few seconds later.
 
     This applies to recipes whose Config has `check_columns(*tables)`; others may read their files in another way. The names at the
     beginning of a file, which take milliseconds, are enough if all columns are there. Otherwise the file is read. Errors of other
-    types are left to the run.
+    types are left to the run. `quiet`: without warnings, because a run that follows prints them.
     """
     try:
         if isinstance(cfg, RecipeConfig) and hasattr(cfg, "check_columns"):
-            _check_inputs(cfg)
+            _check_inputs(cfg, quiet)
     except UserError:
         raise
     except Exception as error:
         log.debug("the files were not checked: %r", error)
 
 
-def _check_inputs(cfg: Any) -> None:
+def _check_inputs(cfg: Any, quiet: bool) -> None:
     if cfg.model != type(cfg).model:  # the default may be a model of the recipe's own, such as mini-resnet
         builtin.require_model(cfg.model)
     options = {"--train_file": () if is_only_evaluated(cfg) else cfg.train_file, "--eval_file": cfg.eval_file}
@@ -66,7 +66,7 @@ def _check_inputs(cfg: Any) -> None:
     files = {option: expand(option, given, cfg.file_endings, quiet=True) for option, given in options.items() if given}
     if train := {Path(path).resolve() for _, path in files.get("--train_file", [])}:
         same = [path for _, path in files.get("--eval_file", []) if Path(path).resolve() in train and not path.endswith(".npz")]
-        if same:
+        if same and not quiet:
             warn(f"--eval_file: {listed(same)} is a training file too. Its metrics do not show how the model does on other data.")
     paths = [path for found in files.values() for _, path in found]
     if not paths or any(ending_of(Path(path)) not in TABLES for path in paths):  # folders, and files that only a recipe reads
