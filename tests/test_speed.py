@@ -18,7 +18,7 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.speed import attach, autobatch, dropout_layers, flops, linear_layers, padding_free
+from accel_ddp.speed import attach, autobatch, flops, modules, padding_free
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from accel_ddp.training.update import move_gradients
@@ -339,11 +339,11 @@ def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_
     def gradients(targets):
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(x)
-        with linear_layers.gradients_written_to(parameters, targets):
+        with modules.gradients_written_to(parameters, targets):
             return torch.autograd.grad(out.float().square().sum(), [x, *parameters])
 
     expected = gradients([torch.zeros_like(p) for p in parameters])
-    linear_layers.install([layer])
+    modules.install([layer], is_sharded=False)
     targets = [torch.zeros_like(p) for p in parameters]
     found = gradients(targets)
     for a, b in zip(found, expected, strict=True):
@@ -352,7 +352,7 @@ def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_
     assert {"gate.weight", "down.weight"} <= written
     with torch.autocast("cpu", torch.bfloat16):
         out = layer(x)
-        with linear_layers.converted_together([layer]):
+        with modules.converted_together([layer]):
             layer.down.weight.data.zero_()  # its copy is used
             again = layer(x)
         assert torch.equal(again, out)
@@ -365,8 +365,8 @@ def test_linear_layers_have_the_gradients_of_autocast_and_write_them_where_they_
 
 def test_compiled_dropout_repeats_with_its_seed_and_drops_the_same_numbers_in_the_backward_pass():
     layer, rows = nn.Sequential(nn.Dropout(0.1)), 2000
-    dropout_layers.install([layer])
-    assert type(layer[0]) is dropout_layers.HashedDropout
+    modules.install([layer], is_sharded=True)
+    assert type(layer[0]) is modules.HashedDropout
     call = torch.compile(layer.forward, backend="aot_eager", dynamic=True)  # what is compiled, without a compiler for CPUs
 
     def kept(seed):

@@ -22,7 +22,7 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
-from accel_ddp.speed import autobatch, dropout_layers, linear_cross_entropy, linear_layers
+from accel_ddp.speed import autobatch, linear_cross_entropy, modules
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
@@ -61,9 +61,7 @@ def attach(
     speed = Speed(accelerator, cfg, model, train, loss_sum, total_steps)
     speed.remove_padding()
     if speed.padding_free and accelerator.device.type == "cuda":
-        dropout_layers.install(speed.padding_free.layers)
-        if not is_sharded(model):
-            linear_layers.install(speed.padding_free.layers)
+        modules.install(speed.padding_free.layers, is_sharded(model))
     train.cost = speed.cost
     speed.capture_layers()
     done = ["padding-free"] * bool(speed.padding_free and not speed.padding_free.is_fixed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp.ranks.shards import is_sharded
-from accel_ddp.speed.linear_layers import product
+from accel_ddp.speed.modules import product
 from accel_ddp.speed.padding_free import Move, rounded_up
 from accel_ddp.training import losses
 from accel_ddp.training.sharding import recover

@@ -293,9 +293,8 @@ class TrainBatches:
             reason = f"the longest item has {self.lengths.max():,} tokens, and each of {counted(ranks, 'rank')} needs an item"
             raise UserError(f"--global_batch_tokens {tokens}: {reason}. Use at least {needed}, or a smaller --max_length.")
         size = self.epoch_size(cfg)
-        is_chosen = (
-            cfg.global_batch_tokens or cfg.global_batch_size != type(cfg).global_batch_size
-        )  # the default may exceed few items
+        # The default may exceed few items.
+        is_chosen = cfg.global_batch_tokens or cfg.global_batch_size != type(cfg).global_batch_size
         is_trial = cfg.steps or cfg.stop_after or cfg.evaluate_only or cfg.resume
         if is_chosen and not is_trial and cfg.step_size > size * max(1, 2 * cfg.epochs):
             text = f"a step would be {cfg.step_size / size:.3g} epochs of {counted(len(self), 'item')}, and --epochs is {cfg.epochs:g}"

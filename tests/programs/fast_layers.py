@@ -190,7 +190,7 @@ def compare(kind, quick):
 
 
 def repeat_dropout(quick):
-    """Compute with the same seed again and again. Of layers that are not compiled, the first pass is not captured."""
+    """Compute several passes with the same seed. Of layers that are not compiled, the first one is not captured."""
     found = {}
     for name, option in [("captured", "graphs"), *([] if quick else [("compiled", "on")])]:
         dropped, *_ = compute("bert", "on", option, 0.2, 4)

@@ -1,9 +1,14 @@
-"""Linear layers under autocast whose weight gradients have the type of the weights from the start.
+"""Modules that replace those of a model's layers: linear layers and dropout.
 
-Autocast multiplies in half precision. torch rounds the gradient of a weight to half precision, converts it back, and a captured group
-copies it to the memory of its gradients: 16 bytes per weight, read and written. Here the product, which sums in float32 anyway, writes
-float32 to that memory: 4 bytes. Gradients are not rounded, so they are more exact, and plain, captured and compiled layers compute the
-same.
+Under autocast, torch rounds the gradient of a weight to half precision, converts it back, and a captured group copies it to the
+memory of its gradients: 16 bytes per weight, read and written. In `WideGradients` the product, which sums in float32 anyway, writes
+float32 to that memory: 4 bytes. Gradients are not rounded, so they are more exact, and plain, captured and compiled layers compute
+the same.
+
+torch's compiler computes ten rounds of Philox for each random number of dropout and uses one of the four that they return. Dropout
+then takes longer than reading and writing the tensor. Compiled code of `HashedDropout` hashes the place of a number with two numbers
+of the device's generator. The backward pass computes the hash again, so that no mask is stored. Plain layers use torch's kernel,
+which is fast.
 """
 
 import contextlib
@@ -125,9 +130,30 @@ class WideGradients(nn.Linear):
         return is_trained and self.weight.dtype == torch.float32 and torch.is_autocast_enabled(self.weight.device.type)
 
 
-def install(layers: Sequence[nn.Module]) -> None:
-    """Replace the linear layers inside `layers`. Their parameters, hooks and names stay as they are."""
+class HashedDropout(nn.Dropout):
+    """nn.Dropout, with a hash in compiled code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (torch.compiler.is_compiling() and self.training and 0 < self.p < 1 and x.numel() < 1 << 31):
+            return super().forward(x)
+        first, second = torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=x.device)
+        rows, columns = (torch.arange(n, dtype=torch.int32, device=x.device) for n in (x.numel() // x.shape[-1], x.shape[-1]))
+        # `^` comes first: the compiler would compute a sum or a product with the index, whose numbers must fit into 32 bits. The others
+        # overflow. They are 0x9E3779B1, 0x85EBCA6B and 0xC2B2AE35 as signed numbers; `&` removes copies of the sign after a shift.
+        h = ((rows[:, None] * x.shape[-1] + columns) ^ first) * -1640531535
+        h = (h ^ (h >> 16 & 0xFFFF)) * -2048144789 + second
+        h = (h ^ (h >> 13 & 0x7FFFF)) * -1028477387
+        return torch.where(h.view(x.shape) >= int(self.p * 2**32) - (1 << 31), x * (1 / (1 - self.p)), 0)
+
+
+def install(layers: Sequence[nn.Module], is_sharded: bool) -> None:
+    """Replace the modules inside `layers`. Their parameters, hooks and names stay as they are.
+
+    The weights of a sharded model are gathered in half precision, so its linear layers stay.
+    """
     for layer in layers:
         for module in layer.modules():
-            if type(module) is nn.Linear and "forward" not in module.__dict__:
+            if type(module) is nn.Dropout:
+                module.__class__ = HashedDropout
+            elif type(module) is nn.Linear and "forward" not in module.__dict__ and not is_sharded:
                 module.__class__ = WideGradients
