@@ -162,5 +162,9 @@ os.write(old, b"printed\\n"); sys.stdin.readline(); print("read again")
     assert rank.returncode == 0
     assert text.startswith("0 zzz")
     assert "2999 zzz" not in text
-    assert text.endswith("\n(some output is missing here, because it was not read in time)\nread again\n")
-    assert text.count("missing here") == 1
+    parts = text.split("\n(some output is missing here, because it was not read in time)\n")
+    assert parts[-1] == "read again\n"
+    assert len(parts) <= 4, "the rank waited often"  # a terminal may take more after a pause, because its kernel thread was busy
+    for part in parts[:-1]:
+        numbers = [int(line.split()[0]) for line in part.splitlines()[:-1]]  # the last line may be incomplete
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True

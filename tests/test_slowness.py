@@ -501,12 +501,12 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration
               "checkpointing": (2, 2), "scaler": (2, 0)}  # fmt: skip
     backwards = {"plain": 1, "accumulation": 3, "whole batch": 1}
     for name, (forwards, repeated) in passes.items():
-        steps = zip(*(measured[rank][name] for rank in range(ranks)), strict=True)
-        quiet = min(steps, key=lambda step: max(wall for wall, *_ in step))  # the step that other processes disturbed least
+        steps = list(zip(*(measured[rank][name] for rank in range(ranks)), strict=True))
+        quiet = min(steps, key=lambda step: max(most for _, most, *_ in step))  # the step that other processes disturbed least
         for rank in range(ranks):
-            wall, *parts = quiet[rank]
+            least, most, *parts = quiet[rank]
             data, forward, backward, optimizer, other, communication = parts
-            assert sum(parts) == pytest.approx(wall, rel=0.03), name
+            assert 0.97 * least < sum(parts) < 1.03 * most, (name, rank)
             one = true.FORWARD + true.SLOWER * (ranks > 1 and rank == ranks - 1)
             expected = {
                 "data": (data, true.DATA), "forward": (forward, forwards * one), "optimizer": (optimizer, true.OPTIMIZER),
@@ -517,6 +517,6 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration
         if ranks == 1:
             assert communication == 0.0
         else:
-            waits = [step[-1] for step in quiet]
-            assert waits[0] - waits[1] == pytest.approx((forwards + repeated) * true.SLOWER, abs=0.02 + 0.03 * wall), name
-            assert waits[1] < 0.05
+            expected = (forwards + repeated) * true.SLOWER
+            waits = [(step[0][-1] - step[1][-1], step[1][-1]) for step in steps]  # of the first rank beyond the last; of the last
+            assert any(abs(more - expected) < 0.02 + 0.03 * most and last < 0.05 for more, last in waits), (name, waits)

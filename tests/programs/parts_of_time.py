@@ -95,8 +95,12 @@ def main(cfg: Config) -> None:
                     time.sleep(DATA)
                     batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
                 update(accelerator, cfg, model, optimizer, batches, loss, len)
-                rows.append((time.perf_counter(), *times.end_step(step + 1)[1:]))
-        measured[name] = [[b - a for a, b in zip(*pair)] for pair in itertools.pairwise(rows)]  # of each step: wall time, parts
+                rows.append((time.perf_counter(), times.end_step(step + 1)[1:], time.perf_counter()))
+        # of each step: the least and the most that its wall time can be, and its parts
+        measured[name] = [
+            [b_before - a_after, b_after - a_before, *(b - a for a, b in zip(a_parts, b_parts))]
+            for (a_before, a_parts, a_after), (b_before, b_parts, b_after) in itertools.pairwise(rows)
+        ]
     (Path(cfg.out) / f"{accelerator.process_index}.json").write_text(json.dumps(measured))
 
 
