@@ -678,6 +678,45 @@ def test_log_probabilities_of_rows_have_the_gradients_of_all_logits(monkeypatch,
     torch.testing.assert_close(pairs(logps).item(), wanted[0])
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("softmax", [linear_cross_entropy.plain_softmax, linear_cross_entropy.fused_softmax])
+def test_rows_of_new_tokens_above_a_frozen_head_have_the_gradients_of_all_logits(monkeypatch, tied, softmax):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SHAPE, **POSITIONS, num_key_value_heads=2, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config)
+    model._new_modules, model._adapters, model._new_tokens = [], None, [7, 98]
+    model = add_adapters(model, RecipeConfig(model="any", lora_r=2), "CAUSAL_LM").double().eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    batch = a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58])
+    batch["input_ids"][::2, :40:9] = 98
+    batch["labels"][(batch["labels"] > 0) & (batch["labels"] % 5 == 0)] = 98
+    labels = losses.next_tokens(batch["labels"])
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    factors = torch.linspace(-1, 2, 8, dtype=torch.double)
+    head = linear_cross_entropy.OutputHead(model)
+    head.softmax = softmax
+
+    def plain(*_):
+        return losses.of_tokens(model(**inputs).logits, labels, "rows") @ factors
+
+    wanted = compute(model, batch, lambda *_: losses.of_tokens(model(**inputs).logits, labels))
+    assert difference(wanted, compute(model, batch, lambda *_: head.loss_sum(model, inputs, labels, batch))) < 1e-10
+    found = compute(model, batch, lambda *_: -head.row_logps(model, inputs, labels, batch) @ factors)
+    assert difference(compute(model, batch, plain), found) < 1e-10
+    assert head.is_last
+    tables = [name for name, gradient in found[1].items() if "trainable_tokens_delta" in name and gradient.any()]
+    assert len(tables) == (1 if tied else 2)
+    with_adapters = head.row_losses(model, inputs, labels, batch)
+    with torch.no_grad(), CurrentBatch(batch), model.disable_adapter():  # the reference of `dpo`
+        of_rows = head.row_losses(model, inputs, labels, batch)
+        torch.testing.assert_close(of_rows @ factors, plain())
+        torch.testing.assert_close(-head.row_logps(model, inputs, labels, batch), of_rows)
+    assert float((of_rows - with_adapters).abs().min()) > 1e-3
+
+
 def test_the_losses_of_rows_in_chunks_are_those_of_all_logits_in_any_batch(monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
     torch.manual_seed(0)

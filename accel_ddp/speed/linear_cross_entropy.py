@@ -32,46 +32,79 @@ def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
     yield from (slice(first, first + size) for first in range(0, tokens, max(size, 1)))
 
 
-def _scores(hidden: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    scores = hidden @ matrix.T
-    return scores if bias is None else scores.add_(bias.to(hidden.dtype))
+class _Head:
+    """A linear head in the type `dtype`, some of whose rows may be replaced by `rows`: those of new tokens above a frozen table.
+
+    The table is not copied, because it may have a gigabyte.
+    """
+
+    def __init__(self, dtype: torch.dtype, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tokens: Tensor | None):
+        self.matrix, self.bias, self.tokens = weight.to(dtype), bias, tokens
+        self.rows = None if rows is None else rows.to(dtype)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        scores = hidden @ self.matrix.T
+        if self.rows is not None:
+            scores.index_copy_(1, self.tokens, hidden @ self.rows.T)
+        return scores if self.bias is None else scores.add_(self.bias.to(hidden.dtype))
+
+    def split(self, gradient: Tensor) -> Tensor | None:
+        """Return the gradient of the logits of `tokens`, which is removed from that of the others."""
+        if self.rows is None:
+            return None
+        own = gradient[:, self.tokens]
+        gradient.index_fill_(1, self.tokens, 0)
+        return own
+
+    def to_hidden(self, gradient: Tensor, own: Tensor | None, out: Tensor) -> None:
+        """Write the gradient of the head's input to `out`."""
+        torch.mm(gradient, self.matrix, out=out)
+        if own is not None:
+            out.addmm_(own, self.rows)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """sum(cross_entropy(hidden @ weight.T + bias, labels)). The gradients are computed in the forward pass, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax) -> Tensor:
-        narrow = hidden.dtype
-        matrix = weight.to(narrow)
-        wants_hidden, wants_weight, wants_bias, _, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tokens: Tensor | None, labels: Tensor,
+        softmax: Softmax,
+    ) -> Tensor:  # fmt: skip
+        head = _Head(hidden.dtype, weight, bias, rows, tokens)
+        wants_hidden, wants_weight, wants_bias, wants_rows, *_ = ctx.needs_input_grad
+        wide = torch.promote_types(weight.dtype, torch.float32)
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32)) if wants_bias else None
-        total = hidden.new_zeros((), dtype=torch.promote_types(narrow, torch.float32))
-        for here in _chunks(len(hidden), len(matrix)):
+        d_rows = torch.zeros_like(rows, dtype=wide) if wants_rows else None
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for here in _chunks(len(hidden), len(weight)):
             # The labels are copied, because the loss would be compiled again for a view with another offset.
-            loss, gradient = softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
+            loss, gradient = softmax(head.scores(hidden[here]), labels[here].clone())
             total = total + loss.sum()
-            if wants_hidden:
-                torch.mm(gradient, matrix, out=d_hidden[here])
-            if wants_weight:
-                part = product(gradient.T, hidden[here], torch.promote_types(weight.dtype, torch.float32))
-                d_weight = part if d_weight is None else d_weight.add_(part)
             if wants_bias:
                 d_bias += gradient.sum(0, dtype=d_bias.dtype)
+            own = head.split(gradient)
+            if wants_hidden:
+                head.to_hidden(gradient, own, d_hidden[here])
+            if wants_weight:
+                part = product(gradient.T, hidden[here], wide)
+                d_weight = part if d_weight is None else d_weight.add_(part)
+            if wants_rows:
+                d_rows += product(own.T, hidden[here], wide)
         if wants_weight and d_weight is None:
             d_weight = torch.zeros_like(weight)
-        ctx.save_for_backward(*[x for x in (d_hidden, d_weight, d_bias) if x is not None])
-        ctx.has = [x is not None for x in (d_hidden, d_weight, d_bias)]
-        ctx.types = [hidden.dtype, weight.dtype, bias.dtype if bias is not None else None]
+        found = (d_hidden, d_weight, d_bias, d_rows)
+        ctx.save_for_backward(*[x for x in found if x is not None])
+        ctx.types = [None if x is None else of.dtype for x, of in zip(found, (hidden, weight, bias, rows))]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple:
         saved = iter(ctx.saved_tensors)
-        return *[(next(saved) * gradient).to(kind) if has else None for has, kind in zip(ctx.has, ctx.types)], None, None
+        return *[None if kind is None else (next(saved) * gradient).to(kind) for kind in ctx.types], None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -82,17 +115,20 @@ class _TokenLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax) -> Tensor:
-        matrix = weight.to(hidden.dtype)
-        wants_hidden, *trains_head, _, _ = ctx.needs_input_grad
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, tokens: Tensor | None, labels: Tensor,
+        softmax: Softmax,
+    ) -> Tensor:  # fmt: skip
+        head = _Head(hidden.dtype, weight, bias, rows, tokens)
+        wants_hidden, *ctx.trains, _, _, _ = ctx.needs_input_grad
         found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        d_hidden = torch.empty_like(hidden) if wants_hidden and not any(trains_head) else None
-        for here in _chunks(len(hidden), len(matrix)):
-            found[here], gradient = softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
+        d_hidden = torch.empty_like(hidden) if wants_hidden and not any(ctx.trains) else None
+        for here in _chunks(len(hidden), len(weight)):
+            found[here], gradient = softmax(head.scores(hidden[here]), labels[here].clone())
             if d_hidden is not None:
-                torch.mm(gradient, matrix, out=d_hidden[here])
+                head.to_hidden(gradient, head.split(gradient), d_hidden[here])
         ctx.softmax = softmax
-        ctx.save_for_backward(d_hidden, *((hidden, weight, bias, labels) if any(trains_head) else ()))
+        ctx.save_for_backward(d_hidden, *((hidden, weight, bias, rows, tokens, labels) if any(ctx.trains) else ()))
         return found
 
     @staticmethod
@@ -100,21 +136,26 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, factors: Tensor) -> tuple:
         d_hidden, *again = ctx.saved_tensors
         if not again:
-            return d_hidden * factors[:, None].to(d_hidden.dtype), None, None, None, None
-        hidden, weight, bias, labels = again
-        matrix, factors = weight.to(hidden.dtype), factors[:, None].to(hidden.dtype)
+            return d_hidden * factors[:, None].to(d_hidden.dtype), None, None, None, None, None, None
+        hidden, weight, bias, rows, tokens, labels = again
+        head, factors = _Head(hidden.dtype, weight, bias, rows, tokens), factors[:, None].to(hidden.dtype)
         d_hidden = torch.empty_like(hidden)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        d_weight = torch.zeros_like(weight, dtype=wide)
-        d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        for here in _chunks(len(hidden), len(matrix)):
-            _, gradient = ctx.softmax(_scores(hidden[here], matrix, bias), labels[here].clone())
-            torch.mm(gradient, matrix, out=d_hidden[here])
-            d_weight += product(gradient.T, hidden[here] * factors[here], wide)  # scaling logits would cost more
+        sums = [torch.zeros_like(x, dtype=wide) if trained else None for x, trained in zip((weight, bias, rows), ctx.trains)]
+        d_weight, d_bias, d_rows = sums
+        for here in _chunks(len(hidden), len(weight)):
+            _, gradient = ctx.softmax(head.scores(hidden[here]), labels[here].clone())
+            scaled = hidden[here] * factors[here]  # scaling logits would cost more
             if d_bias is not None:
                 d_bias += product(gradient.T, factors[here], wide)[:, 0]
-        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden.mul_(factors), d_weight.to(weight.dtype), d_bias, None, None
+            own = head.split(gradient)
+            head.to_hidden(gradient, own, d_hidden[here])
+            if d_weight is not None:
+                d_weight += product(gradient.T, scaled, wide)
+            if d_rows is not None:
+                d_rows += product(own.T, scaled, wide)
+        of_head = [None if x is None else x.to(of.dtype) for x, of in zip(sums, (weight, bias, rows))]
+        return d_hidden.mul_(factors), *of_head, None, None, None
 
 
 def plain_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,22 +180,14 @@ def fused_softmax(scores: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax = plain_softmax
-) -> Tensor:
-    """Return the summed loss of a linear head on `hidden`, computed in the type of `hidden`."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, softmax: Softmax = plain_softmax,
+    rows: Tensor | None = None, tokens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the summed loss of a linear head on `hidden`, computed in the type of `hidden`. `rows` replace those of `tokens`."""
+    values = [hidden, weight, bias, rows]
     if not torch.is_grad_enabled():  # the function cannot see this, and would compute gradients
-        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, softmax)
-
-
-@torch.no_grad()
-def losses_of_tokens(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    """Return the loss of each token, without gradients. A token with the label -100 has the loss 0."""
-    matrix = weight.to(hidden.dtype)
-    found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    for here in _chunks(len(hidden), len(matrix)):
-        found[here] = losses.cross_entropy(_scores(hidden[here], matrix, bias), labels[here], "none")
-    return found
+        values = [None if value is None else value.detach() for value in values]
+    return _LinearCrossEntropy.apply(*values, tokens, labels, softmax)
 
 
 class OutputHead:
@@ -162,7 +195,10 @@ class OutputHead:
 
     def __init__(self, model: nn.Module):
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        self.head = head if type(head) is nn.Linear else None  # a head with adapters is more than its weight
+        adapter = getattr(head, "token_adapter", None)
+        self.adapter = adapter if hasattr(adapter, "own_tokens") else None  # of new tokens; sources/adapters.py
+        self.linear = head if self.adapter is None else self.adapter.base_layer
+        self.head = head if type(self.linear) is nn.Linear else None  # a head with other adapters is more than its weight
         self.narrow = torch.float32  # the type in which the model computes
         self.is_last: bool | None = None  # whether the logits are the output of the head, with nothing behind it
         self.softmax: Softmax = plain_softmax  # `attach` replaces it by a compiled one
@@ -173,15 +209,19 @@ class OutputHead:
         """Return the same as `losses.of_tokens(model(**inputs).logits, labels)`. Each token has a label or -100."""
         if not self._can_skip(model, inputs, batch):
             return losses.of_tokens(model(**inputs).logits, labels)
-        rows, right, _, _ = self._rows(model, inputs, labels, batch)
-        return linear_cross_entropy(rows, self.head.weight, self.head.bias, right, self.softmax)
+        hidden, right, _, _ = self._rows(model, inputs, labels, batch)
+        return linear_cross_entropy(hidden, self.linear.weight, self.linear.bias, right, self.softmax, *self._new_tokens())
 
+    @torch.no_grad()
     def row_losses(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
         """Return the loss of each row, without gradients, for an evaluation. It is the sum over the tokens of the row."""
         if not self._can_skip(model, inputs, batch):
             return losses.of_tokens(model(**inputs).logits, labels, "rows")
-        rows, right, slots, _ = self._rows(model, inputs, labels, batch)
-        found = losses_of_tokens(rows, self.head.weight, self.head.bias, right)
+        hidden, right, slots, _ = self._rows(model, inputs, labels, batch)
+        head = _Head(hidden.dtype, self.linear.weight, self.linear.bias, *self._new_tokens())
+        found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for here in _chunks(len(hidden), len(head.matrix)):
+            found[here] = losses.cross_entropy(head.scores(hidden[here]), right[here], "none")
         return torch.where(labels != -100, found[slots].view(labels.shape), 0).sum(-1)
 
     def row_logps(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
@@ -190,10 +230,17 @@ class OutputHead:
             return -self.row_losses(model, inputs, labels, batch)
         if not self._can_skip(model, inputs, batch):
             return -losses.of_tokens(model(**inputs).logits, labels, "rows")
-        rows, right, slots, places = self._rows(model, inputs, labels, batch)
-        found = _TokenLosses.apply(rows, self.head.weight, self.head.bias, right, self.softmax)
+        hidden, right, slots, places = self._rows(model, inputs, labels, batch)
+        found = _TokenLosses.apply(hidden, self.linear.weight, self.linear.bias, *self._new_tokens(), right, self.softmax)
         spread = Move.apply(found[None], slots, places, right != -100).view(labels.shape)
         return -torch.where(labels != -100, spread, 0).sum(-1)
+
+    def _new_tokens(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows of new tokens and their numbers, if adapters train some and are not disabled."""
+        if self.adapter is None or self.adapter.disable_adapters or self.adapter.merged:
+            return None, None
+        (name,) = self.adapter.active_adapters
+        return self.adapter.trainable_tokens_delta[name], self.adapter.own_tokens
 
     def _can_skip(self, model: nn.Module, inputs: dict[str, Any], batch: Any) -> bool:
         """Return whether the head can be skipped: nothing is behind it, and DDP does not search for parameters without a gradient."""
@@ -230,7 +277,7 @@ class OutputHead:
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside the forward pass only
-        self.narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.head.weight.dtype
+        self.narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.linear.weight.dtype
         return hidden
 
     @torch.no_grad()
@@ -247,7 +294,7 @@ class OutputHead:
         given: list[Tensor] = []
 
         def large(hidden: Tensor) -> Tensor:
-            values = torch.linspace(-900, 900, hidden.shape[1] * self.head.out_features, device=hidden.device)
+            values = torch.linspace(-900, 900, hidden.shape[1] * self.linear.out_features, device=hidden.device)
             given.append(values.view(1, hidden.shape[1], -1).to(hidden.dtype))
             return given[0]
 
