@@ -63,7 +63,7 @@ class Noise(accel_ddp.hooks.Hook):
             from tqdm import tqdm
 
             for number in tqdm(range(20), desc="a bar", mininterval=0.05):
-                time.sleep(0.05)
+                time.sleep(0.1)  # some frames are drawn meanwhile, also if other processes need the cores
                 if number == 10:
                     tqdm.write("from tqdm.write")
 

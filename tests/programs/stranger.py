@@ -17,7 +17,7 @@ from accel_ddp.nodes.run_secret import NodeKeys
 
 FAILURE = {"kind": "failed", "text": "planted", "line": "error: planted", "exit_code": 1, "rank": 0, "host": "x", "step": 1}
 MESSAGES = [{"failure": FAILURE}, {"failed": FAILURE}, {"stop": "planted"}, {"ranks": 5}]
-ENOUGH = 400  # bytes of a recorded connection: the handshake and a heartbeat
+ENOUGH = 200  # bytes of a recorded connection: the handshake and a heartbeat
 SET, GET = b"\x01", b"\x03"  # of torch's TCPStore
 
 
@@ -71,7 +71,7 @@ def attack(address: str, store_port: int, recorded: dict[str, str]) -> None:
     store = Store(address, store_port)
     attempt = store.get("/attempt").decode()
     ranks = json.loads(store.get(f"/attempt/{attempt}/members"))
-    found = {"ranks": ranks, "accepted": [], "learned": 0}
+    found = {"ranks": ranks, "accepted": [], "learned": 0, "has_replayed": 0}
     ports = {0: (address, ranks[0]["monitor"][3]), 1: (ranks[1]["monitor"][2], ranks[1]["monitor"][3])}
     public, nonce = [rank["key"] for rank in ranks], ranks[0]["nonce"]
     known = [value.encode() for rank in ranks for value in (rank["key"], rank["nonce"]) if value]
@@ -125,13 +125,13 @@ def record() -> None:
     print("records", flush=True)
     segments: dict[tuple[int, int], dict[int, bytes]] = {}
 
-    def streams() -> dict[str, bytes]:
+    def streams() -> list[tuple[str, bytes]]:
         joined = [(str(target), b"".join(parts[at] for at in sorted(parts))) for (_, target), parts in segments.items()]
-        ours = [(target, stream) for target, stream in joined if stream.startswith(messages.MAGIC)]
-        return dict(sorted(ours, key=lambda one: len(one[1])))  # the longest of a port
+        return [(target, stream) for target, stream in joined if stream.startswith(messages.MAGIC)]
 
-    # Heartbeats come twice a second: at the end of stdin there may be no more than the handshake, or packets that were not read.
-    while not select.select([sys.stdin], [], [], 0)[0] or not any(len(stream) > ENOUGH for stream in streams().values()):
+    # The connection of the monitors is the last one. Heartbeats come twice a second: at the end of stdin there may be no more than the
+    # handshake, or packets that were not read.
+    while not select.select([sys.stdin], [], [], 0)[0] or not (found := streams()) or len(found[-1][1]) <= ENOUGH:
         if not select.select([sock], [], [], 0.1)[0]:
             continue
         packet, where = sock.recvfrom(65536)
@@ -142,8 +142,8 @@ def record() -> None:
         data = packet[head + (packet[head + 12] >> 4) * 4 : struct.unpack(">H", packet[2:4])[0]]
         if data:
             segments.setdefault((source, target), {})[at] = data
-    found = {target: stream[:20_000].hex() for target, stream in streams().items()}
-    print(json.dumps(found), flush=True)
+    found.sort(key=lambda one: len(one[1]))  # of several connections to a port the longest is printed
+    print(json.dumps({target: stream[:20_000].hex() for target, stream in found}), flush=True)
 
 
 if __name__ == "__main__":
