@@ -11,7 +11,7 @@ types:
 	mypy
 
 # More workers than cores: most tests wait for most of their time. One after another: plain `pytest`.
-WORKERS ?= 5
+WORKERS ?= 4
 test:
 	pytest -n $(WORKERS)
 
