@@ -13,7 +13,11 @@ read from rank 0's log.jsonl, after the warm-up. Those of local steps are from o
 The share of communication is 1 - (step without communication / step). The step without communication is measured with two runs of
 one rank each, with the same options and half the batch, *at the same time on the same GPU*. They share the GPU as the two nodes do,
 but never wait for each other. Nodes with their own GPUs would compute faster, so that the share would be larger there. Compiled
-kernels are cached between runs, because only steady states are compared.
+kernels are cached between runs, because only steady states are compared. --profile records the last steps, which are not timed,
+and shows how long NCCL's kernels ran and how much of that time the rank computed at the same time.
+
+Without NVIDIA MPS the kernels of two processes take turns on the GPU, so that one rank's NCCL kernel waits while the other rank
+computes. With it (`nvidia-cuda-mps-control -d`, before this script) they run at the same time, as on two GPUs of half the size.
 """
 
 import argparse
@@ -35,6 +39,7 @@ import vs_trainer
 
 # The default of --env_file: settings that were fast for two nodes over the loopback interface.
 TUNED = "NCCL_MIN_NCHANNELS=8 NCCL_SOCKET_NTHREADS=2 NCCL_NSOCKS_PERTHREAD=4 NCCL_ALGO=Ring NCCL_PROTO=Simple"
+PROFILED = 5  # steps at the end of a run
 
 
 @dataclasses.dataclass
@@ -112,10 +117,10 @@ class Bench:
         self.tuned = read_env(options.env_file)
         vs_trainer.fill_our_cache(self.job, self.words(Row(), 32, 32, options.steps)[1:])
 
-    def words(self, row: Row, batch: int, micro: int, steps: int) -> list[str]:
+    def words(self, row: Row, batch: int, micro: int, steps: int, profile: str = "off") -> list[str]:
         extra = f"--comm_hook {row.hook} --bucket_cap_mb {row.bucket} --log_every 1"
         extra += f" --global_batch_size {batch} --micro_batch_size {min(micro, batch)}"
-        extra += f" --compile {row.compile} --padding_free {row.padding_free}"
+        extra += f" --compile {row.compile} --padding_free {row.padding_free} --profile {profile}"
         extra += f" --sync_every {row.sync} --sync_dtype {row.sync_dtype}" if row.sync else ""
         # A later option overrides an earlier one.
         return vs_trainer.our_command(self.job, self.family, self.data, self.model, self.precision, steps, 0, extra)
@@ -127,7 +132,9 @@ class Bench:
         # All steps are needed to capture each length as a CUDA graph, to compile, and for separate runs to train at the same time.
         steps, warm = self.options.steps, self.options.warm
         steps, warm = (steps // 2, warm // 2) if row.compile == "off" and not apart and not row.sync else (steps, warm)
-        command = self.words(row, batch // 2 if apart else batch, micro, steps)
+        last = steps - PROFILED if self.options.profile and not apart else steps
+        profile = f"{last + 1}-{steps}" if last < steps else "off"
+        command = self.words(row, batch // 2 if apart else batch, micro, steps, profile)
         spec = {"command": command, "env": env, "apart": apart, "nodes": row.nodes, "warm": warm, "link": self.options.link}
         if (folder / "result.json").exists():
             result = json.loads((folder / "result.json").read_text())
@@ -141,7 +148,9 @@ class Bench:
         began = time.monotonic()
         result = {"spec": spec, "failed": self.run(spec, folder), "seconds": time.monotonic() - began}
         if not result["failed"]:
-            result["seconds_per_step"] = seconds_per_step(sorted(folder.glob("run*/log.jsonl")), warm, row.sync)
+            result["seconds_per_step"] = seconds_per_step(sorted(folder.glob("run*/log.jsonl")), warm, last, row.sync)
+            for summary in folder.glob("run0/profile/**/summary.json"):
+                result["profile"] = json.loads(summary.read_text())["overall"]
             if not result["seconds_per_step"]:
                 result["failed"] = "the runs did not train at the same time; use more --steps"
         for run in folder.glob("run*"):
@@ -182,14 +191,15 @@ class Bench:
         return "" if bad is None else f"{codes}: {vs_trainer.reason_in(folder / f'node{bad}.txt')}"
 
 
-def seconds_per_step(logs: list[Path], warm: int, sync: int = 0) -> float:
-    """Return the seconds per step after the warm-up, or 0 if there are too few steps.
+def seconds_per_step(logs: list[Path], warm: int, end: int, sync: int = 0) -> float:
+    """Return the seconds per step after the warm-up and until step `end`, or 0 if there are too few steps.
 
     For several runs it is their mean over the time in which all of them were past the warm-up and still running. Local steps are
     logged at the next synchronization, so only those at a multiple of `sync` have their own time.
     """
     events = [[e for e in vs_trainer.read_events(log.parent) if e["event"] == "update"] for log in logs]
-    times = [{e["step"]: e["time"] for e in some if e["step"] % max(1, sync) == 0 and e["step"] >= warm} for some in events]
+    is_timed = lambda step: warm <= step <= end and step % max(1, sync) == 0
+    times = [{e["step"]: e["time"] for e in some if is_timed(e["step"])} for some in events]
     first, last = max(min(found.values()) for found in times), min(max(found.values()) for found in times)
     spans = []
     for found in times:
@@ -251,6 +261,7 @@ def main(options: argparse.Namespace) -> None:
                 line |= {"samples_per_second": batch / seconds, "seconds_per_step": seconds}
                 if plain and not plain["failed"]:
                     line["ratio"] = plain["seconds_per_step"] / seconds
+                line |= {name: result["profile"][name] for name in ("communication", "overlapped") if "profile" in result}
                 if row.nodes == 2 and row.computing() in apart:
                     line |= {"seconds_without": apart[row.computing()], "share": 1 - apart[row.computing()] / seconds}
             found.append(line)
@@ -258,16 +269,24 @@ def main(options: argparse.Namespace) -> None:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 whole = {"machine": vs_trainer.about_the_machine(), "tuned": bench.tuned, "rows": found}
                 options.out.write_text(json.dumps(whole, indent=1))
-    print("\n| batch | | samples/s | ratio to plain DDP | ms per step | ms without communication | share of communication |")
-    print("|---" * 7 + "|")
+    print(
+        "\n| batch | | samples/s | ratio to plain DDP | ms per step | ms without communication | share of communication "
+        "| NCCL, ms | of it hidden |"
+    )
+    print("|---" * 9 + "|")
     for line in found:
         first = f"| {line['batch']} ({line['micro']} at once) | {line['name']} |"
         if line["failed"]:
-            print(first, "| | | | failed:", line["failed"].replace("|", "/"), "|")
+            print(first, "| | | | | | failed:", line["failed"].replace("|", "/"), "|")
             continue
         ratio = f"{line['ratio']:.2f}" if "ratio" in line else ""
         without = f"{line['seconds_without'] * 1e3:.1f} | {line['share']:.0%}" if "share" in line else " | "
-        print(first, f"{line['samples_per_second']:.1f} | {ratio} | {line['seconds_per_step'] * 1e3:.1f} | {without} |")
+        seen = (
+            f"{line['communication'] * 1e3:.1f} | {line['overlapped'] / line['communication']:.0%}"
+            if line.get("communication")
+            else " | "
+        )
+        print(first, f"{line['samples_per_second']:.1f} | {ratio} | {line['seconds_per_step'] * 1e3:.1f} | {without} | {seen} |")
 
 
 if __name__ == "__main__":
@@ -281,6 +300,7 @@ if __name__ == "__main__":
     parser.add_argument("--warm", type=int, default=80, help="steps before the measured ones; half as many without CUDA graphs")
     parser.add_argument("--env_file", type=Path, help="NCCL settings as `accel-ddp tune` writes them; default: TUNED")
     parser.add_argument("--no_share", action="store_true", help="do not measure the share of communication")
+    parser.add_argument("--profile", action="store_true", help="record the last steps: how much communication is hidden")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and texts, for a CPU")
     parser.add_argument("--out", type=Path, help="a .json file for all results")
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")

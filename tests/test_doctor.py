@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment
+from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, run_all
 from tests.nodes import Nodes
 
 DOCTOR = [sys.executable, "-m", "accel_ddp.doctor", "--no_deep"]
@@ -615,6 +615,34 @@ def test_a_healthy_cluster_passes_every_time_while_two_other_processes_use_the_c
         for loop in busy:
             loop.kill()
             loop.wait()
+
+
+ASKS = """
+import os, socket, sys
+from accel_ddp.nodes.timeouts import limit_name_lookups
+if "silent" in sys.argv:
+    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    server.bind(("127.0.0.53", 53))  # it never answers
+asks = socket.getfqdn
+limit_name_lookups()
+print(os.environ.get("RES_OPTIONS"), socket.getfqdn is asks, socket.getfqdn() == socket.gethostname())
+"""
+
+
+def test_lookups_are_limited_if_no_name_server_answers(nodes):
+    """Without a name server, a connection to its port is refused at once, and nothing has to be limited."""
+    nodes.require("a hosts file")
+    files = {"resolv.conf": "nameserver 127.0.0.53\n", "nsswitch.conf": "hosts: files dns\n"}
+    before = {name: (nodes.nodes[0].space.files / name).read_text() for name in files}
+    try:
+        for name, text in files.items():
+            (nodes.nodes[0].space.files / name).write_text(text)
+        found = [run_all([nodes.nodes[0].command([sys.executable, "-c", ASKS, how])], [clean_environment()]).well().text
+                 for how in ("silent", "refused")]  # fmt: skip
+    finally:
+        for name, text in before.items():
+            (nodes.nodes[0].space.files / name).write_text(text)
+    assert [text.split() for text in found] == [["timeout:1", "attempts:2", "False", "True"], ["None", "True", "True"]]
 
 
 def test_the_nodes_of_this_file_have_their_own_networks(nodes):

@@ -106,12 +106,24 @@ def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_
     assert f"says {torch.cuda.device_count() + 1}" in ended.text
 
 
-@pytest.mark.parametrize("recipe", ["sft", "embed"])
-def test_other_recipes_on_two_nccl_nodes_learn_what_one_learns(tmp_path, recipe):
-    """sft averages over the tokens of uneven answers. embed gathers the negatives of all ranks over NCCL."""
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("sft", []),
+        ("embed", []),
+        ("sft", ["--lora_r", "4", "--chat_template", "llama3"]),
+        ("dpo", ["--lora_r", "4", "--gradient_checkpointing", "true"]),
+    ],
+    ids=["sft", "embed", "new-tokens", "dpo"],
+)
+def test_other_recipes_on_two_nccl_nodes_learn_what_one_learns(tmp_path, recipe, options):
+    """sft averages over the tokens of uneven answers. embed gathers the negatives of all ranks over NCCL.
+
+    LoRA with new tokens computes its loss in chunks, and dpo computes layers again in the backward pass.
+    """
     exact = [
         "--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.05", "--steps", "8", "--no_dropout",
-        "--global_batch_size", "16", "--micro_batch_size", "4", "--max_eval_items", "50", "--no_eval_first",
+        "--global_batch_size", "16", "--micro_batch_size", "4", "--max_eval_items", "50", "--no_eval_first", *options,
     ]  # fmt: skip
     script = ROOT / "recipes" / f"{recipe}.py"
     command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", script, *exact, "--output_dir", tmp_path / "one"]
@@ -438,7 +450,8 @@ def test_other_optimizers_learn_on_a_gpu_and_a_resumed_run_is_bit_identical(tmp_
     assert_learned(tmp_path / "uninterrupted")
 
 
-def test_adapters_above_4_bit_weights_learn_resume_and_are_exported(tmp_path):
+@pytest.mark.parametrize("options", [[], ["--chat_template", "llama3"]], ids=["plain", "new-tokens"])
+def test_adapters_above_4_bit_weights_learn_resume_and_are_exported(tmp_path, options):
     """The export command needs no quantisation: it merges the adapters into the weights as they were before."""
     pytest.importorskip("bitsandbytes")
     common = [
@@ -453,6 +466,7 @@ def test_adapters_above_4_bit_weights_learn_resume_and_are_exported(tmp_path):
         "--log_every",
         "1",
         "--no_eval_first",
+        *options,
     ]
     text = resumed_and_uninterrupted(tmp_path, ROOT / "recipes" / "sft.py", [*common, "--max_eval_items", "20"], steps=20)
     assert "It contains only the adapters" in text

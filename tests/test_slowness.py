@@ -506,7 +506,8 @@ def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration
         for rank in range(ranks):
             least, most, *parts = quiet[rank]
             data, forward, backward, optimizer, other, communication = parts
-            assert 0.97 * least < sum(parts) < 1.03 * most, (name, rank)
+            assert 0.97 * least < sum(parts), (name, rank)
+            assert sum(parts) - other < 1.03 * most, (name, rank)  # `other` may have begun at the end of the step before
             one = true.FORWARD + true.SLOWER * (ranks > 1 and rank == ranks - 1)
             expected = {
                 "data": (data, true.DATA), "forward": (forward, forwards * one), "optimizer": (optimizer, true.OPTIMIZER),
