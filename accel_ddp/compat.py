@@ -206,12 +206,16 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
         callback_handler.remove_end_callback(end)
 
 
-def compile_options() -> dict[str, Any]:
+def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
     """Set what torch.compile has no option for, and return its options. Tested with torch 2.11 and 2.13.
 
     Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one,
     layers with a custom gradient are not cached. Without the third one, torch starts a Python process for each core, and the exit of
     this process waits until they have imported torch. Without `deterministic`, kernels with sums are chosen by measured times.
+
+    One kernel for the sums over rows and over columns is faster from a certain size on. torch compiles a layer again when a step
+    crosses this size, in the middle of training and with choices for that step, so a resumed run would round differently. Here
+    `rows` and `columns`, of the first call, decide for all steps by torch's own limits.
     """
     import torch._dynamo.config
     import torch._functorch.config
@@ -220,7 +224,14 @@ def compile_options() -> dict[str, Any]:
     torch._dynamo.config.specialize_float = True
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._inductor.config.compile_threads = 1
-    return {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+    options: dict[str, Any] = {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+        without_limits = "mix_order_reduction_non_strict_mode"
+        is_large = rows * columns >= 5 * 2**20 and rows >= max(4096, 2 * columns)
+        is_possible = hasattr(torch._inductor.config.triton, without_limits)
+        options["triton.mix_order_reduction"] = is_large and is_possible
+        options |= {f"triton.{without_limits}": True} if is_possible else {}
+    return options
 
 
 def compiled_graphs() -> int:

@@ -506,8 +506,10 @@ def test_programs_start_inside_of_the_lock_and_nothing_imports_torch():
 
 def test_torch_has_the_settings_of_the_compiler():
     """Setting one that does not exist is an error. The options are those that torch.compile accepts."""
-    options = compat.compile_options()
-    assert options == {"deterministic": True}
+    options, large = compat.compile_options(8192, 512), compat.compile_options(8192, 768)
+    without_limits = {"deterministic": True, "triton.mix_order_reduction_non_strict_mode": True}
+    assert options == without_limits | {"triton.mix_order_reduction": False}
+    assert large == without_limits | {"triton.mix_order_reduction": True}
     torch.compile(lambda x: x, options=options)
     before = compat.compiled_graphs()
     with torch.compiler.set_stance("force_eager"):

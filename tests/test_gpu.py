@@ -397,12 +397,23 @@ def saved(folder: Path, step: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "options", [["bf16"], ["bf16", "--compile", "on"], ["bf16", "--compile", "12"], ["fp16", "--deterministic"]]
+    "options",
+    [
+        ["bf16"],
+        ["bf16", "--compile", "on"],
+        ["bf16", "--compile", "on", "--global_batch_size", "484", "--micro_batch_size", "484"],
+        ["bf16", "--compile", "12"],
+        ["fp16", "--deterministic"],
+    ],
 )
 def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
-    """With AdamW, dropout, workers and the fp16 scaler. --deterministic is tested too, although this model does not need it."""
+    """With AdamW, dropout, workers and the fp16 scaler. --deterministic is tested too, although this model does not need it.
+
+    Steps of 484 texts are on both sides of a limit of torch's compiler, see `compat.compile_options`. Step 1 and step 8, which is the
+    first one after the resume, are below it and have different shapes.
+    """
     common = ["--mixed_precision", *options, "--num_workers", "2", "--steps", "20", "--eval_every", "100"]
-    one_node(*common, "--output_dir", tmp_path / "uninterrupted")
+    assert "INEXACT" not in one_node(*common, "--output_dir", tmp_path / "uninterrupted").text
     command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", CLASSIFY, *common, "--output_dir", tmp_path / "resumed"]
     stopped = run_all([[*command, "--stop_after", "7"]], [on_gpu()])
     assert "Step 7 of 20 is saved" in stopped.text

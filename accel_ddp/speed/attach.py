@@ -28,8 +28,9 @@ from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree
+from accel_ddp.text import counted
 from accel_ddp.training import sharding
-from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
+from accel_ddp.training.losses import CurrentBatch, LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
 from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
@@ -169,9 +170,12 @@ class Speed:
         return time.monotonic() - began
 
     def close(self) -> None:
-        """End the process that compiles, if the run ends before it."""
+        """End the process that compiles, if the run ends before it. Report code that was compiled in the middle of the run."""
         if self.compilation:
             self.compilation.close()
+            if later := self.compilation.count_later():
+                text = f"after the warm-up, {counted(later, 'graph')} had to be compiled for the shapes of a step"
+                warn_on_main(f"{text}. A resumed run may round differently. --compile graphs avoids this.", "INEXACT")
 
     def _try_compiled_layers(self) -> str:
         """Compile, or load code from the cache, in two passes. Return why it failed, or "".
@@ -194,6 +198,10 @@ class Speed:
                 seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
                 rehearse(self.model, batch, self.loss_sum)
                 rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
+                if isinstance(self.loss_sum, WholeBatch) and self.cfg.split(self.accelerator.num_processes)[1] > 1:
+                    # Several micro-batches need a pass without gradients too.
+                    with torch.no_grad(), CurrentBatch(batch):
+                        self.loss_sum.embed(self.model, batch)
             self.compilation.store()
         except Exception as error:  # compilers fail in many ways, and two passes need more memory than a step
             if not sharded:
