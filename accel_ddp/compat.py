@@ -215,7 +215,7 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
 
     One kernel for the sums over rows and over columns is faster from a certain size on. torch compiles a layer again when a step
     crosses this size, in the middle of training and with choices for that step, so a resumed run would round differently. Here
-    `rows` and `columns`, of the first call, decide for all steps by torch's own limits.
+    `rows` and `columns`, of the first call, decide for all steps by torch's own limits, unless torch's option is off.
     """
     import torch._dynamo.config
     import torch._functorch.config
@@ -229,7 +229,7 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
         without_limits = "mix_order_reduction_non_strict_mode"
         is_large = rows * columns >= 5 * 2**20 and rows >= max(4096, 2 * columns)
         is_possible = hasattr(torch._inductor.config.triton, without_limits)
-        options["triton.mix_order_reduction"] = is_large and is_possible
+        options["triton.mix_order_reduction"] = is_large and is_possible and torch._inductor.config.triton.mix_order_reduction
         options |= {f"triton.{without_limits}": True} if is_possible else {}
     return options
 

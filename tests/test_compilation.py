@@ -171,3 +171,14 @@ def test_a_run_that_is_resumed_before_its_switch_is_bit_identical(tmp_path):
     states = [[(tmp_path / run / "step_00000005" / name).read_bytes() for name in names] for run in ("whole", "resumed")]
     assert states[0] == states[1]
     assert [path.stat().st_mtime_ns for path in file.parent.glob("*.bin")] == [written], "nothing was compiled again"
+
+
+@pytest.mark.slow
+def test_a_second_compilation_is_reported_and_other_sizes_need_none():
+    reports = []
+    call = compilation.compiled(lambda x: (x * 7.5).sin(), lambda: reports.append(1))
+    counts = []
+    for rows, dtype in ((4, torch.float32), (9, torch.float32), (4, torch.float64), (9, torch.float64), (9, torch.float32)):
+        call(torch.ones(rows, 3, dtype=dtype))
+        counts.append(len(reports))
+    assert counts == [1, 1, 2, 2, 2]

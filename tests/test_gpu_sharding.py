@@ -70,6 +70,7 @@ def test_offloaded_and_checkpointed_layers_learn_the_same(tmp_path, one):
 def test_compiled_layers_of_a_sharded_model_learn_the_same(tmp_path, one):
     ended = train(2, tmp_path / "run", *EXACT, "--compile", "on", **FSDP)
     assert "compiling the layers" in ended.texts[0]
+    assert "run without compilation" not in ended.texts[0]
     assert difference(one, tmp_path / "run") < 1e-4
 
 

@@ -1,6 +1,7 @@
 """A time limit for calls that have none, such as name lookups and accesses to a disk."""
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -26,16 +27,15 @@ def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
 
 
 def limit_name_lookups() -> None:
-    """Let lookups in this launcher and its ranks fail after 2 s if no name server answers.
+    """Wait 2 s instead of 10 s for each name server in this launcher and its ranks, if none answers now.
 
-    torch's launcher looks up its host at every event, and a TCPStore the names of addresses. Each lookup would take 10 s: in all
-    2 minutes for a run of two ranks. Another process asks, because glibc keeps the limit of the first lookup of a process.
+    torch's launcher looks up its host at every event, and a TCPStore the names of addresses: 2 minutes for a run of two ranks. Another
+    process asks, because glibc keeps the limit of the first lookup of a process.
     """
     try:
         subprocess.run(["getent", "hosts", "192.0.2.1"], capture_output=True, timeout=1)  # an address that no hosts file contains
     except OSError:
         return  # there is no getent
     except subprocess.TimeoutExpired:
-        name = socket.gethostname()
-        socket.getfqdn = lambda _name="": name
-        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+        os.environ["RES_OPTIONS"] = f"{os.environ.get('RES_OPTIONS', '')} timeout:1 attempts:2".strip()
+        socket.getfqdn = functools.cache(socket.getfqdn)

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from accel_ddp.errors import UserError
-from accel_ddp.nodes.timeouts import call_with_timeout
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.text import rough_seconds
 
@@ -43,7 +42,6 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
 
 PROGRESS_EVERY = 30.0  # seconds between two lines about a long wait, if the output is not a terminal
 HEAD_START = 0.3  # seconds for the main rank of a node, whose progress is shown
-_ANSWER = 5  # seconds for the Hub to answer
 REPORT_AFTER = 10  # seconds after which a waiting process logs what it waits for; then after twice as many, and so on
 
 
@@ -167,16 +165,9 @@ def prepare_hub() -> str:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return ""  # behind a proxy a direct connection proves nothing
     url = urlsplit(constants.ENDPOINT)
-
-    def connect() -> str:
-        try:
-            socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=_ANSWER).close()
-            return ""
-        except OSError as error:
-            return error.strerror or str(error)
-
-    # In a thread: a name server that does not answer takes 10 s, and no timeout of a socket limits it.
-    reason = call_with_timeout(connect, _ANSWER, f"no answer within {_ANSWER} s")
-    if reason:
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), timeout=5).close()
+        return ""
+    except OSError as error:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return reason and f"{url.hostname}: {reason}"
+        return f"{url.hostname}: {error.strerror or error}"

@@ -19,7 +19,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import this_rank
-from accel_ddp.ranks.reporting import warn_on_main
+from accel_ddp.ranks.reporting import warn, warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.speed import autobatch, linear_cross_entropy, modules
@@ -28,9 +28,8 @@ from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree
-from accel_ddp.text import counted
 from accel_ddp.training import sharding
-from accel_ddp.training.losses import CurrentBatch, LossSum, WholeBatch, loss_of
+from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
 from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
@@ -88,6 +87,7 @@ class Speed:
         self.total_steps = total_steps
         self.compilation: Compilation | None = None
         self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
+        self._is_warm = False  # whether they were compiled and have not been compiled again
         self.padding_free: PaddingFree | None = None
         self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
@@ -167,15 +167,20 @@ class Speed:
             self.compiled_from, calls, self.plain_calls = None, self.plain_calls or self.padding_free.calls, []
             self._set_softmax(linear_cross_entropy.plain_softmax)
             self._capture(calls)
+        self._is_warm = not any(reasons)
         return time.monotonic() - began
 
+    def _report_compilation(self) -> None:
+        """Warn about code that a step has compiled. It depends on this step, at which a resumed run may not compile."""
+        if self._is_warm:
+            self._is_warm = False  # one warning for each rank
+            text = f"--compile {self.cfg.compile}: rank {this_rank.rank} had to compile layers again for the shapes of a step"
+            warn(f"{text}. A resumed run may round differently. --compile graphs avoids this.", "INEXACT")
+
     def close(self) -> None:
-        """End the process that compiles, if the run ends before it. Report code that was compiled in the middle of the run."""
+        """End the process that compiles, if the run ends before it."""
         if self.compilation:
             self.compilation.close()
-            if later := self.compilation.count_later():
-                text = f"after the warm-up, {counted(later, 'graph')} had to be compiled for the shapes of a step"
-                warn_on_main(f"{text}. A resumed run may round differently. --compile graphs avoids this.", "INEXACT")
 
     def _try_compiled_layers(self) -> str:
         """Compile, or load code from the cache, in two passes. Return why it failed, or "".
@@ -196,12 +201,8 @@ class Speed:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
                 seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-                rehearse(self.model, batch, self.loss_sum)
+                self._rehearse(batch)
                 rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
-                if isinstance(self.loss_sum, WholeBatch) and self.cfg.split(self.accelerator.num_processes)[1] > 1:
-                    # Several micro-batches need a pass without gradients too.
-                    with torch.no_grad(), CurrentBatch(batch):
-                        self.loss_sum.embed(self.model, batch)
             self.compilation.store()
         except Exception as error:  # compilers fail in many ways, and two passes need more memory than a step
             if not sharded:
@@ -216,8 +217,8 @@ class Speed:
 
     def _install_compiled_layers(self) -> None:
         self.plain_calls = self.padding_free.calls
-        self._capture([compiled(call) for call in self.plain_calls])
-        self._set_softmax(compiled(linear_cross_entropy.fused_softmax))
+        self._capture([compiled(call, self._report_compilation) for call in self.plain_calls])
+        self._set_softmax(compiled(linear_cross_entropy.fused_softmax, self._report_compilation))
 
     def _check_captured_layers(self) -> None:
         """Keep CUDA graphs of layers that get more than a row of texts only if they compute the bits of plain layers.
@@ -288,7 +289,7 @@ class Speed:
             with self._plain_layers():
                 layers.calls = [found.recording(target, call) for target, call in zip(layers.targets, layers.calls)]
                 self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
-                rehearse(self.model, batch, self.loss_sum)
+                self._rehearse(batch)
             for _ in range(3 if measures else 0):  # the second pass captures graphs
                 began = time.monotonic()
                 rehearse(self.model, batch, self.loss_sum)
@@ -297,6 +298,12 @@ class Speed:
                 seconds = time.monotonic() - began
         self.model.train(was_training)
         return seconds * self.cfg.split(self.accelerator.num_processes)[1]
+
+    def _rehearse(self, batch: Any) -> None:
+        """Do each kind of pass of a step. With several micro-batches, a WholeBatch needs one without gradients too."""
+        if isinstance(self.loss_sum, WholeBatch) and self.cfg.split(self.accelerator.num_processes)[1] > 1:
+            rehearse(self.model, batch, self.loss_sum, with_gradients=False)
+        rehearse(self.model, batch, self.loss_sum)
 
     def _warm_up_batch(self) -> Any:
         return self.train.sample(self.cfg.split(self.accelerator.num_processes)[0], self.accelerator, self.cfg)

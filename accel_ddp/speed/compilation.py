@@ -51,9 +51,9 @@ def choose_step(total_steps: int, seconds: float, is_cached: bool) -> int | None
     return first if (total_steps - first) * seconds * SAVED > SWITCH_SECONDS else None
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with compiled code. Its choices depend on the shapes of its first call, the same after every restart, and on
-    the device, but not on measured times."""
+def compiled(function: Callable[..., Any], on_compiled: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+    """Return the function with compiled code. Its choices depend on the shapes of the call that compiles and on the device, but not on
+    measured times. `on_compiled` is called after each call that has compiled."""
     found: list[Callable[..., Any]] = []
 
     def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             columns = first.shape[-1]
             options = compat.compile_options(first.numel() // columns, columns)
             found.append(torch.compile(function, dynamic=True, options=options))
-        return found[0](first, *args, **kwargs)
+        before = compat.compiled_graphs()
+        result = found[0](first, *args, **kwargs)
+        if compat.compiled_graphs() > before:
+            on_compiled()
+        return result
 
     return call
 
@@ -127,7 +131,6 @@ class Compilation:
         with contextlib.suppress(OSError):  # there is no folder yet
             self.unsent = find_risk(self.folder)
         self.process: subprocess.Popen | None = None
-        self._compiled_until: int | None = None  # graphs at the end of the warm-up
         self._work: tempfile.TemporaryDirectory | None = None  # see `_private_folder`
 
     def recording(self, target: Any, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,11 +205,6 @@ class Compilation:
         found = torch.compiler.save_cache_artifacts() if compat.compiled_graphs() > self._compiled_before else None
         if found and (reason := write_code(self.path, found[0])):
             log.warning("compiled layers are not cached: %s", reason)
-        self._compiled_until = compat.compiled_graphs()
-
-    def count_later(self) -> int:
-        """Return how many graphs this process has compiled since `store`. Their code depends on the step that needed them."""
-        return 0 if self._compiled_until is None else compat.compiled_graphs() - self._compiled_until
 
     def close(self) -> None:
         """End the other process."""

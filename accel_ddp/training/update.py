@@ -310,15 +310,20 @@ def _synchronizing(accelerator: Accelerator, model: nn.Module, is_last: bool) ->
     return nullcontext() if is_last else accelerator.no_sync(model)
 
 
-def rehearse(module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch) -> tuple[Tensor | None, ...]:
+def rehearse(
+    module: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch, with_gradients: bool = True
+) -> tuple[Tensor | None, ...]:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
 
-    Return the gradients of trained parameters, none for a sharded model.
+    Return the gradients of trained parameters, none for a sharded model and without `with_gradients`.
 
     No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronize them any more. For a
     sharded model this is a collective, which sums the gradients as a step does, because they fit into memory only in parts.
     """
-    with _buffers_restored(module):
+    with _buffers_restored(module), torch.set_grad_enabled(with_gradients):
+        if not with_gradients:
+            _loss(module, batch, loss_sum)
+            return ()
         if isinstance(module, FSDPModule):
             _loss(module, batch, loss_sum).backward()
             for parameter in module.parameters():
