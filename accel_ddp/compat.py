@@ -225,12 +225,11 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._inductor.config.compile_threads = 1
     options: dict[str, Any] = {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
-        without_limits = "mix_order_reduction_non_strict_mode"
+    triton, without_limits = torch._inductor.config.triton, "mix_order_reduction_non_strict_mode"
+    if hasattr(triton, "mix_order_reduction"):
         is_large = rows * columns >= 5 * 2**20 and rows >= max(4096, 2 * columns)
-        is_possible = hasattr(torch._inductor.config.triton, without_limits)
-        options["triton.mix_order_reduction"] = is_large and is_possible and torch._inductor.config.triton.mix_order_reduction
-        options |= {f"triton.{without_limits}": True} if is_possible else {}
+        options["triton.mix_order_reduction"] = is_large and triton.mix_order_reduction and hasattr(triton, without_limits)
+        options |= {f"triton.{without_limits}": True} if hasattr(triton, without_limits) else {}
     return options
 
 

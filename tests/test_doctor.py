@@ -619,7 +619,7 @@ def test_a_healthy_cluster_passes_every_time_while_two_other_processes_use_the_c
 
 ASKS = """
 import os, socket, sys
-from accel_ddp.nodes.timeouts import limit_name_lookups
+from accel_ddp.doctor.host import limit_name_lookups
 if "silent" in sys.argv:
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     server.bind(("127.0.0.53", 53))  # it never answers

@@ -270,7 +270,10 @@ SMI = """<?xml version="1.0" ?><nvidia_smi_log><driver_version>580.1</driver_ver
 <gpu id="1"><product_name>NVIDIA H200</product_name><uuid>GPU-bb</uuid><fb_memory_usage><total>143771 MiB</total>
 <used>40000 MiB</used></fb_memory_usage><ecc_errors><volatile><sram_uncorrectable_parity>0</sram_uncorrectable_parity>
 <dram_uncorrectable>3</dram_uncorrectable></volatile></ecc_errors><processes><process_info><pid>77</pid><type>C</type>
-<process_name>python</process_name><used_memory>39000 MiB</used_memory></process_info></processes></gpu></nvidia_smi_log>"""
+<process_name>python</process_name><used_memory>39000 MiB</used_memory></process_info><process_info><pid>78</pid><type>C</type>
+<process_name>nvidia-cuda-mps-server</process_name><used_memory>30 MiB</used_memory></process_info><process_info><pid>79</pid>
+<type>M+C</type><process_name>other</process_name><used_memory>500 MiB</used_memory></process_info></processes></gpu>
+</nvidia_smi_log>"""
 
 
 def test_gpus_that_are_faulty_busy_or_missing_are_reported(tmp_path, environment, monkeypatch):
@@ -287,6 +290,8 @@ def test_gpus_that_are_faulty_busy_or_missing_are_reported(tmp_path, environment
     found = codes()
     assert "GPU 1 (NVIDIA H200) has 3 uncorrectable memory errors" in found["E_GPU_ECC"]
     assert "python (pid 77, 39000 MiB)" in found["W_GPU_BUSY"]
+    assert "other (pid 79, 500 MiB)" in found["W_GPU_BUSY"]
+    assert "pid 78" not in found["W_GPU_BUSY"], "the server of MPS serves our ranks too"
     assert "3 ranks on this node (num_processes 6 is the total over 2 nodes), but 2 GPUs" in found["E_GPU_COUNT"]
     assert "but its torch is a CPU build" in found["E_GPU_DRIVER"]  # the tests run with a CPU build
     assert codes("0").keys() == {"E_GPU_COUNT", "E_GPU_DRIVER"}

@@ -24,7 +24,6 @@ from accel_ddp.errors import UserError
 from accel_ddp.nodes import messages
 from accel_ddp.nodes.launcher import check_rank_variables, check_requested_world, warn_about_independent_tasks
 from accel_ddp.nodes.probe import ProbeServer
-from accel_ddp.nodes.timeouts import call_with_timeout
 from accel_ddp.nodes.topology import Topology, topology_of_this_rank
 from accel_ddp.watch.restart_files import IS_RESTART
 
@@ -183,7 +182,7 @@ def _collect_facts(topology: Topology, options: CheckOptions) -> Facts:
     if topology.local_rank:
         return {}, []
     seconds = host.FACTS - 5
-    collected = call_with_timeout(lambda: facts.collect_facts(topology, options), seconds, None)
+    collected = host.call_with_timeout(lambda: facts.collect_facts(topology, options), seconds, None)
     if collected is None:
         saw = f"this node could not collect its versions, files and GPUs within {seconds:.0f} s: a disk or a program hangs"
         return {}, [local_finding(topology, "E_DISK_STUCK", saw)]

@@ -18,7 +18,6 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import check_rank_variables, is_world_of_mpi
 from accel_ddp.nodes.messages import find_free_port
-from accel_ddp.nodes.timeouts import call_with_timeout
 from accel_ddp.nodes.topology import Topology, find_topology, is_local_main, topology_of_this_rank
 from accel_ddp.text import did_you_mean
 from accel_ddp.words import script_at
@@ -123,7 +122,7 @@ def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology
         topology.accelerate_config |= {name: getattr(given, name) for name in ("mixed_precision", "cpu") if getattr(given, name)}
     resolve_main = lambda: host.resolve(topology.main_address)
     is_alone = topology.num_nodes == 1 and topology.num_local_processes == 1
-    if is_alone and host.is_local_address(call_with_timeout(resolve_main, 5, "127.0.0.1")):
+    if is_alone and host.is_local_address(host.call_with_timeout(resolve_main, 5, "127.0.0.1")):
         topology.main_address, topology.main_port = "127.0.0.1", find_free_port("127.0.0.1")  # no other node connects to it
         topology.coordinator_ports = (topology.main_port,)
     options = options_of_script(script) if script else CheckOptions()

@@ -68,8 +68,8 @@ def _read_gpu(gpu: ElementTree.Element) -> dict[str, Any]:
     volatile = gpu.find("ecc_errors/volatile")
     counters = [] if volatile is None else list(volatile.iter())
     uncorrectable = [one for one in counters if "uncorrectable" in one.tag or one.tag.endswith("_dbe")]
-    processes = [one for one in gpu.findall("processes/process_info") if _text(one, "type") in ("C", "C+G", "M", "M+C")]
-    processes = [one for one in processes if "nvidia-cuda-mps-server" not in _text(one, "process_name")]  # it serves ranks too
+    computing = [one for one in gpu.findall("processes/process_info") if _text(one, "type") in ("C", "C+G", "M", "M+C")]
+    processes = [one for one in computing if "nvidia-cuda-mps-server" not in _text(one, "process_name")]  # it serves ranks too
     return {
         "name": _text(gpu, "product_name"), "uuid": _text(gpu, "uuid"), "mig": _text(gpu, "mig_mode/current_mig") == "Enabled",
         "bytes": _number(_text(gpu, "fb_memory_usage/total")) << 20,

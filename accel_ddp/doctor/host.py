@@ -4,20 +4,23 @@ No call takes longer than its timeout.
 """
 
 import contextlib
+import functools
 import ipaddress
 import os
 import resource
 import shutil
 import socket
+import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from accel_ddp.doctor.findings import FIXES, Finding
 from accel_ddp.errors import UserError
-from accel_ddp.nodes.timeouts import call_with_timeout
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.text import format_bytes
 
@@ -29,6 +32,7 @@ MAIN_SILENT = 20.0  # without a message from the coordinator, which sends one ev
 NO_ANSWER = 8.0  # without any answer from an address; a host that is up answers at least with a refusal
 PREFLIGHT_NO_ANSWER = 60.0  # the same in a preflight, where the main node may still be booting
 
+T = TypeVar("T")
 
 HOST = socket.gethostname()
 _LITTLE = 1 << 30  # bytes; less free space than this is a warning
@@ -62,6 +66,35 @@ def firewall_advice() -> str:
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
     """Return a finding about this node. Without `fix`, it has the usual one of its code."""
     return Finding(code, saw, fix, host=HOST, node=topology.node_rank)
+
+
+def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
+    """Return what `call` returns, or `default` if it fails or takes too long. The thread of such a call cannot be interrupted."""
+    results: list[T] = []
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            results.append(call())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else default
+
+
+def limit_name_lookups() -> None:
+    """Wait 2 s instead of 10 s for each name server in this launcher and its ranks, if none answers now.
+
+    torch's launcher looks up its host at every event, and a TCPStore the names of addresses: 2 minutes for a run of two ranks. Another
+    process asks, because glibc keeps the limit of the first lookup of a process.
+    """
+    try:
+        subprocess.run(["getent", "hosts", "192.0.2.1"], capture_output=True, timeout=1)  # an address that no hosts file contains
+    except OSError:
+        return  # there is no getent
+    except subprocess.TimeoutExpired:
+        os.environ["RES_OPTIONS"] = f"{os.environ.get('RES_OPTIONS', '')} timeout:1 attempts:2".strip()
+        socket.getfqdn = functools.cache(socket.getfqdn)
 
 
 def resolve(name: str, seconds: float = 5) -> str:

@@ -43,7 +43,7 @@ from accel_ddp import compat
 from accel_ddp.doctor import cluster, host
 from accel_ddp.doctor.check_options import CheckOptions, runs_preflight, wait_of
 from accel_ddp.doctor.cluster import print_progress
-from accel_ddp.doctor.host import HOST
+from accel_ddp.doctor.host import HOST, call_with_timeout, limit_name_lookups
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.nodes.launcher import (
     CONFIG_FILE,
@@ -55,7 +55,6 @@ from accel_ddp.nodes.launcher import (
 )
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.spawn import raise_file_limit
-from accel_ddp.nodes.timeouts import call_with_timeout, limit_name_lookups
 from accel_ddp.nodes.topology import Topology, find_topology
 from accel_ddp.records.redaction import redact_command
 from accel_ddp.watch import restart_files

@@ -300,7 +300,7 @@ class Speed:
         return seconds * self.cfg.split(self.accelerator.num_processes)[1]
 
     def _rehearse(self, batch: Any) -> None:
-        """Do each kind of pass of a step. With several micro-batches, a WholeBatch needs one without gradients too."""
+        """Do each kind of pass of a step. With several micro-batches, as many on every rank, a WholeBatch has one without gradients."""
         if isinstance(self.loss_sum, WholeBatch) and self.cfg.split(self.accelerator.num_processes)[1] > 1:
             rehearse(self.model, batch, self.loss_sum, with_gradients=False)
         rehearse(self.model, batch, self.loss_sum)

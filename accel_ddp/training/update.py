@@ -315,22 +315,21 @@ def rehearse(
 ) -> tuple[Tensor | None, ...]:
     """Do a forward and a backward pass that leave nothing behind except caches. `module` is the model without DDP.
 
-    Return the gradients of trained parameters, none for a sharded model and without `with_gradients`.
-
-    No parameter gets a gradient: DDP counts gradients, and with --static_graph it would not synchronize them any more. For a
-    sharded model this is a collective, which sums the gradients as a step does, because they fit into memory only in parts.
+    Return the gradients of trained parameters, none for a sharded model and without `with_gradients`. No parameter gets a gradient:
+    DDP counts gradients, and with --static_graph it would not synchronize them any more. For a sharded model this is a collective,
+    which sums the gradients as a step does, because they fit into memory only in parts.
     """
     with _buffers_restored(module), torch.set_grad_enabled(with_gradients):
+        loss = _loss(module, batch, loss_sum)
         if not with_gradients:
-            _loss(module, batch, loss_sum)
             return ()
         if isinstance(module, FSDPModule):
-            _loss(module, batch, loss_sum).backward()
+            loss.backward()
             for parameter in module.parameters():
                 parameter.grad = None
             return ()
         trained = [p for p in module.parameters() if p.requires_grad]
-        return torch.autograd.grad(_loss(module, batch, loss_sum), trained, allow_unused=True)
+        return torch.autograd.grad(loss, trained, allow_unused=True)
 
 
 def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
