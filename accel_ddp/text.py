@@ -22,7 +22,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
-    """Return "rank 3" or "ranks 0, 1, 2". Of many ranks, only the number is given."""
+    """Return "rank 3" or "ranks 0, 1, 2". Of many ranks, the first are named."""
     return f"{plural(len(ranks), 'rank')} {listed(map(str, ranks), most)}"
 
 
@@ -35,6 +35,11 @@ def listed(words: Iterable[str], most: int = 3, separator: str = ", ") -> str:
 def shorten(text: str, most: int, end: str = "...") -> str:
     """Return a text of at most `most` characters."""
     return text if len(text) <= most else text[: most - len(end)] + end
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the text of an exception, or its class: a MemoryError and a timeout may have no text."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def format_si(value: float) -> str:

@@ -29,6 +29,7 @@ import shutil
 import statistics
 import sys
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,11 @@ def make_words_tokenizer(size: int) -> Any:
     return made
 
 
+def name_with_template(name: str) -> str:
+    """Return a name for a model whose tokenizer has TEMPLATE, which preferences.py replaces."""
+    return f"{name}-{zlib.crc32(TEMPLATE.encode()):08x}"
+
+
 def make_llama(work: Path, shape: dict[str, Any]) -> Path:
     """Write a Llama with random bf16 weights, which a GPU draws, in files of some layers each. Return the folder."""
 
@@ -143,7 +149,7 @@ def make_llama(work: Path, shape: dict[str, Any]) -> Path:
                 part, size, number = {}, 0, number + 1
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
 
-    return make_once(work / "models" / f"llama-{shape['hidden_size']}", make)
+    return make_once(work / "models" / name_with_template(f"llama-{shape['hidden_size']}"), make)
 
 
 def make_smollm2(work: Path) -> Path:
@@ -161,7 +167,7 @@ def make_smollm2(work: Path) -> Path:
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
 
-    return make_once(work / "models" / "smollm2", make)
+    return make_once(work / "models" / name_with_template("smollm2"), make)
 
 
 def count_tokens(model: Path, chats: Path) -> np.ndarray:

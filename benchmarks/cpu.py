@@ -57,15 +57,16 @@ def main(options: argparse.Namespace, work: Path) -> None:
     epochs = options.steps * batch // len(lengths) + 2
     np.save(work / "order.npy", vs_trainer.our_order(len(lengths), 0, epochs * len(lengths)))
     shared = {
-        "kind": "speed", "recipe": "classify", "batch": batch, "steps": options.steps, "warm": options.warm, "seed": 0, "lr": lr,
-        "warmup_steps": 0, "precision": "no", "data": str(work), "model": model, "log_every": 1, "flags": {},
+        "kind": "speed", "job": "cpu", "recipe": "classify", "flags": {}, "log_every": 1,
+        "batch": batch, "steps": options.steps, "warm": options.warm, "seed": 0, "lr": lr,
+        "warmup_steps": 0, "precision": "no", "data": str(work), "model": model,
         "order": str(work / "order.npy"),
     }  # fmt: skip
     turns: list[dict[str, Any]] = []
     for number in range(1, options.repeats + 1):
         turn = {}
         for side, command in SIDES.items():
-            spec = {**shared, "command": [*command, *words]}
+            spec = {**shared, "variant": side, "command": [*command, *words]}
             for _ in range(options.tries):
                 shutil.rmtree(work / "run", ignore_errors=True)
                 run = vs_trainer.run_ours if command else vs_trainer.run_trainer

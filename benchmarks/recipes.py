@@ -170,10 +170,15 @@ def score_tag(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     return {"f1": float(f1_score([row["tags"] for row in rows], found))}
 
 
+def rows_of(recipe: Any, cfg: Any, tokenizer: Any) -> Any:
+    """Return training and evaluation rows of sft or pretrain_mlm."""
+    return recipe.build_data(cfg, tokenizer)[:2] if hasattr(cfg, "mask_share") else recipe.build_data(cfg, tokenizer, "")[0]
+
+
 def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:
     """For sft and pretrain_mlm. Tokens and labels are those of the recipe. Masked words differ in every epoch."""
     tokenizer.padding_side = "right"
-    rows, is_masked = recipe.build_data(cfg, tokenizer)[0], hasattr(cfg, "mask_share")
+    rows, is_masked = rows_of(recipe, cfg, tokenizer)[0], hasattr(cfg, "mask_share")
     kind = transformers.AutoModelForMaskedLM if is_masked else transformers.AutoModelForCausalLM
     model, rows = kind.from_pretrained(place), MaskedBlocks(rows, tokenizer, cfg.mask_share) if is_masked else rows
     if cfg.lora_r:
@@ -190,7 +195,7 @@ def score_lm(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
     """Average over all tokens of the test answers, or over the masked words, which are the same for all models."""
     is_masked, total, number = hasattr(cfg, "mask_share"), 0.0, 0
     model, tokenizer = loaded("AutoModelForMaskedLM" if is_masked else "AutoModelForCausalLM", folder)
-    rows = recipe.build_data(cfg, tokenizer)[1]
+    rows = rows_of(recipe, cfg, tokenizer)[1]
     rows = MaskedBlocks(rows, tokenizer, cfg.mask_share, seed=0) if is_masked else rows
     for batch in DataLoader(rows, 16, collate_fn=transformers.DataCollatorForTokenClassification(tokenizer)):
         labels = batch.pop("labels")[:, 0 if is_masked else 1 :].to(DEVICE)  # a causal model predicts the next token

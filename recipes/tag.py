@@ -121,7 +121,8 @@ def build_data(cfg: Config, tokenizer):
     def encode(rows):
         return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
 
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, tags.column, tags.names]
+    of_tags = [tags.column, tags.names, tags.tag_ids]
+    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, *of_tags]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     rows = test
     train, test = accel_ddp.data.drop_broken(encoded, cfg)

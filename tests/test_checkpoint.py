@@ -273,6 +273,8 @@ def test_a_disk_that_is_too_small_is_detected_before_writing(full):
 def test_a_save_that_failed_is_tried_again_at_the_next_interval(full):
     assert full["freed"]["whole"] == {"step_00000006": "", "step_00000008": ""}
     assert full["freed"]["unsaved"] == ""
+    assert full["freed at the end"]["whole"] == {"step_00000008": ""}
+    assert full["freed at the end"]["best"] == {"step": 8, "metric": "loss", "value": 1.0, "checkpoint": "step_00000008"}
 
 
 def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(full):

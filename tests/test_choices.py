@@ -220,7 +220,7 @@ def test_a_new_head_on_a_16_bit_model_has_the_same_dtype_after_a_resume(narrow_m
 
 def test_a_loop_that_does_not_evaluate_refuses_to_keep_the_best_step():
     recipe = load_recipe(ROOT / "recipes" / "own_loop.py")
-    with pytest.raises(UserError, match="--keep_best: this loop does not evaluate while it trains"):
+    with pytest.raises(UserError, match="--keep_best: this loop does not have it"):
         recipe.main(recipe.Config(keep_best=True))
 
 

@@ -102,6 +102,8 @@ def test_labels_of_evaluation_rows_are_those_of_the_model(monkeypatch):
     assert made(declared).class_ids == {0: 1, 1: 0}
     tags = tagging.Tags.from_rows(table([["good"], ["mixed"]]), table([["good"]]), "label")
     assert tags.tag_ids == {"good": 1, "mixed": 2}
+    tags = tagging.Tags.from_rows(table([["good"]]), table([["good"], ["bad"]]), "label")
+    assert tags.tag_ids == {"good": 1, "bad": 0}, "the training rows may lack a tag that the model knows"
 
 
 @pytest.mark.parametrize(

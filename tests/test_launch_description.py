@@ -1,5 +1,6 @@
 """cluster.yaml: what is read from it, and what a mistake in it leads to. The commands of the nodes follow from it."""
 
+import os
 import re
 import shlex
 
@@ -9,13 +10,13 @@ import yaml
 from accel_ddp.errors import UserError
 from accel_ddp.launch import kubernetes, slurm
 from accel_ddp.launch.description import read_description
-from accel_ddp.launch.guard import expand_run_folder
 from accel_ddp.launch.job_commands import (
     Shell,
     config_word,
     launcher_words,
     make_job,
     node_environment,
+    replace_home,
     to_shell,
     used_config,
     uses_torchrun,
@@ -33,7 +34,9 @@ def read(place, /, *changes: str, **keys):
 
 
 def test_every_key_of_a_complete_description_is_read(tmp_path):
-    (tmp_path / "common.env").write_text("# comment\nexport A=common\nB='two words'\n\nC=1 # a number\nD=a#b\n")
+    (tmp_path / "common.env").write_text(
+        "# comment\nexport A=common\nB='two words'\n\nC=1 # a number\nD=a#b\nF=\"it's\" # quoted\n"
+    )
     (tmp_path / "b.env").write_text("A=of node b\r\n")
     cluster = read(
         tmp_path, "main_port=29600", "ssh.connect_seconds=3", name="classify",
@@ -48,8 +51,8 @@ def test_every_key_of_a_complete_description_is_read(tmp_path):
     assert cluster.ssh == {"options": ["-F", "my config"], "connect_seconds": 3}
     assert (first.gpus, first.processes, second.gpus, second.processes) == (4, 4, 8, 8)
     assert (first.interface, second.interface, second.host) == ("eth0", "ib0", "me@node-b")
-    assert first.env == {"A": "common", "B": "own", "C": "1", "D": "a#b", "E": "5"}
-    assert second.env == {"A": "of node b", "B": "two words", "C": "1", "D": "a#b", "E": "5"}
+    assert first.env == {"A": "common", "B": "own", "C": "1", "D": "a#b", "E": "5", "F": "it's"}
+    assert second.env == {"A": "of node b", "B": "two words", "C": "1", "D": "a#b", "E": "5", "F": "it's"}
     assert cluster.num_processes == 12
     assert not cluster.has_equal_nodes
 
@@ -199,13 +202,15 @@ def test_a_path_below_the_home_directory_is_that_of_the_node(tmp_path, monkeypat
         "--lr '~/x' --output_dir ~/runs/own_model\n",
     ):
         assert text in commands, commands
-    assert expand_run_folder(["a", "~", "~/runs/job", "--output_dir=~/runs/job", "~/runs/jobs"], "~/runs/job") == [
+    assert replace_home(["a", "~", "~/runs/job", "--output_dir=~/runs/job", "~/runs/jobs"], ["~/runs/job"], os.path.expanduser) == [
         "a", "~", "/home/me/runs/job", "--output_dir=/home/me/runs/job", "~/runs/jobs",
     ]  # fmt: skip
     cluster = read(tmp_path, backend="slurm", nodes=2, **keys)
     script = slurm.render(cluster, make_job(cluster, "recipes/own_model.py", []))
     assert "--config_file '/home/me/my configs/wizard.yaml' " in script
     assert "--output_dir /home/me/runs/own_model " in script
+    script = slurm.render(cluster, make_job(cluster, "recipes/own_model.py", ["--output_dir=~/runs/a"]))
+    assert "--output_dir=/home/me/runs/a" in script
     cluster = read(
         tmp_path,
         backend="kubernetes",

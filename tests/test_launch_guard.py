@@ -1,5 +1,6 @@
 """Tests of the guard of a node, which is started directly: its end, and what it sends over a slow link."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_ddp.launch.connection import Connection, Lost
+from accel_ddp.launch.description import read_description
 from tests.conftest import BIN, clean_environment
 from tests.jobs import HangingDisk
 from tests.nodes import NotPossible
@@ -116,6 +119,26 @@ def test_stop_ends_a_guard_that_was_stopped(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=180)
     assert "here: exited with code 137" in done.stdout, done
     assert guard.wait(60) == 0
+
+
+def test_a_local_node_may_have_a_relative_folder_with_a_venv_and_a_missing_venv_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "env").symlink_to(BIN.parent)
+
+    async def open_and_close(venv: str) -> None:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(f"{{backend: local, nodes: [here], gpus_per_node: 0, folder: work, venv: {venv}}}")
+        cluster = read_description(file)
+        connection = Connection(cluster, cluster.nodes[0])
+        try:
+            await connection.open()
+        finally:
+            await connection.close()
+
+    asyncio.run(open_and_close("env"))
+    with pytest.raises(Lost, match="absent/bin/python does not exist in work on this node"):
+        asyncio.run(open_and_close("absent"))
 
 
 @pytest.mark.parametrize(("message", "code"), [(None, 75), ({"is_interrupt": False}, 75), ({"is_interrupt": True}, 130)])

@@ -449,8 +449,9 @@ def test_tool_calls_are_shown_and_the_user_types_the_results(cache, tmp_path, ca
     assert chat.prompt.count('{"name": "weather", "arguments": {"city": "Rome"}}') == 2
     assert "<tool_response>\nmore rain\n</tool_response>" in chat.prompt
     mistral, llama = '[TOOL_CALLS] [{"name": "weather", "arguments": {}}]', '{"name": "weather", "parameters": {"city": "Rome"}}'
-    texts = (mistral, llama, '{"name": "other", "arguments": {}}')
-    assert [len(chat_command.find_calls(text, tools)) for text in texts] == [1, 1, 0]
+    strange = ('{"name": ["weather"], "arguments": {}}', '{"name": {}, "arguments": {}}', '{"name":' * 2000)
+    texts = (mistral, llama, '{"name": "other", "arguments": {}}', *strange)
+    assert [len(chat_command.find_calls(text, tools)) for text in texts] == [1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from accel_ddp.launch.node_output import Console, Lines
 from accel_ddp.nodes.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW, SharedStream, without_controls
 from accel_ddp.observe import display
 from accel_ddp.observe.display import Terminal, TerminalStream
-from accel_ddp.observe.progress import Renderer, State
+from accel_ddp.observe.progress import Progress, Renderer, State
 from accel_ddp.phases import Timing
 from accel_ddp.training.step_numbers import Numbers, Pace, RankSample
 from tests.conftest import PROGRAMS, ROOT, fork_server, rank_environments
@@ -329,6 +329,17 @@ def test_a_panel_fits_into_every_terminal(columns, encoding):
             assert part in text
     if encoding == "ascii":
         assert text.replace("ä", "").isascii()
+
+
+def test_the_time_left_after_a_warm_up_in_the_middle_of_a_run_is_that_of_the_steps_after_it(capsys):
+    progress = Progress(TrainConfig(log_every=10))
+    progress.on_start(0, 1000, {})
+    progress.began -= 7000
+    progress.on_warm_up(500, 5.0)
+    progress.began -= 10
+    for step in (500, 510):  # on a GPU the numbers of step 500 arrive after the warm-up
+        progress.on_update(Numbers(step, 1e-4, 0.5, 0.6, 32, 0, 0, 0.0, 0.5), Pace(1.0, 1.0, 0.0, 0.4))
+    assert capsys.readouterr().out.splitlines()[-1].endswith("8:10 left")
 
 
 def test_frames_use_little_time(user, monkeypatch):

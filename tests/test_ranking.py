@@ -105,6 +105,7 @@ def test_rows_of_all_forms_are_read_and_candidates_are_drawn_by_the_seed():
     assert read({"query": "q", "passage": "a", "score": 0.3}) == Query("q", ["a"], [0.3])
     assert read({"question": "q", "candidates": ["a", "b"], "labels": [0, True]}) == Query("q", ["a", "b"], [0.0, 1.0])
     assert read({"anchor": "q", "positive": "a", "negative_1": "b", "negative_2": None}) == Query("q", ["a", "b"], [1.0, 0.0])
+    assert read({"anchor": "q", "positive": "a", "negative": "b", "2": "a note"}) == Query("q", ["a", "b"], [1.0, 0.0])
     assert read({"query": "q", "positives": ["a"], "negatives": ["b", "c"]}) == Query("q", ["a", "b", "c"], [1.0, 0.0, 0.0])
     query = Query("q", [*"abcdefgh"], [0.0, 0, 1, 0, 1, 0, 0, 0])
     drawn = [ranking.draw_candidates(query, 3, seed) for seed in (0, 0, 1, 2, 3)]

@@ -20,6 +20,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from accel_ddp.config.choices import KEPT
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.exporting import export
 from accel_ddp.records.eval_tables import Table, file_of, list_steps, read_tables
 from accel_ddp.records.files import read_objects
@@ -77,7 +78,8 @@ def merges_without_a_change(folder: str) -> object:
 
     from accel_ddp.sources import models
 
-    base = models.locate(json.loads((Path(folder) / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"])
+    base = json.loads((Path(folder) / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    base = models.locate(base, RecipeConfig.cache_dir)
     ids = torch.tensor([[2, 9, 30, 31, 3]])
     with torch.no_grad():
         below = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
@@ -472,7 +474,7 @@ def test_a_checkpoint_contains_only_the_adapters_which_merge_into_an_ordinary_mo
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         outputs = [AutoModelForCausalLM.from_pretrained(place)(ids).logits for place in (folder / "model", merged)]
-        below = AutoModelForCausalLM.from_pretrained(models.locate("builtin:tiny-llama"))
+        below = AutoModelForCausalLM.from_pretrained(models.locate("builtin:tiny-llama", RecipeConfig.cache_dir))
         below.load_adapter(str(alone))
         outputs.append(below(ids).logits)
         for place in (alone, folder / "model" / "adapter"):

@@ -498,13 +498,27 @@ def test_a_node_that_is_missing_at_a_restart_is_not_a_mistake_of_the_user(monkey
     waiting = restarts._Waiting(cfg)
     waiting.began -= 3
     with pytest.raises(UserError, match="--ddp_timeout_seconds 1"):
-        waiting.sleep([1])
+        waiting.sleep(lambda: [1])
     monkeypatch.setenv(restart_files.ROUND, "1")
     waiting = restarts._Waiting(cfg)
     waiting.began -= 3
     with pytest.raises(Stopped, match=r"NODE_LOST: .* --preflight_wait 2\. .* --resume") as stopped:
-        waiting.sleep([1])
+        waiting.sleep(lambda: [1])
     assert stopped.value.failure.exit_code == 1, "it may be restarted"
+
+
+def test_only_the_first_rank_of_a_node_asks_which_ranks_are_missing(monkeypatch):
+    """Each question is one request per rank of the job, to one store."""
+    from accel_ddp.config.train_config import TrainConfig
+    from accel_ddp.ranks import restarts
+
+    for local_rank, expected in ((1, 0), (0, 1)):
+        monkeypatch.setattr(restarts.this_rank, "local_rank", local_rank)
+        waiting, asked = restarts._Waiting(TrainConfig()), []
+        waiting.reported -= restarts.REPORT_EVERY + 1
+        for _ in range(3):
+            waiting.sleep(lambda asked=asked: asked.append(1) or [1])
+        assert len(asked) == expected
 
 
 def test_a_stop_is_printed_with_one_prefix_at_a_restart(tmp_path, monkeypatch):

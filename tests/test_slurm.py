@@ -1,5 +1,6 @@
 """`accel-ddp launch` with `backend: slurm`: the script, and jobs on a real Slurm cluster (`pytest -m slurm`)."""
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 from accel_ddp.errors import UserError
 from accel_ddp.launch.description import read_description
 from accel_ddp.launch.job_commands import make_job
-from accel_ddp.launch.slurm import _ends_by_itself, _parse, _read_on, _sbatch_environment
+from accel_ddp.launch.slurm import _ends_by_itself, _parse, _read_on, _sbatch_environment, _show
 from accel_ddp.launch.slurm_script import render
 from tests.conftest import BIN, ROOT, clean_environment, free_port, run_all
 from tests.slurm_cluster import GPUS, USER, SlurmCluster
@@ -723,3 +724,16 @@ def test_a_user_error_is_not_queued_again(user):
     number = user.launch(user.describe(), "--resume", "no_such_run")
     job = user.wait_for_end(number)
     assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "2:0", "0"), user.log()
+
+
+def test_a_controller_that_does_not_answer_does_not_look_like_the_end_of_a_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    texts = {
+        "slurm_load_jobs error: Invalid job id specified": None,
+        "slurm_load_jobs error: Unable to contact slurm controller": 1,
+    }
+    for text, refused in texts.items():
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho '{text}' >&2\nexit 1\n")
+        (tmp_path / "scontrol").chmod(0o755)
+        with pytest.raises(UserError, match="Unable to contact") if refused else contextlib.nullcontext():
+            assert _show("7") is None

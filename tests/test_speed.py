@@ -274,7 +274,11 @@ def test_the_peak_of_a_gpu_is_found_by_its_name():
     assert flops.peak("NVIDIA H200", torch.bfloat16) == 989e12
     assert flops.peak("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
     assert flops.peak("NVIDIA L4", torch.float16) == 121e12
-    assert flops.peak("Some GPU", torch.bfloat16) is None
+    assert flops.peak("NVIDIA GH200 480GB", torch.bfloat16) == 989e12
+    assert flops.peak("Tesla V100S-PCIE-32GB", torch.float16) == 125e12
+    assert flops.peak("Tesla T4", torch.float32) is None
+    for name in ("Some GPU", "NVIDIA RTX A1000", "NVIDIA RTX A4000", "NVIDIA T400 4GB"):
+        assert flops.peak(name, torch.bfloat16) is None
 
 
 # -------------------------------------------------------------------------------------------------- in a run
@@ -400,6 +404,8 @@ def test_the_largest_size_that_fits_is_found_by_doubling_and_bisection():
             load = lambda size, room=room, tried=tried: tried.append(size) or (1.0 if size <= room else 1.1)
             assert autobatch._largest(sizes, load) == max((size for size in sizes if size <= room), default=0)
             assert len(tried) == len(set(tried))
+    assert autobatch.doubling([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]) == [1, 2, 4, 8, 16, 32, 96]
+    assert autobatch.doubling([1]) == [1]
 
 
 def test_an_option_that_is_not_possible_is_reported_with_the_reason(tmp_path):

@@ -84,6 +84,15 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+def test_what_a_killed_process_with_the_same_number_has_left_in_the_cache_is_not_used(tmp_path):
+    """A container that is restarted has the same process numbers."""
+    left = tmp_path / f".rows.partial.{places.this_rank.host}.{os.getpid()}"
+    left.mkdir()
+    (left / "half").write_text("")
+    folder = places.write_once(str(tmp_path), "rows", lambda into: (into.mkdir(), (into / "all").write_text("")), "write rows")
+    assert os.listdir(folder) == ["all"]
+
+
 def test_a_killed_run_continues_with_the_missing_shards(tmp_path, monkeypatch):
     """The process and its workers are killed. One of the shards that they have completed is damaged afterwards."""
     monkeypatch.setattr(shard_map, "usable_cores", lambda: 2)

@@ -302,6 +302,8 @@ def _hash_or_error(path: str, seconds: float) -> str:
             return hash_files(Path(path).expanduser(), seconds)
         except OSError as error:
             return f"!{error.strerror}"
+        except RuntimeError as error:  # `~nobody`
+            return f"!{error}"
 
     return call_with_timeout(compute, seconds + 1, NOT_READ)
 

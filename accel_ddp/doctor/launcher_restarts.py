@@ -57,6 +57,7 @@ from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import Topology, find_topology
 from accel_ddp.records.redaction import redact_command
+from accel_ddp.text import first_line
 from accel_ddp.watch import restart_files
 from accel_ddp.words import differences, value_of
 
@@ -400,7 +401,7 @@ class RestartingRendezvous:
         except (RendezvousError, RuntimeError, ValueError) as error:
             if self.is_elastic or time.monotonic() > deadline or (self.num_rounds == 1 and not self.joins_running_job):
                 raise
-            print_progress(f"the rendezvous failed ({str(error).splitlines()[0][:200]}). Trying again.")
+            print_progress(f"the rendezvous failed ({first_line(error)[:200]}). Trying again.")
             time.sleep(1)
             return None
 

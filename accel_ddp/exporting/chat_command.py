@@ -141,7 +141,7 @@ def find_calls(text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     names, calls, at = {tool.get("function", {}).get("name") for tool in tools}, [], 0
     while names and (at := text.find("{", at)) >= 0:
         end = at + 1
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # a name may be a list, and objects nested deeply
             value, end = json.JSONDecoder().raw_decode(text, at)
             arguments = value.get("arguments", value.get("parameters"))
             if value.get("name") in names and isinstance(arguments, dict):

@@ -41,7 +41,7 @@ from accel_ddp.sources.adapters import adapter_config, load_base
 from accel_ddp.sources.builtin import locate
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.tasks import examples
-from accel_ddp.text import did_you_mean_path
+from accel_ddp.text import did_you_mean_path, first_line
 
 FOLDER = "model"  # in the folder of the run
 BASE = "base"  # subfolder for the config of the model below adapters
@@ -131,21 +131,21 @@ def at_the_end(
         _write(folder, model, files, {"recipe": Path(sys.argv[0]).name, **facts}, **options)
         if cfg.push_to_hub:
             push(folder, cfg.push_to_hub)
-        print(describe(folder, files, example, config.get("dtype", "float32")))
+        print(describe(folder, files, config, example))
         if not getattr(cfg, "train_file", "") and getattr(cfg, "dataset", "").startswith(builtin.PREFIX):
             print("next: train on your own data with --train_file or --dataset. --help shows all options.")
 
 
-def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: str = "float32") -> str:
+def describe(folder: Path, files: dict[str, bytes], config: dict[str, Any], example: str = "") -> str:
     """Return lines that state what the exported folder contains, with a command that loads it.
 
-    `files` come from `files_of`. `example` is code that uses {folder}, or {model}: what `pipeline` takes. `trained` is the dtype in
-    which the weights were trained.
+    `files` come from `files_of`, `config` has the options of the run. `example` is code that uses {folder}, or {model}: what
+    `pipeline` takes.
     """
     lines, base = [f"model saved in {folder}"], _base_of(files)
     if (whole := folder / "config.json").is_file():
         dtype = _exported_dtype({whole.name: whole.read_bytes()}, "auto")
-        if dtype in ("bfloat16", "float16") and (base or dtype != trained):
+        if dtype in ("bfloat16", "float16") and (base or dtype != config.get("dtype", "float32")):
             lines[0] += f" ({dtype}; its metrics are those before the weights were rounded)"
     if (folder / ADAPTER_CONFIG).is_file():
         lines.append(
@@ -153,7 +153,7 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: 
         )
         if not _is_on_hub(base):
             lines.append("On another machine, replace the place of that model in the last line.")
-            base = locate(base)
+            base = _locate(base, config)
     elif base:
         hint = "" if _is_on_hub(base) else " To write only the adapters: --merge_adapters off, or accel-ddp export --merge off."
         lines.append(f"The adapters are merged into it. Alone they are in {folder / ADAPTER}.{hint}")
@@ -167,8 +167,8 @@ def describe(folder: Path, files: dict[str, bytes], example: str = "", trained: 
             where = f"base_model_name_or_path in {place / ADAPTER_CONFIG}"
             is_there = Path(written["base_model_name_or_path"]).is_dir()
             lines[-1] += f" If the model moves, change {where}." if is_there else f" First write the model's folder into {where}."
-    config = files.get(f"{BASE}/config.json") or files["config.json"]
-    place, can_chat = shlex.quote(str(folder)), b"ForCausalLM" in config or b"LMHeadModel" in config
+    of_model = files.get(f"{BASE}/config.json") or files["config.json"]
+    place, can_chat = shlex.quote(str(folder)), b"ForCausalLM" in of_model or b"LMHeadModel" in of_model
     use = f"chat {place}{examples.system_option(example)}" if can_chat else f"predict {place} --input FILE --output FILE"
     lines.append(f"use:  accel-ddp {use}")
     return "\n".join([*lines, f"try:  {examples.command(*_code(folder, files, base, example))}"])
@@ -204,6 +204,11 @@ def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -
 def _base_of(files: dict[str, bytes]) -> str:
     """Return the model below adapters: a Hub name, a built-in name or an absolute path. Return "" without adapters."""
     return json.loads(files[ADAPTER_CONFIG])["base_model_name_or_path"] if ADAPTER_CONFIG in files else ""
+
+
+def _locate(base: str, config: dict[str, Any]) -> str:
+    """Return the place of the model below adapters. `config` has the options of the run that trained them."""
+    return locate(base, config.get("cache_dir") or TrainConfig.cache_dir)
 
 
 def _adds_tokens(files: dict[str, bytes]) -> bool:
@@ -249,7 +254,7 @@ def from_checkpoint(
     _write(folder, weights_there, files, facts, merge, dtype)
     if push_to_hub:
         push(folder, push_to_hub)
-    print(describe(folder, files, trained=run["config"].get("dtype", "float32")))
+    print(describe(folder, files, run["config"]))
     return folder
 
 
@@ -328,7 +333,7 @@ def _weights_of(path: Path, averaged: bool) -> Any:
         adapters.inference_mode = False
         source = adapters.base_model_name_or_path
         try:
-            place = locate(source, run["config"].get("cache_dir") or "~/.cache/accel_ddp")
+            place = _locate(source, run["config"])
             dtype = getattr(torch, run["config"].get("dtype", "auto"), config.dtype)  # as in training, for the digest below
             base = load_base(functools.partial(kind.from_pretrained, place, dtype=dtype), place, config, adapters)
         except Exception as error:
@@ -368,7 +373,7 @@ def _write(
         config = facts["config"]
         if base:  # who publishes the folder does not publish where the base model lies
             is_published = _is_on_hub(base) or config.get("push_to_hub") or config.get("log_model")
-            place = public_name(base) if is_published else locate(base, config.get("cache_dir") or "~/.cache/accel_ddp")
+            place = public_name(base) if is_published else _locate(base, config)
             adapters = {**json.loads(without_paths(files[ADAPTER_CONFIG])), "base_model_name_or_path": place}
             files = {**files, ADAPTER_CONFIG: json.dumps(adapters, indent=1).encode()}
         more = json.loads(files.get(checkpoint_format.FACTS, b"{}"))  # of the recipe, such as the columns that it has chosen
@@ -455,8 +460,7 @@ def push(folder: Path, name: str) -> None:
         repository = api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
     except Exception as error:  # of many kinds: no network, no permission, no token
-        first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"--push_to_hub {name}: {first} The model is in {folder}. Upload it later with: hf upload {name} {folder}"
+            f"--push_to_hub {name}: {first_line(error)} The model is in {folder}. Upload it later with: hf upload {name} {folder}"
         ) from error
     print(f"model uploaded to {repository}")

@@ -18,6 +18,7 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.exporting import trained_model
 from accel_ddp.exporting.predict_rows import InputRows
 from accel_ddp.exporting.trained_model import TrainedModel
+from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import models
 from accel_ddp.sources.data import place_of
@@ -41,7 +42,7 @@ class Predictor:
 
     def __init__(self, found: TrainedModel, options: dict[str, Any]):
         self.options, self.kind, trained = options, found.kind, found.option("max_length")
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not cpu_is_wanted() else "cpu")
         self.compute: Callable[..., list[Any]] = getattr(self, f"_{self.kind}")
         if self.kind == "images":
             from transformers import AutoImageProcessor

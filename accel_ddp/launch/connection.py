@@ -95,7 +95,7 @@ class Connection:
         """Start the guard and wait for its first message. Raises Lost with an explanation."""
         env = dict(os.environ)
         if self.cluster.backend == "local":
-            folder, venv = Path(self.node.folder or ".").expanduser(), self.node.venv
+            folder, venv = Path(self.node.folder or ".").expanduser().absolute(), self.node.venv
             python = str(folder / Path(venv).expanduser() / "bin" / "python") if venv else sys.executable
             words = [python, "-m", "accel_ddp.launch.guard"]
             # The guard must find the package of this process, also if it is not installed.
@@ -111,6 +111,8 @@ class Connection:
                 *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 26, cwd=folder, env=env, start_new_session=True
             )
         except FileNotFoundError:
+            if self.cluster.backend == "local":
+                raise Lost(explain(self.cluster, self.node, PYTHON_MISSING, "")) from None
             raise UserError(f"{words[0]} is not installed on this machine. Install the OpenSSH client.") from None
         self._tasks.append(asyncio.ensure_future(self._read_errors()))
         limit = self.cluster.ssh.get("connect_seconds", CONNECT_SECONDS) + _HELLO_SECONDS

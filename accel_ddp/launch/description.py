@@ -239,6 +239,7 @@ class Cluster:
     slurm: dict[str, Any] = field(default_factory=dict)
     kubernetes: dict[str, Any] = field(default_factory=dict)
     env_files: tuple[str, ...] = ()  # paths of the files that are part of the environment of nodes
+    changes: tuple[str, ...] = ()  # the values of --set
 
     @property
     def num_processes(self) -> int:
@@ -254,7 +255,7 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
 
     Raises UserError with the file, the key, its value and the reason.
     """
-    file = Path(file)
+    file, changes = Path(file), tuple(changes)
     values = _load(file)
     for change in changes:
         _apply(values, change)
@@ -281,9 +282,10 @@ def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
     if "nodes" not in values:
         raise UserError(f"{file}: the key nodes is missing. Write the hosts, or the number of nodes for slurm and kubernetes.")
     nodes, env_files = _read_nodes(file, values, fail)
-    names = {one.name for one in fields(Cluster)} - {"file", "nodes", "env_files", "has_main_port"}
+    names = {one.name for one in fields(Cluster)} - {"file", "nodes", "env_files", "has_main_port", "changes"}
     given = {name: value for name, value in values.items() if name in names}
-    return Cluster(file=file, nodes=nodes, env_files=env_files, has_main_port="main_port" in values, **given)
+    has_port = "main_port" in values
+    return Cluster(file=file, nodes=nodes, env_files=env_files, has_main_port=has_port, changes=changes, **given)
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -415,8 +417,8 @@ def read_env_file(path: Path, name: str) -> dict[str, str]:
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
             raise UserError(f"{name}: line {number} is not NAME=VALUE.")
         value = value.strip()
-        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        found[variable] = value[1:-1] if is_quoted else re.sub(r"\s+#.*", "", value)
+        quoted = re.fullmatch(r"""(['"])(.*?)\1(\s+#.*)?""", value)
+        found[variable] = quoted[2] if quoted else re.sub(r"\s+#.*", "", value)
     return found
 
 

@@ -31,6 +31,7 @@ import psutil
 from accel_ddp.errors import INTERRUPTED, STOPPED
 from accel_ddp.launch import job_record, node_checks
 from accel_ddp.launch.connection import PROTOCOL
+from accel_ddp.launch.job_commands import replace_home
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
@@ -101,11 +102,14 @@ class JobOnNode:
             folder = tempfile.mkdtemp(prefix="accel_ddp_output_")
             self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         except OSError as error:
-            return f"{place}: cannot be written on {request['host']}: {error.strerror}"
+            why = f"{place}: cannot be written on {request['host']}: {error.strerror}"
+            with contextlib.suppress(OSError):  # the record may be on that disk
+                self.record.write(state="ended", code=127, why=why, ended=time.time())
+            return why
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         pairs = zip(request["words"], request["kinds"])
         words = [node_checks.find_file(word, kind) or word if kind else word for word, kind in pairs]
-        words = expand_run_folder(words, request["run_folder"])
+        words = replace_home(words, [request["run_folder"]], os.path.expanduser)
         env = {**os.environ, **request["env"], "ACCEL_DDP_OUTPUT": folder, "ACCEL_DDP_GUARD": "1"}
         if config := request["env"].get(CONFIG_FILE):
             env[CONFIG_FILE] = node_checks.find_file(config, "accelerate_configs") or config
@@ -260,12 +264,6 @@ class JobOnNode:
 
     def _global(self, rank: int | None) -> int | None:
         return None if rank is None else self.request["first_rank"] + rank
-
-
-def expand_run_folder(words: list[str], folder: str) -> list[str]:
-    """Return the words with the run folder below the home directory if it begins with `~`, which no shell replaces here."""
-    home = os.path.expanduser(folder)
-    return [word.replace(folder, home) if word in (folder, f"--output_dir={folder}") else word for word in words]
 
 
 async def serve(is_detached: bool) -> int:

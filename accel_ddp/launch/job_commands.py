@@ -126,9 +126,15 @@ def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
     return {**own, **node.env}
 
 
+def words_of_job(cluster: Cluster, job: Job) -> str:
+    """Return what follows `accel-ddp stop` and the like. --set is repeated, except for variables, which may be secret."""
+    changes = [change for change in cluster.changes if not change.startswith("env")]
+    return " ".join([str(cluster.file), "--name", job.name, *(f"--set {shlex.quote(change)}" for change in changes)])
+
+
 def follow_lines(cluster: Cluster, job: Job) -> list[str]:
     """Return the commands that show, follow and stop a job, as lines for a user."""
-    which = f"{cluster.file} --name {job.name}"
+    which = words_of_job(cluster, job)
     commands = {"status": "status", "output": "logs -f", "stop": "stop"}
     return [f"  {name + ':':<8} accel-ddp {command} {which}" for name, command in commands.items()]
 
@@ -141,9 +147,17 @@ def shell_path(path: str) -> Shell:
 
 
 def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[str], str]) -> list[str]:
-    """Return the words after `replace` was called for those of `paths` that begin with `~`, which only a shell would replace."""
+    """Return the words after `replace` was called for those of `paths` that begin with `~`, which only a shell would replace.
+
+    No shell replaces it in --output_dir=~/runs either.
+    """
     homes = {path for path in paths if path.startswith("~/")}
-    return [replace(word) if word in homes else word for word in words]
+    found = []
+    for word in words:
+        option, path = ("--output_dir=", word[13:]) if word.startswith("--output_dir=") else ("", word)
+        new = replace(path) if path in homes else path
+        found.append(type(new)(option + new) if path in homes else word)
+    return found
 
 
 def to_shell(words: Iterable[str]) -> str:

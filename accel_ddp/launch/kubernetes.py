@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job, follow_lines
+from accel_ddp.launch.job_commands import Job, follow_lines, words_of_job
 from accel_ddp.launch.manifests import (
     CONTAINER,
     INSTANCE,
@@ -50,7 +50,7 @@ def launch(cluster: Cluster, job: Job) -> int:
         one = kubectl.get(f"{_TRAIN_JOB}/{name}")
         raise UserError(
             f"{found[-1]} exists in the namespace {settings['namespace']} ({_state(one) if one else 'without a job'}). `accel-ddp stop "
-            f"{cluster.file} --name {job.name}` deletes it, and keeps its checkpoints. Or choose another name with --name."
+            f"{words_of_job(cluster, job)}` deletes it, and keeps its checkpoints. Or choose another name with --name."
         )
     _check_volume_and_secrets(cluster, settings, kubectl)
     created: list[str] = []

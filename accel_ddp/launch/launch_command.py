@@ -13,6 +13,7 @@ from accel_ddp.launch.description import NAME, Cluster, read_description
 from accel_ddp.launch.job_commands import Job, make_job
 from accel_ddp.nodes import recipe_files
 from accel_ddp.text import did_you_mean
+from accel_ddp.words import has_option
 
 _LAUNCH = """usage: accel-ddp launch [options] CLUSTER.yaml RECIPE [options of the recipe]
 
@@ -72,7 +73,8 @@ def check_options(cluster: Cluster, job: Job, check_inputs: Callable[[Any], None
 
     If all nodes are this machine, `check_inputs(cfg)` checks files and columns.
     """
-    if not Path(job.script).is_file() or {"-h", "--help", "--config"} & set(job.options):  # a config may be on the nodes only
+    is_asking = {"-h", "--help"} & set(job.options)
+    if not Path(job.script).is_file() or is_asking or has_option(job.options, "config"):  # a config may be on the nodes only
         return
     from accel_ddp.doctor.check_options import load_recipe_config
 

@@ -28,7 +28,7 @@ from accel_ddp.doctor.findings import ERROR, format_findings
 from accel_ddp.errors import UserError
 from accel_ddp.launch.code_files import compare_code, describe_code
 from accel_ddp.launch.description import Cluster, Node
-from accel_ddp.launch.job_commands import Job, config_word, uses_torchrun
+from accel_ddp.launch.job_commands import Job, config_word, uses_torchrun, words_of_job
 from accel_ddp.launch.job_record import Record, find_record
 from accel_ddp.nodes import recipe_files
 from accel_ddp.text import counted, did_you_mean
@@ -200,7 +200,7 @@ def _errors_of_node(cluster: Cluster, job: Job, node: Node, found: dict[str, Any
         errors.append(f"{host}: {found['gpu_error']}. Repair the driver, or leave this node out.")
     if running := found["running"]:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(running.get("began", 0)))
-        stop = f"accel-ddp stop {file} --name {job.name}"
+        stop = f"accel-ddp stop {words_of_job(cluster, job)}"
         errors.append(
             f"{host}: a job named {job.name!r} is running since {since} (pid {running.get('pid')}). Run `{stop}`, or use --name."
         )

@@ -127,8 +127,8 @@ class Session:
         """End this process at once. The guards go on without it: they kill what is left, and give up some time later."""
         hosts = listed((one.node.host for one in self.connections if one.node.rank not in self.codes), 8)
         self.console.note(
-            f"returning, although the job may still run on {hosts or 'a node'}. `accel-ddp status {self.cluster.file} --name "
-            f"{self.job.name}` shows it."
+            f"returning, although the job may still run on {hosts or 'a node'}. `accel-ddp status "
+            f"{job_commands.words_of_job(self.cluster, self.job)}` shows it."
         )
         with contextlib.suppress(asyncio.TimeoutError):  # of a terminal that is stopped
             await asyncio.wait_for(self.console.wait_until_printed(), 0.5)

@@ -18,7 +18,7 @@ import psutil
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job, follow_lines
+from accel_ddp.launch.job_commands import Job, follow_lines, words_of_job
 from accel_ddp.launch.job_record import skip_to_last_lines
 from accel_ddp.launch.slurm_script import code_folder, launch_folder, render, split_environment
 from accel_ddp.text import counted
@@ -34,7 +34,8 @@ REFUSALS = {
     "qos": "slurm.qos",
     "gres": "slurm.gres or gpus_per_node",
     "time": "time_limit",
-    "memory": "slurm.options",
+    "memory": "slurm.memory",
+    "cpu count": "slurm.cpu",
     "node count": "nodes",
     "configuration is not available": "nodes, gpus_per_node, slurm.gres, slurm.partition or slurm.options",
     "option": "slurm.options",
@@ -96,7 +97,7 @@ def launch(cluster: Cluster, job: Job) -> int:
     if one := next((one for one in _find_jobs(cluster, job.name) if one.log.parent == folder), None):
         raise UserError(
             f"job {one.number} is a leftover job of the same name {job.name!r} with the same folder {folder.parent}, and is "
-            f"{one.describe()}. Stop it with `accel-ddp stop {cluster.file} --name {job.name}`, or choose another name with --name."
+            f"{one.describe()}. Stop it with `accel-ddp stop {words_of_job(cluster, job)}`, or choose another name with --name."
         )
     file = _write_script(cluster, job, "job.sh", script)
     done = _call("sbatch", "--parsable", str(file), environment=_sbatch_environment(script) | split_environment(cluster)[1])
@@ -142,6 +143,9 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
         # The state is read before the log. Otherwise the last lines of a job that has just ended would be missed.
         now = _show(jobs[0].number) if jobs and follow else None
         print(next(reader), end="", flush=True)
+        if not now and follow:
+            print("Slurm no longer knows this job, so its exit code is not known.", file=sys.stderr)
+            return 1
         if not now or not now.is_active:
             return now.code if now else 0
         time.sleep(1)
@@ -318,8 +322,10 @@ def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
 
 
 def _show(number: str) -> SlurmJob | None:
-    """Return a job, or None if Slurm has removed it, by default 5 minutes after its end."""
+    """Return a job, or None if Slurm has removed it, by default 5 minutes after its end. Raise UserError without an answer."""
     done = _call("scontrol", "--oneliner", "show", "job", number)
+    if done.returncode and "invalid job id" not in done.stderr.lower():
+        raise UserError(f"scontrol has failed for job {number}: {done.stderr.strip()}. Try `sinfo` on this machine.")
     return next((_parse(line) for line in done.stdout.splitlines() if "JobId=" in line), None)
 
 

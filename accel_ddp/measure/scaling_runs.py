@@ -66,7 +66,10 @@ class LocalRuns:
         config = self.launch[:2]
         words = [sys.executable, "-m", "accel_ddp.cli", "doctor", *config, "--num_processes", str(place.ranks)]
         words += ["--main_process_port", str(find_free_port("127.0.0.1")), "--main_process_ip", "127.0.0.1"]
-        return links_of_text(execute(words, self.folder / "doctor.txt", self.limit)[1], place.nodes, place.ranks)
+        chosen = self.launch[self.launch.index("--gpu_ids") + 1] if "--gpu_ids" in self.launch else "all"
+        visible = {} if chosen == "all" else {"CUDA_VISIBLE_DEVICES": chosen}
+        _, text = execute(words, self.folder / "doctor.txt", self.limit, **visible)
+        return links_of_text(text, place.nodes, place.ranks)
 
 
 class ClusterRuns:
@@ -136,9 +139,9 @@ class ClusterRuns:
         return b""
 
 
-def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False) -> tuple[int, str]:
+def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False, **variables: str) -> tuple[int, str]:
     """Run a command and return its exit code and output. End it after `limit` seconds, and if this process is interrupted."""
-    env = clean_environment()
+    env = clean_environment() | variables
     # The command must find the package of this process, also if it is not installed.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
     with output.open("w") as file:

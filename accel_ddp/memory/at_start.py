@@ -51,13 +51,17 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     nothing is estimated.
     """
     found = Verdict()
-    if on_gpu := bool(model_class) and not cfg.evaluate_only and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0):
+    if (
+        is_estimated := bool(model_class)
+        and not cfg.evaluate_only
+        and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0)
+    ):
         rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
         if rooms and all(size for size, _ in rooms):
             found = _judge(accelerator.mixed_precision, cfg, model_class, rows, *map(min, zip(*rooms)))
         found = broadcast_object(found, what="estimate the memory of the model")
         links.memory = found.facts
-    why = "the memory is not estimated" if on_gpu else "on CPUs"
+    why = "on CPUs" if accelerator.device.type == "cpu" and not is_estimated else "the memory is not estimated"
     for name, value in (("gradient_checkpointing", False), ("eval_batch_size", EVAL_BATCH_SIZE)):
         if getattr(cfg, name, None) == "auto":
             choose(cfg, name, *found.choices.get(name, (value, why)))

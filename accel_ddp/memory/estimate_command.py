@@ -12,6 +12,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config, stated_precision
 from accel_ddp.nodes.sharding_plan import ShardingPlan, read_plan, variables_of
+from accel_ddp.text import first_line
 from accel_ddp.words import script_at
 
 NUMBERS = [1, 2, 4, 8]
@@ -58,7 +59,7 @@ def main(words: list[str]) -> int:
     except UserError:
         raise
     except Exception as error:  # code of transformers, or of the model
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f"--model {cfg.model}: its memory cannot be estimated. Tracing its forward pass failed: {reason}"
         ) from error

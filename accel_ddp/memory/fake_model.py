@@ -20,6 +20,7 @@ from accel_ddp.sources import adapters, models
 from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
 from accel_ddp.speed.padding_free_model import PaddingFree, head_size
+from accel_ddp.text import first_line
 from accel_ddp.training import optim
 from accel_ddp.training.stream import Batch, Sizes
 
@@ -171,7 +172,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
         try:
             model = getattr(transformers, model_class).from_config(config, **options)
         except ValueError as error:  # the class does not exist for this type of model
-            raise UserError(f"--model {cfg.model}: cannot be built as {model_class}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"--model {cfg.model}: cannot be built as {model_class}: {first_line(error)}") from error
         model._new_modules, model._adapters, model._new_tokens = [], None, range(num_new)  # which tokens changes no shapes
         model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
     dtypes: dict[nn.Parameter, torch.dtype] = {}

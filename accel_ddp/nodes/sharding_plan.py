@@ -12,7 +12,7 @@ from typing import Any
 from accel_ddp.errors import UserError
 from accel_ddp.text import counted
 
-# With these variables Accelerate and transformers would shard or load the model themselves. See `sharding.apply` why they do not.
+# With these variables Accelerate and transformers would shard or load the model themselves, which a run does itself.
 TAKEN = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_USE_PARALLELISM_CONFIG")
 CONFIG = "accelerate_configs/fsdp.yaml"
 ONE_PER_NODE = 0  # the number of replicas until the nodes are known

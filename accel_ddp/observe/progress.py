@@ -55,7 +55,7 @@ class Progress(Hook):
 
     def on_warm_up(self, step, seconds):
         print(f"warm-up: {seconds:.1f} s")
-        self._begin_steps()
+        self._begin_steps(step)
 
     def on_update(self, numbers, pace):
         self.rows = {name[5:]: int(number) for name, number in numbers.means.items() if name.startswith("rows/")}
@@ -64,11 +64,12 @@ class Progress(Hook):
             if numbers.ranks:
                 state.samples = state.samples[1], numbers.ranks
         elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
-            seconds = (time.monotonic() - self.began) / (numbers.step - self.first) * (self.total_steps - numbers.step)
+            # On a GPU, numbers of the step before a warm-up arrive after it.
+            of_one = (time.monotonic() - self.began) / max(numbers.step - self.first, 1)
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
                 f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {''.join(map('%s %s  '.__mod__, _first_mean(numbers)))}{pace}  "
-                f"{format_clock(seconds)} left"
+                f"{format_clock(of_one * (self.total_steps - numbers.step))} left"
             )
 
     def on_evaluate(self, step, metrics):
@@ -78,7 +79,7 @@ class Progress(Hook):
         if self.rows:
             print(f"{when}  rows trained: {', '.join(f'{number:,} of {name}' for name, number in self.rows.items())}")
         if step == self.first:
-            self._begin_steps()
+            self._begin_steps(step)
 
     def on_tables(self, step, tables):
         table, number = tables.get("predictions"), getattr(self.cfg, "samples", 0)
@@ -103,10 +104,11 @@ class Progress(Hook):
             for text in () if "stopped" in summary else find_worse(self.cfg, self.evaluations, summary):
                 warn_on_main(text, step=step)
 
-    def _begin_steps(self) -> None:
-        self.began = time.monotonic()  # the remaining time is estimated from steps alone
+    def _begin_steps(self, step: int) -> None:
+        """Estimate the remaining time from the steps after this one: a warm-up may be in the middle of a run."""
+        self.began, self.first = time.monotonic(), step
         if state := self.state:
-            state.began = self.began
+            state.began, state.first_step = self.began, self.first
 
 
 def _first_mean(numbers: Numbers) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, WandBTrack
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.redaction import redact
-from accel_ddp.text import shorten
+from accel_ddp.text import first_line, shorten
 
 INIT_SECONDS = 30  # for the server of wandb; the default of wandb is 90
 FLUSH_SECONDS = 0.2  # between writes to the file of wandb; the default of wandb is 15
@@ -174,7 +174,7 @@ class Wandb(Tracker):
         except Exception as error:  # no network, a wrong key, a server that does not answer
             if mode or os.environ.get("WANDB_MODE", "online") != "online":
                 raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             import_module("wandb").teardown()  # the service of wandb does not open a run id twice
             self._open(mode="offline")
             print(f"wandb cannot log to its server: {reason}. {later}", file=sys.stderr, flush=True)

@@ -45,7 +45,8 @@ def together(what: str) -> Iterator[dict[str, str]]:
         if links.store:
             text = str(error) if isinstance(error, UserError) else f"{what}: {type(error).__name__}: {error}"
             message = json.dumps({"text": text, "host": this_rank.host, "rank": this_rank.rank})
-            links.store.compare_set(f"{key}/failed", "", message)
+            with contextlib.suppress(dist.DistError):  # without the store, the error of this rank is still the reason
+                links.store.compare_set(f"{key}/failed", "", message)
         raise
     with phases.phase(WAIT):
         _wait_for_all(key, what, facts)

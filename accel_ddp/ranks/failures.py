@@ -47,7 +47,7 @@ class Failure(NamedTuple):
         return {**short._asdict(), "line": str(short), "exit_code": self.exit_code}
 
     def as_outcome(self) -> dict[str, Any]:
-        """Return what the launcher needs to know to decide whether it starts the ranks again. See `watch.outcome`."""
+        """Return what the launcher needs to know to decide whether it starts the ranks again. See `watch.restart_files`."""
         step = None if self.step < 0 else self.step
         return {**self._asdict(), "text": redact(str(self)), "step": step, "exit_code": self.exit_code, "time": time.time()}
 

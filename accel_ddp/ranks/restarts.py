@@ -7,6 +7,7 @@ import secrets
 import shlex
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -49,7 +50,9 @@ def read_earlier_run() -> dict[str, Any]:
     if not is_restart():
         return {}
     run = restart_files.read_run(launcher_pid())
-    is_lost = not run and restart_files.LAUNCHER in os.environ  # `doctor.restarts` has written it when the launcher started
+    is_lost = (
+        not run and restart_files.LAUNCHER in os.environ
+    )  # `doctor.launcher_restarts` has written it when the launcher started
     return {**run, "is_lost": is_lost, "failure": read_outcome(launcher_pid(), current_round() - 1)}
 
 
@@ -98,7 +101,7 @@ def join_attempt(root: dist.Store, mine: dict[str, Any], cfg: TrainConfig) -> tu
         else:
             before = attempt
             while not root.check(["attempt"]) or (attempt := root.get("attempt").decode()) == before:
-                waiting.sleep([0])
+                waiting.sleep(lambda: [0])
         store = dist.PrefixStore(f"attempt/{attempt}", root)
         store.set(f"rank/{this_rank.rank}", json.dumps(mine))
         if ranks := _gather(store, waiting) if this_rank.is_main else _follow(root, attempt, store, mine, waiting):
@@ -109,7 +112,7 @@ def _gather(store: dist.Store, waiting: "_Waiting") -> list[dict[str, Any]]:
     """Wait for all ranks and confirm them. Return what they announced, or [] if one of them is gone. Runs on rank 0."""
     missing = list(range(this_rank.num_ranks))
     while missing := [rank for rank in missing if not store.check([f"rank/{rank}"])]:
-        waiting.sleep(missing)
+        waiting.sleep(lambda: missing)
     ranks = [json.loads(store.get(f"rank/{rank}")) for rank in range(this_rank.num_ranks)]
     store.set("members", json.dumps(ranks))
     deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
@@ -117,7 +120,7 @@ def _gather(store: dist.Store, waiting: "_Waiting") -> list[dict[str, Any]]:
     while missing := [rank for rank in missing if not store.check([f"member/{rank}/{ranks[rank]['nonce']}"])]:
         if time.monotonic() > deadline:
             return []
-        waiting.sleep(missing)
+        waiting.sleep(lambda: missing)
     store.set("complete", "")
     # This process may have the store, and may end at once because of an option that differs.
     deadline = time.monotonic() + ACKNOWLEDGE_SECONDS
@@ -140,9 +143,7 @@ def _follow(root: dist.Store, attempt: str, store: dist.Store, mine: dict[str, A
             return ranks
         if root.get("attempt").decode() != attempt:
             return []
-        waiting.sleep(
-            [rank for rank in range(this_rank.num_ranks) if not store.check([f"rank/{rank}"])] if waiting.is_due else [0]
-        )
+        waiting.sleep(lambda: [rank for rank in range(this_rank.num_ranks) if not store.check([f"rank/{rank}"])])
 
 
 class _Waiting:
@@ -157,22 +158,20 @@ class _Waiting:
         self.limit, self.began = getattr(cfg, self.option), time.monotonic()
         self.reported = self.began
 
-    @property
-    def is_due(self) -> bool:
-        return time.monotonic() - self.reported > REPORT_EVERY
-
-    def sleep(self, missing: list[int]) -> None:
-        seconds = time.monotonic() - self.began
-        names = ranks_text(missing, 16)
+    def sleep(self, find_missing: Callable[[], list[int]]) -> None:
+        """`find_missing` may ask the store about every rank, so it is called only before a report."""
+        now = time.monotonic()
+        seconds = now - self.began
         if seconds > self.limit:
             raise_missing(
                 "NODE_LOST",
-                f"{this_rank.host}: {names} of {this_rank.num_ranks} did not start within --{self.option} {self.limit:.0f}. Look at "
-                "the output of that node.",
+                f"{this_rank.host}: {ranks_text(find_missing() or [0], 16)} of {this_rank.num_ranks} did not start within "
+                f"--{self.option} {self.limit:.0f}. Look at the output of that node.",
             )
-        if self.is_due and this_rank.is_local_main and missing:
-            self.reported = time.monotonic()
-            log.warning("waiting for %s of %d to start (%.0f s)", names, this_rank.num_ranks, seconds)
+        if this_rank.is_local_main and now - self.reported > REPORT_EVERY:
+            self.reported = now
+            if missing := find_missing():
+                log.warning("waiting for %s of %d to start (%.0f s)", ranks_text(missing, 16), this_rank.num_ranks, seconds)
         time.sleep(0.02 if seconds < 5 else 0.2)
 
 

@@ -28,6 +28,7 @@ from accel_ddp.ranks.failures import Diverged, Failure, Stopped, write_error_fil
 from accel_ddp.ranks.process import Exit, Moment, begin_again, ending, links, this_rank
 from accel_ddp.ranks.reporting import record, report_failure, wait_for_failure
 from accel_ddp.records.incidents import ERROR, INFO
+from accel_ddp.text import first_line
 from accel_ddp.watch.restart_files import launcher_pid, write_outcome
 
 LEAVE_SECONDS = 1.0  # between the first and the last rank, if all call sys.exit(0) at the same place
@@ -205,7 +206,7 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
             return report_failure(failure)
         text = (
             f"a connection between ranks broke{_where()}, as seen by {_this_rank()}, but no rank or node was found to be at fault. "
-            f"Check the network with `accel-ddp doctor`. ({type(error).__name__}: {_first_line(error)})"
+            f"Check the network with `accel-ddp doctor`. ({type(error).__name__}: {first_line(error)})"
         )
         return report_failure(Failure("died", f"LINK_LOST: {text}"), is_secondary=True)
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _mentions(error, OUT_OF_MEMORY):
@@ -217,12 +218,12 @@ def _diagnose(error: BaseException, cfg: TrainConfig) -> Failure:
             advice = f"--micro_batch_{kind} {micro // 2} (the items of a step stay the same), or --gradient_checkpointing"
         text = (
             f"{_this_rank()} is out of memory{_where()} with --micro_batch_{kind} {micro}. Use {advice}, --mixed_precision bf16, or "
-            f"shorter items; in an evaluation a smaller --eval_batch_size. ({_first_line(error)})"
+            f"shorter items; in an evaluation a smaller --eval_batch_size. ({first_line(error)})"
         )
         return report_failure(Failure("error", text))
     if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE) or _mentions(error, ("Too many open files",)):
         text = (
-            f"{_this_rank()} has too many open files and connections{_where()}: {_first_line(error)}. The limit is "
+            f"{_this_rank()} has too many open files and connections{_where()}: {first_line(error)}. The limit is "
             f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}. Raise it (`ulimit -Hn 65536` as root), or use fewer --num_workers. If "
             "strangers connect to its ports (`ss -tnp` shows it), close them with a firewall (SECURITY.md)."
         )
@@ -245,10 +246,6 @@ def _find_finished_rank() -> Failure | None:
                     "Every rank must do the same updates and evaluations. Look for a return or an exit on some ranks only.",
                 )
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)  # a MemoryError has no text
 
 
 def _leave(failure: Failure) -> int:

@@ -236,8 +236,7 @@ class Checkpoints:
         self._rank_steps()
         if self.ranking[:1] == [step]:
             self.save(step)
-        if self.accelerator.is_main_process:
-            self._pending.append(self._writer.submit(self._write_evaluations, dict(self.evaluations)))
+        self._submit_evaluations()
 
     def best(self) -> int | None:
         """Return the best step that has a checkpoint on this disk. The save of a better one may have failed."""
@@ -246,6 +245,10 @@ class Checkpoints:
     def _rank_steps(self) -> None:
         if self.metric:  # evaluations before a resume may lack it; step 0 has no checkpoint
             self.ranking = self.metric.rank({step: metrics for step, metrics in self.evaluations.items() if step})
+
+    def _submit_evaluations(self) -> None:
+        if self.accelerator.is_main_process and self.evaluations:
+            self._pending.append(self._writer.submit(self._write_evaluations, dict(self.evaluations)))
 
     def _write_evaluations(self, evaluations: dict[int, Metrics]) -> None:
         """Write evaluations.json and best.json. Runs in the writer thread, after the save of the same step."""
@@ -299,6 +302,7 @@ class Checkpoints:
             failed = broadcast_object(self.failed, what="write its part of the checkpoint") if self.in_parts else self.failed
             if failed:  # the state is still in host memory, and there may be free space by now
                 self._submit()
+                self._submit_evaluations()  # the best checkpoint may be the one that was not there before
                 self.wait()
         self._writer.shutdown()
         ending.remove(self)

@@ -190,7 +190,7 @@ def model_folder(name: str, cache_dir: str) -> Path:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model")
 
 
-def locate(name: str, cache_dir: str = "~/.cache/accel_ddp") -> str:
+def locate(name: str, cache_dir: str) -> str:
     """Return what `from_pretrained` of transformers accepts: a Hub name, or the folder of a local or built-in model."""
     require_model(name)
     if name.startswith(PREFIX):

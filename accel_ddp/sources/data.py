@@ -30,7 +30,7 @@ from accel_ddp.sources.table_files import (
     load_file,
     saved_splits,
 )
-from accel_ddp.text import counted, did_you_mean, listed
+from accel_ddp.text import counted, did_you_mean, first_line, listed
 
 if TYPE_CHECKING:
     import datasets
@@ -171,8 +171,7 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
     try:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else lines[0]
+        reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else first_line(error)
         raise UserError(
             f"--dataset {name}: cannot be loaded: {reason}. Without a network, use --train_file and --eval_file with local files."
         ) from error

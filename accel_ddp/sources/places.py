@@ -57,7 +57,7 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
 
     final = Path(cache_dir).expanduser() / name
     # Without working locks nodes do not disturb each other, and the folder that is complete first is used.
-    partial = final.with_name(f".{final.name}.partial.{this_rank.host if keeps_parts else os.getpid()}")
+    partial = final.with_name(f".{final.name}.partial.{this_rank.host}{'' if keeps_parts else f'.{os.getpid()}'}")
     lock, began, seconds = FileLock(f"{final}.lock"), time.monotonic(), REPORT_AFTER
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,8 @@ def write_once(cache_dir: str, name: str, write: Callable[[Path], Any], what: st
             try:
                 with lock.acquire(timeout=seconds):
                     if not final.exists():
+                        if not keeps_parts:  # a killed process of a container that was restarted had this number too
+                            shutil.rmtree(partial, ignore_errors=True)
                         write(partial)
                         partial.rename(final)  # from here on it is in the cache
             except Timeout:

@@ -76,7 +76,7 @@ class RowLoader:
         self.rows.clear()
         torch.set_rng_state(generator)
         whole = from_pretrained(auto_class, name, place, **options)  # raises the error of damaged files again
-        warn(f"{reason} Each rank therefore loads the whole model into host memory before the model is sharded.")
+        warn(f"{reason.rstrip('.')}. Each rank therefore loads the whole model into host memory before the model is sharded.")
         return whole
 
     def _read(self, read: Callable[..., Any], model: Any, files: list[str], load_config: Any) -> tuple[Any, Any]:

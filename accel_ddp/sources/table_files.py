@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.sources.places import reporting, shows_progress, warn
-from accel_ddp.text import did_you_mean_path, format_bytes
+from accel_ddp.text import did_you_mean_path, first_line, format_bytes
 
 if TYPE_CHECKING:
     import datasets
@@ -305,7 +305,7 @@ def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 def _find_reason(kind: str, file: Path, error: Exception) -> str:
     """Return why `datasets` could not read the file, and what to do about it."""
-    cause = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+    cause = first_line(error.__cause__ or error)
     if kind == "json":
         found = _find_broken_json(file)
         return f"{found} Correct it in the file. --skip_broken leaves out rows, but only if the file is JSON." if found else cause

@@ -97,8 +97,13 @@ def choose(
     choices.choose(cfg, "micro_batch_size", chosen, reason)
 
 
-def _doubling(sizes: list[int]) -> list[int]:
-    return [size for i, size in enumerate(sizes) if i == 0 or size == sizes[-1] or size >= 2 * sizes[i - 1]]
+def doubling(sizes: list[int]) -> list[int]:
+    """Return the first size, the next ones that are at least twice the one before, and the last."""
+    found = sizes[:1]
+    for size in sizes[1:]:
+        if size >= 2 * found[-1] or size == sizes[-1]:
+            found.append(size)
+    return found
 
 
 def _largest(sizes: list[int], load: Callable[[int], float]) -> int:
@@ -111,7 +116,7 @@ def _largest(sizes: list[int], load: Callable[[int], float]) -> int:
             return False
 
     best = 0
-    for size in _doubling(sizes):
+    for size in doubling(sizes):
         if fits(size):
             best = size
             continue
@@ -137,14 +142,14 @@ def largest_together(sizes: list[int], load: Callable[[int], float]) -> int:
         (first, low), (last, high) = [(0, 0.0), (0, 0.0), *known.items()][-2:]
         return high + (high - low) * (size - last) / (last - first) if last else 0.0
 
-    best = 0
-    for size in _doubling(sizes):
+    best, tried = 0, doubling(sizes)
+    for size in tried:
         if predict(size) > 1:
             size = max((other for other in sizes if best < other < size and predict(other) <= 1), default=0)
         known[size] = load(size) if size else 2.0
         if known[size] > 1:
             break
         best = size
-        if size not in _doubling(sizes):
+        if size not in tried:
             break
     return best

@@ -4,13 +4,15 @@ They are those that the task needs and not those that are executed: matrix produ
 recomputation.
 """
 
+import re
+
 import torch
 from torch import nn
 
 from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.padding_free import NeedsPadding
 
-# Dense products in bf16 or fp16, in TFLOP/s, from the data sheets. The first entry that is contained in a GPU's name counts.
+# Dense products in bf16 or fp16, in TFLOP/s, from the data sheets. The first entry that is a word of a GPU's name counts.
 PEAKS = {
     "GB300": 2500, "B300": 2500, "GB200": 2500, "B200": 2250, "H200": 989, "GH200": 989,
     "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
@@ -21,12 +23,13 @@ PEAKS = {
 
 def peak(name: str, dtype: torch.dtype, tf32: bool = True) -> float | None:
     """Return the FLOP/s of a GPU of this name in this type, or None if they are not known."""
-    best = next((value for words, value in PEAKS.items() if words in name), None)
-    if best is None:
+    # Letters may follow, as in A100X and V100S. In "RTX A1000" no number of another GPU is meant.
+    found = next((words for words in PEAKS if re.search(rf"(?<![A-Za-z0-9]){words}(?!\d)", name)), None)
+    if found is None:
         return None
     if dtype in (torch.bfloat16, torch.float16):
-        return best * 1e12
-    return best * 0.5e12 if tf32 and not any(old in name for old in ("V100", "T4")) else None
+        return PEAKS[found] * 1e12
+    return PEAKS[found] * 0.5e12 if tf32 and found not in ("V100", "T4") else None
 
 
 class FlopCounter:

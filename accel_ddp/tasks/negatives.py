@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -52,7 +53,7 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
     """
     table = read_all("--negatives_file", [cfg.negatives_file], load_file, RecipeConfig.file_endings, cfg.cache_dir)
     names, number = table.column_names, cfg.num_negatives
-    columns = [name for name in names if name == "negatives" or name.removeprefix("negative").removeprefix("_").isdigit()]
+    columns = [name for name in names if re.fullmatch(r"negatives|negative_?\d+", name)]
     columns = ["negative"] * ("negative" in names) + columns
     is_pool = cfg.anchor_column not in names
     if is_pool:

@@ -6,6 +6,7 @@ the relevance is NaN where there is none.
 
 import json
 import random
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,7 +60,7 @@ class QueryFormat:
         names = rows.column_names
         require_types(rows, [name for some in USUAL_COLUMNS.values() for name in some])
         usual = {option: [name for name in some if name in names] for option, some in USUAL_COLUMNS.items()}
-        numbered = [name for name in names if name.removeprefix("negative_").isdigit()]
+        numbered = [name for name in names if re.fullmatch(r"negative_\d+", name)]
         pick = lambda option: getattr(cfg, option) or next(iter(usual[option]), "")
         self.query, self.candidate = pick("query_column"), pick("candidate_column")
         self.positives = cfg.positive_columns or (tuple(usual["positive_columns"]) if not cfg.candidate_column else ())

@@ -18,7 +18,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.sources import builtin, data, many_files, places, tokenization
 from accel_ddp.sources.table_files import ending_of
 from accel_ddp.tasks.chat import TOKENS, Format
-from accel_ddp.text import listed
+from accel_ddp.text import first_line, listed
 from accel_ddp.training.stream import Shuffle, TrainBatches
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ class _Reader:
             while self.state["block"] <= block:
                 self._read_patiently()
         except Exception as error:  # many types of datasets, pyarrow and fsspec
-            return ([], f"--streaming: cannot read the row after row {self.state['row']:,}: {error}"), ""
+            return (
+                [],
+                f"--streaming: cannot read the row after row {self.state['row']:,}: {str(error) or type(error).__name__}",
+            ), ""
         self.blocks = {number: rows for number, rows in self.blocks.items() if number >= block}
         before, rows = self.blocks[block]
         return self.encode(*rows[place]), before
@@ -171,7 +174,7 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
     try:
         first = list(islice(opened, skipped + HEAD))
     except Exception as error:  # many types of datasets, pyarrow and fsspec
-        raise UserError(f"--streaming: the first rows cannot be read: {error!s:.300}") from error
+        raise UserError(f"--streaming: the first rows cannot be read: {str(error)[:300] or type(error).__name__}") from error
     if len(first) <= skipped:
         raise UserError(
             f"--streaming --max_eval_items {skipped}: the data have {len(first):,} rows, and none is left to be trained."
@@ -203,4 +206,4 @@ def _open(files: list[str], name: str, split: str) -> "datasets.IterableDataset"
         return load_dataset(*(kinds or name.split(":", 1)), data_files=paths, split="train" if files else split, streaming=True)
     except Exception as error:  # many types of datasets and fsspec
         given = f"--train_file {listed(files, 3)}" if files else f"--dataset {name} with the split {split}"
-        raise UserError(f"--streaming: {given} cannot be read: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"--streaming: {given} cannot be read: {first_line(error)}") from error

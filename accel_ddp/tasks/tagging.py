@@ -74,11 +74,11 @@ class Tags:
 
     @classmethod
     def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Tags":
-        """Return the tags of the training rows, or with `use_both` of both tables.
+        """Return the tags of the training rows, or with `use_both` and for the names of a trained model of both tables.
 
         Other tags of `test` and values that cannot be tags are ignored here: `find_problem` reports them with their rows.
         """
-        tables = (train, test) if use_both else (train,)
+        tables = (train, test) if use_both or links.label_names else (train,)
         cells = (row for rows in tables for row in iter_values(rows, column) if isinstance(row, list))
         found = {tag for row in cells for tag in row if isinstance(tag, str | int)}
         declared = getattr(getattr(train.features[column], "feature", None), "names", None)  # by the dataset

@@ -32,6 +32,7 @@ from accel_ddp.sources.table_files import is_saved, load_file, require_file
 from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
+from accel_ddp.text import first_line
 from accel_ddp.training.sharding import autocast, gathered
 
 if TYPE_CHECKING:
@@ -345,9 +346,8 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
             model.eval()(pixel_values=pixels)  # in eval mode the statistics of batch norm do not change
         model.train(was_training)
     except Exception as error:  # many types of the model and the processor
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         given = f"--model {cfg.model} --image_size {cfg.image_size}"
-        raise UserError(f"{given}: the model does not accept images of this size: {reason}") from error
+        raise UserError(f"{given}: the model does not accept images of this size: {first_line(error)}") from error
 
 
 def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:

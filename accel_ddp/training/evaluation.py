@@ -37,7 +37,7 @@ from accel_ddp.training.workers import loader_options, starting_workers
 Rows = dict[str, np.ndarray]
 
 # Names of fields of the events `evaluate` and `end` of log.jsonl.
-RESERVED = ("event", "step", "time", "repeated", "skipped_steps", "stopped", "goodput", "breakdown", "memory")
+RESERVED = ("event", "step", "time", "repeated", "skipped_steps", "stopped", "best_step", "goodput", "breakdown", "memory")
 
 
 class EvalBatches:

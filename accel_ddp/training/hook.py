@@ -30,7 +30,7 @@ class Hook:
         """Called before the first step. `evaluations` were made before a resume. Return True to stop the run."""
 
     def on_warm_up(self, step: int, seconds: float) -> None:
-        """Called after the layers were compiled, before the first step."""
+        """Called after the layers were compiled, before the first step or in the middle of a run."""
 
     def on_restart(self, step: int, restart: dict[str, Any]) -> None:
         """Called before the first step after an automatic restart, on rank 0 only."""

@@ -31,6 +31,7 @@ from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.text import first_line
 
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
@@ -135,7 +136,7 @@ class Lockstep:
             raise UserError(
                 "The model is sharded (FSDP), but its code computes with weights that are not gathered. It calls the `forward` method "
                 "of a layer instead of the layer, or uses a weight of one layer in another one. Train it with DDP: use "
-                f"accelerate_configs/1node.yaml or 2node.yaml. ({str(error).splitlines()[0][:120]})"
+                f"accelerate_configs/1node.yaml or 2node.yaml. ({first_line(error)[:120]})"
             ) from error
         finally:
             self._place = None

@@ -397,7 +397,7 @@ class Slowness:
         return []
 
     def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
-        """Return a notice if a link is slow. `rates` are bytes per second, 0 if the measurement failed."""
+        """Return a notice if a link is slow. `rates` are bytes per second. A link whose measurement failed is left out."""
         self.wants_probe = False
         slowest = find_slow_link(rates, self.reference)
         if not slowest:

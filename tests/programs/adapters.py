@@ -56,7 +56,7 @@ def put_on_hub(name: str, source: str) -> None:
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("a" * 40)
     (folder / "snapshots").mkdir()
-    (folder / "snapshots" / ("a" * 40)).symlink_to(models.locate(source))
+    (folder / "snapshots" / ("a" * 40)).symlink_to(models.locate(source, RecipeConfig.cache_dir))
 
 
 def check_training_continues(folder: Path, model: torch.nn.Module) -> None:
@@ -76,7 +76,10 @@ def main(tiny_model: str, out: Path) -> None:
     put_on_hub("tiny", tiny_model)
     printed = []
     for task, (name, auto_class, lora_task, options, example) in TASKS.items():
-        for base in (f"someone/{name}", models.locate(tiny_model if name == "tiny" else f"builtin:{name}")):
+        for base in (
+            f"someone/{name}",
+            models.locate(tiny_model if name == "tiny" else f"builtin:{name}", RecipeConfig.cache_dir),
+        ):
             cfg = RecipeConfig(model=base, lora_r=2, output_dir="here")
             tokenizer = models.load_tokenizer(cfg)
             model = models.prepare(models.load(auto_class, cfg, tokenizer, **options), cfg, Accelerator(cpu=True), lora_task)
@@ -96,7 +99,7 @@ def main(tiny_model: str, out: Path) -> None:
                 export._write(folder, model.eval(), files, facts, merge)
                 if (task, where) == ("classify", "hub"):
                     check_training_continues(folder, model)
-                printed.append([task, where, merge, export.describe(folder, files, example)])
+                printed.append([task, where, merge, export.describe(folder, files, vars(cfg), example)])
     print(json.dumps(printed))
 
 

@@ -42,17 +42,19 @@ def main(cfg: Config) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
         return folder
 
-    def fit(folder: Path, at_step=lambda step: None, standard: bool = False):
+    def fit(folder: Path, at_step=lambda step: None, standard: bool = False, evaluated=lambda text: None, **options):
         """Train, and return the output, the problem of each checkpoint, the partial checkpoints and what is unsaved."""
-        config = dataclasses.replace(cfg, output_dir=str(folder))
+        config = dataclasses.replace(cfg, output_dir=str(folder), **options)
         torch.manual_seed(0)
         model = nn.Linear(500, 500)  # 3 MB with the optimizer
         hook = accel_ddp.hooks.Hook()
         hook.on_update = lambda numbers, rate: (at_step(numbers.step), time.sleep(0.05))
         hooks = [hook, *(accel_ddp.hooks.standard(accelerator, config) if standard else [])]
         output = io.StringIO()
+        hook.on_evaluate = lambda step, metrics: evaluated(output.getvalue) if step else None
+        evaluate = (lambda model: {"loss": 1.0}) if options else None
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            outcome = base.fit(accelerator, config, model, list(torch.randn(40, 500)), hooks=hooks)
+            outcome = base.fit(accelerator, config, model, list(torch.randn(40, 500)), hooks=hooks, evaluate=evaluate)
         problems = {path.name: checkpoint_format.find_problem(path) for path in checkpoint_format.list_checkpoints(folder)}
         partial = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
         return {"said": output.getvalue(), "whole": problems, "left": partial, "unsaved": outcome.unsaved}
@@ -64,6 +66,16 @@ def main(cfg: Config) -> None:
     freed = mount("freed", "size=12m")
     (freed / "filler").write_bytes(bytes(10 << 20))
     results["freed"] = fit(freed, at_step=lambda step: (freed / "filler").unlink() if step == 5 else None)
+
+    def free_when_it_has_failed(said) -> None:
+        while "the checkpoint of step 8 could not be written" not in said():
+            time.sleep(0.01)
+        (late / "filler").unlink()
+
+    late = mount("late", "size=12m")
+    (late / "filler").write_bytes(bytes(10 << 20))
+    results["freed at the end"] = fit(late, evaluated=free_when_it_has_failed, keep_best=True, best_metric="loss", eval_every=100)
+    results["freed at the end"]["best"] = json.loads((late / "best.json").read_text())
 
     for inodes in range(2, 9):  # one for the folder, and one for each file or folder of a checkpoint
         results[f"inodes {inodes}"] = fit(mount(f"inodes_{inodes}", f"size=100m,nr_inodes={inodes}"))
