@@ -28,7 +28,7 @@ from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.redaction import redact, redact_command, redact_values
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.training.hook import Hook, rates_of
-from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, splits_between
+from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, find_slowest, splits_between
 
 MODEL_SECONDS = 240.0  # with --log_model; the launchers of the other nodes wait 300 s for the main node
 STOP_SECONDS = 10.0  # after a stop request; Slurm, Kubernetes and torchrun kill 30 s after SIGTERM, and the save comes first
@@ -280,11 +280,7 @@ def _row_of_times(before: Sequence[RankSample], ranks: Sequence[RankSample]) -> 
         return {}
     row = {f"speed/step_{part}_seconds": statistics.mean(getattr(split, part) for split in splits) for part in Split._fields}
     if len(splits) > 1:
-        own = [sum(split) - split.communication for split in splits]
-        slowest = max(range(len(own)), key=own.__getitem__)
-        row["speed/slowest_rank"] = slowest
-        # The lower median: of two ranks it is the faster one.
-        row["speed/slowest_rank_costs_seconds"] = own[slowest] - statistics.median_low(own)
+        row["speed/slowest_rank"], row["speed/slowest_rank_costs_seconds"] = find_slowest(splits)
     return row
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from accel_ddp import phases
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.reporting import warn_on_main
@@ -20,7 +22,6 @@ from accel_ddp.records.files import replace_file
 from accel_ddp.text import shorten
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 MOST_ROWS = 12  # a table of scores with more classes is printed as the worst ones
@@ -102,7 +103,7 @@ class ScoreTable:
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)
 
 
-def report_same(predictions: "np.ndarray", references: "np.ndarray", describe: Callable[[Any], str]) -> None:
+def report_same(predictions: np.ndarray, references: np.ndarray, describe: Callable[[Any], str]) -> None:
     """Print a line if all items have the same prediction although their labels differ. It is repeated only if the prediction changes.
 
     A new head does so before training, which is usual. `describe` returns the words for a prediction.
@@ -135,8 +136,6 @@ def confusion(predictions: Any, references: Any, names: Sequence[str]) -> Table:
 
     Of more than MOST_CLASSES classes, those with the most errors have their own rows and columns. All others are one class.
     """
-    import numpy as np
-
     # The pairs that occur are far fewer than all pairs of 10,000 classes, which would not fit in memory.
     codes = np.asarray(references, dtype=np.int64).ravel() * len(names) + np.asarray(predictions, dtype=np.int64).ravel()
     pairs, counts = np.unique(codes, return_counts=True)
@@ -163,10 +162,8 @@ def confusion(predictions: Any, references: Any, names: Sequence[str]) -> Table:
     return Table(["true class", *shown], rows, "matrix", title)
 
 
-def counts_of_classes(predictions: "np.ndarray", references: "np.ndarray", names: Sequence[str]) -> Table:
+def counts_of_classes(predictions: np.ndarray, references: np.ndarray, names: Sequence[str]) -> Table:
     """Return true and false positives and negatives of each class, for items with several classes (a 0 or 1 for each)."""
-    import numpy as np
-
     guess, truth = predictions.astype(bool), references.astype(bool)
     found = np.stack([(guess & truth).sum(0), (guess & ~truth).sum(0), (~guess & truth).sum(0), (~guess & ~truth).sum(0)], axis=1)
     title, kept = "Predictions of each class", np.arange(len(names))
@@ -184,10 +181,8 @@ def confidence(scores: "Tensor", is_multi_label: bool = False) -> "Tensor":
     return scores.float().softmax(-1).amax(-1)
 
 
-def of_numbers(predictions: "np.ndarray", references: "np.ndarray") -> dict[str, Table]:
+def of_numbers(predictions: np.ndarray, references: np.ndarray) -> dict[str, Table]:
     """Return the quantiles of the errors, and predicted beside true numbers: those of all items, or of a sample of MOST_POINTS."""
-    import numpy as np
-
     predictions, references = (np.asarray(values, dtype=np.float64) for values in (predictions, references))
     errors = predictions - references
     levels = [np.quantile(values, list(QUANTILES.values())) for values in (errors, np.abs(errors))]
@@ -211,8 +206,6 @@ def of_predictions(
     or a function that returns it for the position of an item. An item is in one group only. The other items come in an order that
     depends on their number alone, so successive evaluations show the same items if these stay in their group.
     """
-    import numpy as np
-
     is_correct, order = np.asarray(is_correct), _order(len(is_correct))
     is_wrong = ~is_correct
     wrong = np.flatnonzero(is_wrong)
@@ -225,8 +218,6 @@ def of_predictions(
 
 def of_predicted_numbers(number: int, inputs: Inputs, *, predictions: Any, references: Any, loss: Any) -> dict[str, Table]:
     """Return the table of `--log_predictions` for numbers: the `number` largest errors, and as many other items. 0: no table."""
-    import numpy as np
-
     if not number:
         return {}
     errors = np.asarray(predictions, dtype=np.float64) - np.asarray(references, dtype=np.float64)
@@ -254,10 +245,8 @@ def _prediction_table(groups: dict[str, Any], inputs: Inputs, columns: dict[str,
     return {"predictions": Table(["group", *described, *columns], rows, "predictions", title)}
 
 
-def _order(number: int) -> "np.ndarray":
+def _order(number: int) -> np.ndarray:
     """Return the positions 0 to `number` - 1 in a fixed random order. Data are often sorted by their classes."""
-    import numpy as np
-
     return np.random.RandomState(0).permutation(number)  # its numbers are the same in every version of numpy
 
 

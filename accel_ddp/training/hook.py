@@ -14,7 +14,7 @@ from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import rough_seconds
 from accel_ddp.training.run_facts import describe_memory, measure_memory
-from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
+from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, find_slowest, splits_between
 
 
 class Hook:
@@ -140,10 +140,7 @@ class Breakdown(Hook):
             **{part: round(value / max(seconds, 1e-9), 4) for part, value in means.items()},
         }
         if len(splits) > 1:
-            own = [sum(split) - split.communication for split in splits]
-            slowest = max(range(len(own)), key=own.__getitem__)
-            # The median is that of the faster half, so that with two ranks it is the other one.
-            cost = own[slowest] - statistics.median_low(own)
+            slowest, cost = find_slowest(splits)
             summary |= {"slowest_rank": slowest, "slowest_cost": round(cost, 6)}
             summary |= {"slowest_host": self.hosts[slowest]} if self.hosts else {}
         return summary

@@ -1,6 +1,7 @@
 """The numbers of updates on the host: what each rank reports about itself, how fast the run trains, and where its time goes."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -47,6 +48,14 @@ def splits_between(before: Sequence[RankSample], now: Sequence[RankSample]) -> l
     return [
         Split(*((getattr(b, part) - getattr(a, part)) / (b.step - a.step) for part in Split._fields)) for a, b in zip(before, now)
     ]
+
+
+def find_slowest(splits: Sequence[Split]) -> tuple[int, float]:
+    """Return the rank that works longest, and what it costs the others in each step."""
+    own = [sum(split) - split.communication for split in splits]
+    slowest = max(range(len(own)), key=own.__getitem__)
+    # The median is that of the faster half, so that with two ranks it is the other one.
+    return slowest, own[slowest] - statistics.median_low(own)
 
 
 def split_samples(values: Sequence[float]) -> list[RankSample]:
