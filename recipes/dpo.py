@@ -128,8 +128,7 @@ class Task:
             choose(cfg, "beta", BETAS[cfg.loss], f"usual for --loss {cfg.loss}")
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
-            width = 0 if cfg.max_length == "auto" else cfg.max_length
-            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             rows, self.prompt = build_data(cfg, self.processor, today)
             fingerprints = [accel_ddp.tokenization.fingerprint(table, cfg.cache_dir) for table in rows]

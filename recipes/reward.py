@@ -69,8 +69,7 @@ class Task:
         self.cfg, self.accelerator = cfg, accelerator
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
-            width = 0 if cfg.max_length == "auto" else cfg.max_length
-            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "rewards")
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "rewards")
             rows, self.chosen = build_data(cfg, self.processor, today)
             fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)

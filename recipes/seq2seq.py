@@ -124,9 +124,8 @@ class Task:
     def example(self):
         """Python code that applies the exported model in {folder} to the first evaluation row."""
         source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.eval_rows[0]["source"]))
-        options = (
-            f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"  # adapters have no generation config
-        )
+        # Adapters have no generation config.
+        options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
         return (
             "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained({folder}); "
             f'ids = M.from_pretrained({{folder}}).generate(**t({source}, return_tensors="pt"), {options}); '

@@ -81,8 +81,7 @@ class Task:
         self.cfg, self.accelerator = cfg, accelerator
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
-            width = 0 if cfg.max_length == "auto" else cfg.max_length
-            self.processor = accel_ddp.models.load_tokenizer(cfg, width, "AutoModelForCausalLM")
+            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
             fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)

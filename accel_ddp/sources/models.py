@@ -31,10 +31,11 @@ from accel_ddp.training.sharding import sharding_options
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> Any:
+def load_tokenizer(cfg: RecipeConfig, max_length: int | str = 0, task: str = "") -> Any:
     """Return the tokenizer of `--model`, with a padding token. Raise UserError if it allows fewer than `max_length` tokens.
 
-    With `task`, see `model_kinds.check_config`, raise UserError first if the model is wrong for it: before rows are tokenized.
+    0 and "auto" are no limits. With `task`, raise UserError first if the model is wrong for it, before rows are tokenized; see
+    `model_kinds.check_config`.
     """
     from transformers import AutoTokenizer
 
@@ -54,7 +55,7 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int = 0, task: str = "") -> An
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
     if tokenizer.pad_token is None:
         raise UserError(f"--model {name}: the tokenizer has no padding token. Set tokenizer.pad_token, and save the tokenizer.")
-    if max_length:  # both limits at once, because a run with the first one would name the second one
+    if max_length not in (0, "auto"):  # both limits at once, because a run with the first one would name the second one
         _check_length(max_length, name, tokenizer.model_max_length, getattr(load_config(cfg), "max_position_embeddings", None))
     return tokenizer
 

@@ -37,9 +37,8 @@ from accel_ddp.speed import padding_free
 log = logging.getLogger(__name__)
 
 # Estimates for one H200 (docs/speed.md). A step is chosen once and stored, so an estimate costs time and not exactness.
-COMPILE_SECONDS = (
-    40.0  # until the process beside a training has filled the cache: 13 to 20 s of imports and 14 to 18 s of compiling
-)
+# Until the process beside a training has filled the cache: 13 to 20 s of imports and 14 to 18 s of compiling.
+COMPILE_SECONDS = 40.0
 SWITCH_SECONDS = 5.0  # for which all ranks wait to load compiled code: 4.8 s were measured
 SAVED = 0.2  # of the time of a step, at least
 PATIENCE = 300.0  # seconds for which ranks wait at the switch, and this process for another one that compiles the same
@@ -217,9 +216,8 @@ class Compilation:
         """Return a folder that only this process uses, and that is removed at its end. torch itself does not check its cache."""
         if self._work is None:
             space = this_rank.host
-            with contextlib.suppress(
-                OSError
-            ):  # other hosts and containers, whose processes are not seen here, may share the folder
+            # Other hosts and containers, whose processes are not seen here, may share the folder.
+            with contextlib.suppress(OSError):
                 space = f"{space} {os.stat('/proc/self/ns/pid').st_ino}"
             prefix = f"accel_ddp_compiled_{hashlib.sha256(space.encode()).hexdigest()[:8]}"
             for left in Path(tempfile.gettempdir()).glob(f"{prefix}_*"):  # of processes that were killed

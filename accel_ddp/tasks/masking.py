@@ -152,12 +152,11 @@ def masked_text(tokenizer: Any, blocks: Any) -> str:
 
 
 @torch.no_grad()
-def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any, number: int = 3) -> str:
-    """Return the model's three best guesses of a masked word in each of the first blocks, to print."""
+def format_guesses(model: nn.Module, tokenizer: Any, blocks: Any) -> str:
+    """Return the model's three best guesses of a masked word in each of the first three blocks, to print."""
     lines = []
-    model.eval()
     decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True)
-    for block in (blocks[i] for i in range(min(number, len(blocks)))):
+    for block in (blocks[i] for i in range(min(3, len(blocks)))):
         ids, words = block["input_ids"], block["words"]
         names = [tokenizer.decode([token]).strip() for token in ids[:32]]
         # Words of one token and three or more letters.

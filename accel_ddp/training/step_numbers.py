@@ -77,9 +77,8 @@ class Numbers(NamedTuple):
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
     local_loss: float
     ranks: Sequence[RankSample] = ()  # of every rank, in steps that are logged
-    means: dict[
-        str, float
-    ] = {}  # of the numbers that the loss function returned, over all items; the rows of each dataset so far
+    # Of the numbers that the loss function returned, over all items; the rows of each dataset so far.
+    means: dict[str, float] = {}
 
 
 class LateReader:

@@ -2,7 +2,6 @@
 
 import contextlib
 import multiprocessing
-import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.cores import usable_cores
-from accel_ddp.ranks.process import Moment, ending
+from accel_ddp.ranks.process import Moment, ending, this_rank
 from accel_ddp.ranks.signals import IgnoreInWorker, blocked_for_children
 
 
@@ -24,8 +23,7 @@ def loader_options(cfg: TrainConfig, accelerator: Accelerator) -> dict[str, Any]
     on_gpu = accelerator.device.type == "cuda"
     workers = cfg.num_workers
     if workers < 0:  # on a CPU the cores are busy with training
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = max(1, min(4, usable_cores() // local_ranks - 1)) if on_gpu else 0
+        workers = max(1, min(4, usable_cores() // this_rank.local_ranks - 1)) if on_gpu else 0
     # A fork takes milliseconds and passes on functions that cannot be pickled. Python 3.14 has another default.
     default = "fork" if sys.platform == "linux" else multiprocessing.get_start_method()
     method = default if cfg.worker_start == "auto" else cfg.worker_start
