@@ -209,9 +209,11 @@ def compile_callbacks(begin: Callable[..., None], end: Callable[..., None]) -> I
 def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
     """Set what torch.compile has no option for, and return its options. Tested with torch 2.11 and 2.13.
 
-    Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one,
-    layers with a custom gradient are not cached. Without the third one, torch starts a Python process for each core, and the exit of
-    this process waits until they have imported torch. Without `deterministic`, kernels with sums are chosen by measured times.
+    Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one, a
+    number of tokens that equals the hidden size is taken for it, and the next number compiles again. Without the third one, a DDP model
+    would split what is compiled inside of it at its buckets. Without the fourth one, layers with a custom gradient are not cached.
+    Without the fifth one, torch starts a Python process for each core, and the exit of this process waits until they have imported
+    torch. Without `deterministic`, kernels with sums are chosen by measured times.
 
     One kernel for the sums over rows and over columns is faster from a certain size on. torch compiles a layer again when a step
     crosses this size, in the middle of training and with choices for that step, so a resumed run would round differently. Here
@@ -220,8 +222,11 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
     import torch._dynamo.config
     import torch._functorch.config
     import torch._inductor.config
+    import torch.fx.experimental._config
 
     torch._dynamo.config.specialize_float = True
+    torch.fx.experimental._config.use_duck_shape = False
+    torch._dynamo.config.optimize_ddp = False
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     torch._inductor.config.compile_threads = 1
     options: dict[str, Any] = {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
@@ -241,14 +246,21 @@ def compiled_graphs() -> int:
 
 
 def end_failed_capture(device: int, pool: Any) -> None:
-    """Let the allocator of a GPU leave a capture that failed. Raise RuntimeError if it has left the capture already.
+    """Let the allocator and the generator of a GPU leave a capture that failed. Call it with the stream of the capture.
 
-    In the state of a capture it returns no memory to the device. Its test needs a GPU and has not run with torch 2.13.
+    In the state of a capture the allocator returns no memory to the device, and the generator of torch 2.11 draws nothing. Its test
+    needs a GPU and has not run with torch 2.13.
     """
     import torch
 
-    torch._C._cuda_endAllocateToPool(device, pool)
-    torch._C._cuda_releasePool(device, pool)
+    with contextlib.suppress(RuntimeError):  # the allocator has left the capture already
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    with contextlib.suppress(RuntimeError):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=f"cuda:{device}")
+        graph.capture_end()  # the end of a capture that succeeds resets the generator
 
 
 # ---- DDP

@@ -229,11 +229,11 @@ def test_the_allocator_leaves_a_failed_capture():
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with pytest.raises(RuntimeError):
-            torch.ones(2, device="cuda").item()  # a capture cannot contain it
-        with contextlib.suppress(RuntimeError):  # torch 2.11 raises nothing, and its allocator then leaves the capture
+            torch.ones(1, device="cuda").item()  # a capture cannot contain it
+        with contextlib.suppress(RuntimeError):
             graph.capture_end()
-    with contextlib.suppress(RuntimeError):
         compat.end_failed_capture(torch.cuda.current_device(), pool)
+    torch.nn.functional.dropout(torch.ones(8, device="cuda"))  # the generator of torch 2.11 refused to draw
     held = torch.cuda.memory_reserved()
     big = torch.empty(2**28, device="cuda")
     del big

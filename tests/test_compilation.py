@@ -6,16 +6,18 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.records.run_log import read_log
-from accel_ddp.speed import compilation
+from accel_ddp.speed import compilation, padding_free
 from accel_ddp.speed.compilation import COMPILE_SECONDS, Compilation, choose_step, read_code, write_code
 from accel_ddp.speed.padding_free_model import PaddingFree
-from tests.conftest import ROOT, clean_environment, run_all
+from tests.conftest import ROOT, clean_environment, run_all, run_ranks
 from tests.test_padding_free import KINDS, a_batch, compute
 
 CPU = torch.device("cpu")
@@ -142,22 +144,27 @@ def test_the_process_that_compiles_is_killed_with_its_parent(tmp_path):
     assert not Path(work).exists(), "the next process removes what a killed one has left"
 
 
+FIVE_STEPS = ["--model", "builtin:tiny-llama", "--steps", 5, "--max_train_items", 40, "--max_eval_items", 4, "--no_eval_first"]
+FIVE_STEPS += ["--global_batch_size", 6, "--micro_batch_size", 1, "--log_every", 1, "--save_every", 100]
+
+
+@pytest.mark.slow
+def test_three_ranks_that_are_resumed_after_their_switch_sum_gradients_in_the_same_order(tmp_path):
+    """On a CPU, with g++. DDP orders its buckets by the first backward pass of a process."""
+    options = [*FIVE_STEPS, "--bucket_cap_mb", 1, "--compile", 2, "--cache_dir", tmp_path / "cache", "--output_dir"]
+    start = lambda *words: run_ranks(3, ROOT / "recipes" / "sft.py", *options, *words)
+    start(tmp_path / "whole").well()
+    start(tmp_path / "resumed", "--stop_after", 3)
+    start(tmp_path / "resumed", "--resume").well()
+    names = ("model.safetensors", "optimizer.safetensors")
+    states = [[(tmp_path / run / "step_00000005" / name).read_bytes() for name in names] for run in ("whole", "resumed")]
+    assert states[0] == states[1]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_resumed_before_its_switch_is_bit_identical(tmp_path):
     """On a CPU, with g++. The resumed run leaves --compile out and follows the stored step, with the code of the first run."""
-    common = [
-        "--model",
-        "builtin:tiny-llama",
-        "--steps",
-        "5",
-        "--max_train_items",
-        "40",
-        "--max_eval_items",
-        "4",
-        "--no_eval_first",
-    ]
-    common += ["--global_batch_size", "4", "--log_every", "1", "--save_every", "100", "--cache_dir", str(tmp_path / "cache")]
-    sft = [sys.executable, ROOT / "recipes" / "sft.py", *common, "--output_dir"]
+    sft = [sys.executable, ROOT / "recipes" / "sft.py", *FIVE_STEPS, "--cache_dir", tmp_path / "cache", "--output_dir"]
     start = lambda *words: run_all([[*sft, *words]], [clean_environment()])
     start(tmp_path / "whole", "--compile", "3").well()
     (file,) = (tmp_path / "cache" / "compiled").glob("*.bin")
@@ -171,6 +178,30 @@ def test_a_run_that_is_resumed_before_its_switch_is_bit_identical(tmp_path):
     states = [[(tmp_path / run / "step_00000005" / name).read_bytes() for name in names] for run in ("whole", "resumed")]
     assert states[0] == states[1]
     assert [path.stat().st_mtime_ns for path in file.parent.glob("*.bin")] == [written], "nothing was compiled again"
+
+
+def test_layers_are_compiled_once_for_rows_and_texts_of_all_lengths():
+    """A row may have as many tokens as a layer has channels, and texts may be shorter or longer than a sliding window."""
+    from torch._dynamo.testing import CompileCounter
+
+    compat.compile_options()
+    layer, counter = nn.Linear(64, 64), CompileCounter()
+    call = torch.compile(lambda x, y: layer(x) + y, dynamic=True, backend=counter)
+    for tokens in (64, 128, 192):
+        call(torch.ones(1, tokens, 64), torch.ones(1, tokens, 64))
+    assert counter.frame_count == 1
+
+    def attend(longest: int) -> tuple[Tensor, None]:
+        mask, starts = torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 4, 8, 8], dtype=torch.int32)
+        at = padding_free.segments_of(padding_free.Row(mask, 8, longest), is_flash=False)
+        states = torch.ones(1, 2, 8, 4)
+        return call(SimpleNamespace(is_causal=True), *[states] * 3, None, segments=at._replace(starts=starts), sliding_window=3)
+
+    counter = CompileCounter()
+    call = torch.compile(padding_free.attention, dynamic=True, backend=counter)
+    for longest in (2, 4, 8):
+        attend(longest)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow

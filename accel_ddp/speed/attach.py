@@ -26,7 +26,7 @@ from accel_ddp.speed import autobatch, linear_cross_entropy, modules
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
-from accel_ddp.speed.padding_free import NeedsPadding
+from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
@@ -368,6 +368,9 @@ class Speed:
                 return f"{kept}{reason}"
             if padding_free.has_bias and self.cfg.padding_free == "auto":
                 return "each layer would store its position bias; --padding_free on does so"
+            if not is_fixed and "shared" in batch:  # one decision for all micro-batches: layers are compiled for one of both
+                sizes = self.train.sample(64, accelerator, self.cfg).sizes
+                padding_free.shares = sizes.shared >= LEAST_SHARED * sizes.tokens
             padding_free.install()
             per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
             loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()

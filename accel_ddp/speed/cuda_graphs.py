@@ -158,6 +158,11 @@ MIN_FREE_MEMORY = 0.1  # fraction of the GPU's memory; with less, no further sha
 RETRY_AFTER = 100  # micro-batches, if there was not enough memory
 
 
+def _as_in_backward(device: torch.device) -> torch.autocast:
+    """Turn autocast off. A capture is inside of the model's forward pass, but a plain backward pass is not under autocast."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class GraphedLayers:
     """Calls a stack of layers. A shape is captured when it occurs; the first one when it occurs again, because that compiles."""
 
@@ -265,7 +270,8 @@ class GraphedLayers:
             self._discard_graphs()
             self.trained = trained
         others = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
-        self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, self.layers[0].training, others)
+        modes = tuple([layer.training for layer in self.layers])
+        self.key = (tuple(hidden.shape), hidden.dtype, hidden.requires_grad, modes, others)
 
     def _disable(self, reason: str) -> None:
         self.disabled_reason = reason
@@ -276,6 +282,7 @@ class GraphedLayers:
         self.groups, self.copied = [], (None, [])
         self.captured.clear()
         self.seen.clear()
+        self.pool = torch.cuda.graph_pool_handle()  # torch does not take a handle again whose graphs are gone
 
     def _copy_inputs(self, targets: list[Tensor]) -> None:
         """Copy positions and the boundaries of texts into the memory of the graphs, once for all layers."""
@@ -314,6 +321,8 @@ class GraphedLayers:
                     first = first.__context__
                 self._disable(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
                 self._discard_graphs()
+            elif not self.captured:
+                self.pool = torch.cuda.graph_pool_handle()
         generator.set_state(drawn)
 
     @contextlib.contextmanager
@@ -327,11 +336,7 @@ class GraphedLayers:
                 try:
                     graph.capture_end()
                 except Exception:
-                    # torch leaves its allocator in the state of a capture, in which it returns no memory to the device.
-                    try:
-                        compat.end_failed_capture(self.device.index or 0, self.pool)
-                    except RuntimeError as error:  # the allocator has left the capture already
-                        log.info("the memory of a failed capture was not released: %s", str(error).partition("\n")[0])
+                    compat.end_failed_capture(self.device.index or 0, self.pool)
                     raise
 
     def _capture(self, hidden: Tensor) -> list[CapturedGroup]:
@@ -410,7 +415,7 @@ class GraphedLayers:
                         views.append(group.gradients[start : start + gap])
                         start += gap
                 wanted = ([x] if x.requires_grad else []) + aliases
-                with gradients_written_to(aliases, targets):
+                with gradients_written_to(aliases, targets), _as_in_backward(hidden.device):
                     found = list(torch.autograd.grad(out, wanted, gradient, allow_unused=True))
                 gradient_in = found.pop(0) if x.requires_grad else None
                 used = [i for i, g in enumerate(found) if g is not None]
@@ -424,10 +429,14 @@ class GraphedLayers:
 
     def _warm_up_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the first layer once. Libraries allocate memory at their first use on a stream, which a capture must not contain."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.layers[0].buffers()]
         with torch.cuda.stream(self.stream):
             trained = [p for p in self.layers[0].parameters() if p.requires_grad]
             with parameter_aliases(self.layers[0], trained) as aliases:
                 out = self.calls[0](first, *args, **kwargs)
             if out.requires_grad:
-                torch.autograd.grad(out.sum(), [p for p in (first, *aliases) if p.requires_grad], allow_unused=True)
+                with _as_in_backward(first.device):
+                    torch.autograd.grad(out.sum(), [p for p in (first, *aliases) if p.requires_grad], allow_unused=True)
+            for buffer, before in buffers:
+                buffer.copy_(before)
         torch.cuda.synchronize()

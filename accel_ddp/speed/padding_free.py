@@ -27,7 +27,7 @@ from accel_ddp.training.losses import CurrentBatch
 
 log = logging.getLogger(__name__)
 
-LEAST_SHARED = 0.05  # of the tokens of a micro-batch; with less, gathering keys takes more time than it saves
+LEAST_SHARED = 0.05  # of the tokens of a sample; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
 REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
 GROUPED = "grouped_mm"  # the products of experts that `experts` replaces
@@ -81,8 +81,8 @@ is_active: ContextVar[bool] = ContextVar("accel_ddp_padding_free", default=False
 windows_seen: ContextVar[set[int] | None] = ContextVar("accel_ddp_windows_seen", default=None)
 
 
-def row_of(current: CurrentBatch | None) -> Row | None:
-    """Return the row for a micro-batch of texts, or None for other micro-batches.
+def row_of(current: CurrentBatch | None, shares: bool) -> Row | None:
+    """Return the row for a micro-batch of texts, or None for other micro-batches. `shares`: compute tokens that texts share once.
 
     On a GPU lengths are rounded up, so that there are few different ones, because each is captured as a CUDA graph.
     """
@@ -90,7 +90,7 @@ def row_of(current: CurrentBatch | None) -> Row | None:
     if sizes is None:
         return None
     mask, positions = current.batch["attention_mask"], current.batch.get("position_ids")
-    is_shared = positions is None and sizes.shared >= LEAST_SHARED * sizes.tokens
+    is_shared = shares and positions is None and current.batch.get("shared") is not None
     shared, used = (current.batch["shared"], sizes.tokens - sizes.shared) if is_shared else (None, sizes.tokens)
     if not mask.is_cuda:
         return Row(mask, used, sizes.width, positions, sizes.texts, shared)
@@ -234,9 +234,16 @@ def _kernels_for(device: torch.device, dtype: torch.dtype, size: int, dropout: f
         rest = torch.zeros(2, dtype=torch.long, device=device), starts, dropout, causal, None
         own.gradients(some, some, some, some, *own.forward(some, some, some, *rest), *rest)
         return own
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # of many kinds, for example no C compiler
         log.warning("attention uses torch's kernels, because Triton cannot compile: %s: %s", type(error).__name__, error)
         return None
+
+
+def _used(window: int, longest: int) -> int:
+    """Return the window, or -1 if no text is longer. In traced code, the comparison would compile again for longer texts."""
+    return -1 if window >= longest else window
 
 
 # Each is one operator, so a compiler does not trace it.
@@ -245,6 +252,7 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
     dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    window = _used(window, longest)
     if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
         seed = torch.empty(2, dtype=torch.long, device=q.device)
         if dropout:  # from the generator of the device, which a replay of a CUDA graph advances
@@ -266,6 +274,7 @@ def _flash_backward(
     keys: Tensor | None, places: Tensor | None, longest: int, dropout: float, causal: bool, random_state: Tensor,
     scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    window = _used(window, longest)
     if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
         return own.gradients(gradient, q, k, v, out, lse, random_state.view(torch.long), starts, dropout, causal, scale)
     # Otherwise a resumed run would not be bit-identical.
@@ -342,7 +351,6 @@ def attention(
         window = int(others["sliding_window"]) - 1
         if not torch.compiler.is_compiling() and (seen := windows_seen.get()) is not None:
             seen.add(window + 1)
-        window = -1 if window >= segments.longest else window  # no text is longer
     if segments.is_flash and bias is None:
         # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type. Not `[0]`, see `unpack`.
         q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))

@@ -85,6 +85,7 @@ class PaddingFree:
         self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`, see `capture`
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
         self.is_enabled = True
+        self.shares = True  # compute tokens that two texts share once, in all micro-batches
         self.last_batch: CurrentBatch | None = None
         self.outputs: list[Any] | None = None  # of the last layer, while `check` runs
         self.mask: Tensor | None = None  # of the last layer's output
@@ -191,7 +192,7 @@ class PaddingFree:
 
     def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
         """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
-        row = padding_free.row_of(current)
+        row = padding_free.row_of(current, self.shares)
         if row is None or not self.is_enabled or row.mask.shape[-1] > self.longest:
             return None
         if not isinstance(given, Tensor) or given.ndim != 2:
@@ -263,11 +264,11 @@ class PaddingFree:
                 out = original(hidden_states, *args, **kwargs)
             elif self.run is not None and not in_plain_order and torch.is_grad_enabled():
                 out = self.run(number, hidden_states, args, kwargs)
-            elif torch.is_grad_enabled() or layer.training:
+            elif not in_plain_order and (torch.is_grad_enabled() or layer.training):
                 # Also without gradients: GradCache repeats the pass with gradients and must draw the same dropout, and compiled
                 # code draws different values than plain code.
                 out = self.calls[number](hidden_states, *args, **kwargs)
-            else:  # an evaluation does not run often enough for its own compilation
+            else:  # an evaluation does not run often enough for its own compilation; compiled layers have another order of gradients
                 out = self.plain[number](hidden_states, *args, **kwargs)
             if number == last and at is not None:
                 row = out[0] if isinstance(out, tuple) else out

@@ -5,6 +5,7 @@ the number of ranks changes the result by rounding in that precision only, and a
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +19,10 @@ from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full, local, region, sharded_like
+from accel_ddp.text import first_line
 from accel_ddp.training.sharding import reshard
+
+log = logging.getLogger(__name__)
 
 ROUNDS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the usual quintic iteration, which brings singular values near 1 in 5 rounds
@@ -88,8 +92,9 @@ class AdamW(torch.optim.AdamW):
             from accel_ddp.training import adamw_kernel as own
 
             own.try_to_compile(device)
-        except Exception:  # of many kinds: no Triton, or no compiler for it
+        except Exception as error:  # of many kinds: no Triton, or no compiler for it
             own = None
+            log.warning("AdamW uses torch's kernel: %s: %s", type(error).__name__, first_line(error))
         self.kernel = None if any(gather_everywhere(own is None)) else own
 
     @torch.no_grad()
@@ -115,6 +120,7 @@ class AdamW(torch.optim.AdamW):
             return None
         means, squares, counts = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
         is_usual = all(x.dtype == torch.float32 and x.is_contiguous() for tensors in (params, grads) for x in tensors)
+        is_usual = is_usual and all(p.numel() < 2**31 for p in params)  # the kernel counts in 32 bits
         return (params, grads, means, squares, counts) if is_usual and all(count.is_cuda for count in counts) else None
 
 
