@@ -18,6 +18,7 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import TYPED, launch_options, parse_accelerate_command, stated_precision
+from accel_ddp.nodes.spawn import MODULE
 from accel_ddp.records.redaction import redact_command
 from accel_ddp.text import counted, did_you_mean, nearest, table
 from accel_ddp.words import find_options, name_of, script_at, without
@@ -117,7 +118,7 @@ def _run(words: list[str]) -> int:
     if not {name_of(word) for word in launch} & {*OF_NODES, "config_file", "num_processes", "gpu_ids", "cpu"}:
         launch += _use_gpus(launch, cfg, recipe)
     # -q: after an error of a single process the launcher prints no traceback of its own below the error message.
-    launcher = ["-m", "accel_ddp.nodes.launcher", "accelerate.commands.launch", "-q"]
+    launcher = [*MODULE, "accel_ddp.nodes.launcher", "accelerate.commands.launch", "-q"]
     for option in find_options(launch, ["gpu_ids"]):
         # Accelerate refuses one GPU for a config that starts processes with torchrun, as our configs do.
         if option.value and option.value.isdigit():

@@ -98,6 +98,12 @@ class Config(RecipeConfig):
                 f"--negative_columns {' '.join(self.negative_columns)}: cannot be used with --score_column {self.score_column}. "
                 "Give each negative as a pair with a low score."
             )
+        if self.sync_every and self.mine_every % self.sync_every:
+            near = max(self.sync_every, self.mine_every - self.mine_every % self.sync_every)
+            raise UserError(
+                f"--mine_every {self.mine_every}: negatives are mined when all workers have the same weights. Use a multiple of "
+                f"--sync_every {self.sync_every}, for example {near}."
+            )
         for name in ("negatives_file", "mine_negatives"):
             if self.score_column and getattr(self, name):
                 raise UserError(

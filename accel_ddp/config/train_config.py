@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import math
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -120,7 +122,8 @@ class TrainConfig(RunConfig, OptimizerConfig):
         `epoch_size` is the number of items, or of their tokens with `--global_batch_tokens`. If the last step is not full, it is
         filled from the next epoch. No item is dropped.
         """
-        return self.steps or max(1, -int(-self.epochs * epoch_size // self.step_size))
+        # 2.2 * 100 is 220.00000000000003 in floating-point numbers, which would be one step more.
+        return self.steps or max(1, math.ceil(Fraction(str(self.epochs)) * Fraction(epoch_size) / self.step_size))
 
     def split(self, num_ranks: int) -> tuple[int, int]:
         """Return (items per micro-batch, micro-batches per update) of each rank, which may compute several local workers.
@@ -139,7 +142,7 @@ class TrainConfig(RunConfig, OptimizerConfig):
                 f"or a divisor of {workers}, which keeps the result."
             )
         if self.micro_batch_tokens or self.global_batch_tokens:
-            return self._estimate_split(num_ranks)
+            return self._estimate_split(num_ranks, "workers" if num_ranks == workers else "ranks")
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
         if remainder:
             noun = "workers" if num_ranks == workers else "ranks"
@@ -161,10 +164,10 @@ class TrainConfig(RunConfig, OptimizerConfig):
             )
         return micro, per_rank // micro
 
-    def _estimate_split(self, num_ranks: int) -> tuple[int, int]:
+    def _estimate_split(self, num_ranks: int, noun: str) -> tuple[int, int]:
         if self.global_batch_size < num_ranks and not self.global_batch_tokens:
             raise UserError(
-                f"--global_batch_size {self.global_batch_size}: {num_ranks} ranks need an item each. Use at least {num_ranks}."
+                f"--global_batch_size {self.global_batch_size}: {num_ranks} {noun} need an item each. Use at least {num_ranks}."
             )
         length = getattr(self, "max_length", 0)
         length = length if isinstance(length, int) and length else 512

@@ -18,7 +18,7 @@ from accel_ddp.doctor.compare_nodes import clean_finding
 from accel_ddp.doctor.findings import Finding, Outcome
 from accel_ddp.doctor.host import HOST, socket_interface_variables
 from accel_ddp.nodes.messages import printable
-from accel_ddp.nodes.spawn import clean_environment, rank_environment
+from accel_ddp.nodes.spawn import MODULE, clean_environment, rank_environment
 
 CHECKS = "accel_ddp.doctor.collectives"
 _GRACE_SECONDS = 15  # after the time limit of the ranks, until they are killed
@@ -59,7 +59,7 @@ class WorkerProcesses:
                 if spec["nccl_debug"]:
                     env |= {"NCCL_DEBUG": spec["nccl_debug"], "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,ENV"}
                     env["NCCL_DEBUG_FILE"] = str(folder / f"nccl.{local_rank}")
-                command = [sys.executable, "-m", self.module, str(folder / "spec"), str(os.getpid())]
+                command = [sys.executable, *MODULE, self.module, str(folder / "spec"), str(os.getpid())]
                 with open(folder / f"stderr.{local_rank}", "w") as stderr:
                     process = await asyncio.create_subprocess_exec(
                         *command, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=stderr,

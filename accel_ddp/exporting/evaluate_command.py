@@ -21,6 +21,7 @@ from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
+from accel_ddp.nodes.spawn import MODULE
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.checkpoint_format import read_facts, read_json
 from accel_ddp.text import did_you_mean_path, table
@@ -73,7 +74,7 @@ def main(words: list[str]) -> int:
         config, run = Path(folder, "options.yaml"), Path(folder, "run")
         config.write_text(json.dumps(options))
         ours = ["--config", str(config), "--evaluate_only", facts.get("checkpoint", place), "--output_dir", str(run)]
-        code = _wait([sys.executable, "-m", "accel_ddp.cli", "run", str(script), *ours, *words])
+        code = _wait([sys.executable, *MODULE, "accel_ddp.cli", "run", str(script), *ours, *words])
         if code:
             return code
         metrics = (read_json(run / "evaluations.json") or {}).get(str(facts.get("step", 0) if "checkpoint" in facts else 0))

@@ -23,7 +23,7 @@ from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.exporting import trained_model
 from accel_ddp.exporting.predict_rows import InputRows
 from accel_ddp.nodes.cores import usable_cores
-from accel_ddp.nodes.spawn import clean_environment, die_with_parent
+from accel_ddp.nodes.spawn import MODULE, clean_environment, die_with_parent
 from accel_ddp.records.files import replace_file, sync
 from accel_ddp.sources.places import Progress
 from accel_ddp.text import counted
@@ -193,7 +193,7 @@ def run_processes(given: argparse.Namespace, partial: Path, rows: InputRows) -> 
     try:
         for i, path in enumerate(logs):
             env = clean_environment() | shared | ({"CUDA_VISIBLE_DEVICES": names[i % gpus]} if gpus else {})
-            command = [sys.executable, "-m", "accel_ddp.exporting.predictors", str(partial), str(i), str(number)]
+            command = [sys.executable, *MODULE, "accel_ddp.exporting.predictors", str(partial), str(i), str(number)]
             with path.open("wb") as log:  # a session of its own: Ctrl-C is for this process only
                 options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
                 processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent, **options))

@@ -15,6 +15,9 @@ from typing import Any
 
 from accel_ddp.nodes.launcher import MPI_VARIABLES
 
+# Words that run a module. A random.py in the working directory is not imported; Python 3.10 lacks the option for it.
+MODULE = ["-P", "-m"] if sys.version_info >= (3, 11) else ["-m"]
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OF_TORCHRUN = ("TORCHELASTIC_", "PET_")  # torchrun reads its own options from PET_ variables
 _PR_SET_PDEATHSIG = 1

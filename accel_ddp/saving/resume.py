@@ -19,7 +19,7 @@ from accel_ddp.config.choices import take_saved
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.restarts import read_earlier_run
 from accel_ddp.ranks.shards import is_sharded, local, region, sharded_like
@@ -331,7 +331,9 @@ def _load_states(
     there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
 ) -> None:  # fmt: skip
     """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
-    # The last two are used if the number of workers was changed (--allow_config_change).
+    # The last two are used if the number of workers was changed (--allow_config_change). Otherwise a worker without a state has not
+    # stepped yet.
+    is_same = links.team.num_workers > 1 and run["config"].get("local_workers") == links.team.num_workers
     found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
     on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank
     parameters = dict(model.named_parameters())
@@ -353,7 +355,8 @@ def _load_states(
         found.get(at + worker, {}).setdefault(name, {}).update(values)
     for suffix in states():
         # A copy, because an optimizer keeps the tensors that it loads, and each worker changes its own.
-        state_tensors.restore(optimizer, model, found[suffix] or copy.deepcopy(found[""] or found["@0"]))
+        others = {} if is_same else copy.deepcopy(found[""] or found["@0"])
+        state_tensors.restore(optimizer, model, found[suffix] or others)
 
 
 def _receive(

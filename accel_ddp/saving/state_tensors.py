@@ -71,12 +71,18 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def to_save(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that are saved: all of them, or under adapters the trained ones and the buffers."""
+    """Return the tensors of a model that are saved: all of them, or with adapters these, what else is trained, and the buffers."""
     weights = unique(model.state_dict())
     if not has_adapters(model):
         return weights
-    changing = {name for name, p in model.named_parameters() if p.requires_grad} | {name for name, _ in model.named_buffers()}
+    changing = {name for name, p in model.named_parameters() if p.requires_grad or _is_of_adapter(name)}
+    changing |= {name for name, _ in model.named_buffers()}
     return {name: tensor for name, tensor in weights.items() if name in changing}
+
+
+def _is_of_adapter(name: str) -> bool:
+    """Return whether peft has added this parameter, which --freeze may have frozen."""
+    return any(part in name for part in (".lora_", ".modules_to_save.", ".trainable_tokens_"))
 
 
 def digest_of_frozen(model: nn.Module) -> str:
@@ -89,7 +95,8 @@ def digest_of_frozen(model: nn.Module) -> str:
         return ""
     frozen = {
         name: p.detach() for name, p in model.named_parameters()
-        if not p.requires_grad and "original_module" not in name  # the random weights of a new head, which are not used
+        # The random weights of a new head, which are not used, are no part of it.
+        if not p.requires_grad and not _is_of_adapter(name) and "original_module" not in name
     }  # fmt: skip
     sharded = is_sharded(model)
     samples = {name: b"" if sharded and not is_first_copy(p) else _some_values(p) for name, p in frozen.items()}

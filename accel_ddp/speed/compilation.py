@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ddp import compat
-from accel_ddp.nodes.spawn import clean_environment, die_with_parent
+from accel_ddp.nodes.spawn import MODULE, clean_environment, die_with_parent
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.state_tensors import versions
@@ -167,7 +167,7 @@ class Compilation:
         (work / "job").write_bytes(pickle.dumps(job))
         paths = os.pathsep.join(path for path in sys.path if path)
         env = clean_environment() | {"TORCHINDUCTOR_CACHE_DIR": str(work / "other"), "PYTHONPATH": paths}
-        words = [sys.executable, "-m", __name__, str(work / "job"), str(self.path)]
+        words = [sys.executable, *MODULE, __name__, str(work / "job"), str(self.path)]
         with (work / "log").open("w") as out:
             options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "preexec_fn": die_with_parent}
             options["start_new_session"] = True  # Ctrl-C stops the run, which ends this process when it has saved

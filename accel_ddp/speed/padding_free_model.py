@@ -251,7 +251,10 @@ class PaddingFree:
         layer, first, last, is_plain = self.layers[number], stack.numbers[0], stack.numbers[-1], stack.is_plain
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            at = (stack.at or self._segments(stack, hidden_states)) if self.is_packed else None
+            # Without gradients and outside of the model's call, the micro-batch of the last checkpointed call is over: `generate`
+            # calls an encoder alone.
+            is_packed = self.is_packed and (is_active.get() or torch.is_grad_enabled())
+            at = (stack.at or self._segments(stack, hidden_states)) if is_packed else None
             if at is not None and is_plain:
                 hidden_states = pack(hidden_states, at) if number == first else hidden_states
                 args, kwargs = self._arguments(stack, args, kwargs, at)

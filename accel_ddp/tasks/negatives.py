@@ -20,7 +20,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.resume import folder_of_resume
 from accel_ddp.seeds import mixed
@@ -136,7 +136,9 @@ class MinedBatches(TrainBatches):
             begin = step - step % cfg.mine_every if cfg.mine_every else 0
             rows = RowsWithNegatives(self.rows, self._negatives_of(begin, step, cfg))
             batches = TrainBatches(rows, self.collate, lengths=self._count).starting_at(step, accelerator, cfg)
-            yield from islice(batches, begin + cfg.mine_every - step if cfg.mine_every else None)
+            # `starting_at` yields once for each local worker.
+            number = (begin + cfg.mine_every - step) * len(links.team.workers)
+            yield from islice(batches, number if cfg.mine_every else None)
             batches.close()  # ends its workers
             step = begin + cfg.mine_every
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import local
 from accel_ddp.training.sharding import reshard
 from accel_ddp.training.update import UpdateStats
@@ -43,9 +44,10 @@ class Ema:
         if not self.averages:
             return
         amount = 1 - min(self.decay, (1 + step) / (10 + step)) ** len(stats)
-        # Whether all updates were skipped may be known on the device only. A weight of 0 leaves an average exactly as it is.
-        is_finite = [torch.isfinite(one.loss + one.grad_norm) for one in stats]
-        amounts = (torch.stack(is_finite).any() if len(stats) > 1 else is_finite[0]).to(stats[0].loss.dtype) * amount
+        # Whether all updates were skipped may be known on the device only. A weight of 0 leaves an average exactly as it is. Of several
+        # workers, one may have stepped although the mean of their losses is not finite.
+        has_moved = [torch.isfinite(one.loss + one.grad_norm) | (links.team.num_workers > 1) for one in stats]
+        amounts = (torch.stack(has_moved).any() if len(stats) > 1 else has_moved[0]).to(stats[0].loss.dtype) * amount
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         with torch.no_grad():
             for name, average in self.averages.items():
