@@ -368,6 +368,7 @@ def test_batches_of_tokens_need_not_be_divisible_by_the_ranks():
 def test_epochs_become_steps_and_no_item_is_dropped():
     assert Config(epochs=3, global_batch_size=32).total_steps(101) == 10  # 303 items are 9.5 batches, rounded up
     assert Config(epochs=0.5, global_batch_size=10).total_steps(100) == 5
+    assert Config(epochs=2.2, global_batch_size=10).total_steps(100) == 22, "2.2 * 100 is 220.00000000000003"
     assert Config(epochs=1, steps=7).total_steps(10**6) == 7
 
 

@@ -563,6 +563,17 @@ def test_gradient_checkpointing_of_an_encoder_and_a_decoder(kind):
     layers.run = lambda number, hidden, args, kwargs: rows.append(number) or calls[number](hidden, *args, **kwargs)
     assert difference(padded, compute(model, batch, loss)) < 1e-5
     assert rows == [*range(len(calls)), *reversed(range(len(calls)))], "the backward pass runs each layer once more"
+    others = {"input_ids": batch["input_ids"].flip(0), "attention_mask": batch["attention_mask"].flip(0)}
+    options = {
+        "max_new_tokens": 4,
+        "do_sample": False,
+        "use_cache": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    after_a_step = torch.stack(model.eval().generate(**others, **options).logits)  # it calls the encoder alone
+    layers.remove()
+    torch.testing.assert_close(after_a_step, torch.stack(model.generate(**others, **options).logits))
 
 
 def test_a_small_table_has_the_same_gradient_as_an_embedding():

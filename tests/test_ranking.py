@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.process import Team, links
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
 from accel_ddp.tasks.contrastive import NOTHING, ListCollate, in_batch_losses, text_keys
@@ -234,7 +235,7 @@ class MiningConfig(RecipeConfig):
     micro_batch_size: int | Literal["auto"] = 2
 
 
-def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_path):
+def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_path, monkeypatch):
     import datasets
     from accelerate import Accelerator
 
@@ -265,6 +266,11 @@ def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_
             row = anchor // 2
             assert (anchor, positive) == tuple(keys[row])
             assert negatives == [keys[(row + step // 3 + k) % 10, 1] for k in (1, 2)]
+    monkeypatch.setattr(links, "team", Team(1, 0, workers=range(2), num_workers=2))
+    calls.clear()
+    steps(0, 2 * 8, "of two workers")  # each of which gets its batches of a step
+    assert calls == [0, 1, 2]
+    monkeypatch.undo()
     assert steps(4, 2, "run", "auto") == whole[4:6]
     assert steps(4, 2, "other", str(tmp_path / "run")) == whole[4:6]
     assert steps(5, 1, "other", "auto") == whole[5:6], "the other folder has the negatives too"

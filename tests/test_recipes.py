@@ -462,6 +462,9 @@ def test_a_checkpoint_contains_only_the_adapters_which_merge_into_an_ordinary_mo
     assert saved
     assert all("lora_" in name for name in saved)
     assert not any("lora_" in name for name in load_file(folder / "model" / "model.safetensors"))
+    half = tmp_path / "half"
+    run_ranks(1, script, *options("sft with adapters"), "--steps", "1", "--freeze", "lora_A", "--output_dir", half).well()
+    export.from_checkpoint(str(half), str(tmp_path / "of half"), merge="on")  # the frozen half of the adapters is there too
 
     import torch
     from peft import AutoPeftModelForCausalLM
