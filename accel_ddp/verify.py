@@ -19,7 +19,7 @@ from typing import Any
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.nodes.launcher import cpu_is_wanted, parse_accelerate_command, stated_precision
 from accel_ddp.nodes.messages import find_free_port
-from accel_ddp.nodes.spawn import clean_environment, kill_tree, rank_environment
+from accel_ddp.nodes.spawn import MODULE, clean_environment, kill_tree, rank_environment
 from accel_ddp.records import run_log
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.pieces import is_identical, largest_difference
@@ -150,7 +150,7 @@ class _Verification:
             launch = [w for i, w in enumerate(self.launch) if "--main_process_port" not in (w, *self.launch[max(0, i - 1) : i])]
             launch += ["--main_process_port", str(self.port + self.runs)]  # the port of the last run may still be closing
             launch += ["--mixed_precision", self.precision]
-            return [([sys.executable, "-m", "accelerate.commands.launch", *launch, *words], env)]
+            return [([sys.executable, *MODULE, "accelerate.commands.launch", *launch, *words], env)]
         if ranks == 1:
             return [([sys.executable, *words], {"CUDA_VISIBLE_DEVICES": "0", **env})]
         place = "127.0.0.1", find_free_port("127.0.0.1")

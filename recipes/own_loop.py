@@ -13,13 +13,9 @@ from accel_ddp.entry import run
 
 
 def main(cfg: Config):
-    for name in ("keep_best", "early_stopping_patience", "stop_after", "sync_every"):
-        if getattr(cfg, name):
+    for name in ("keep_best", "early_stopping_patience", "stop_after", "sync_every", "balance"):
+        if getattr(cfg, name) not in (False, 0, "off"):
             raise accel_ddp.UserError(f"--{name}: this loop does not have it. Leave it out, or use recipes/classify.py.")
-    if cfg.balance != "off":
-        raise accel_ddp.UserError(
-            f"--balance {cfg.balance}: this loop does not have it. Leave it out, or use recipes/classify.py."
-        )
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
     optimizer = accel_ddp.optim.build(task.model, cfg)

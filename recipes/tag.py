@@ -121,7 +121,7 @@ def build_data(cfg: Config, tokenizer):
     def encode(rows):
         return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
 
-    of_tags = [tags.column, tags.names, tags.tag_ids]
+    of_tags = [tags.column, tags.names, sorted(map(repr, tags.tag_ids.items()))]
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, *of_tags]
     encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
     rows = test

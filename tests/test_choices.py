@@ -222,6 +222,8 @@ def test_a_loop_that_does_not_evaluate_refuses_to_keep_the_best_step():
     recipe = load_recipe(ROOT / "recipes" / "own_loop.py")
     with pytest.raises(UserError, match="--keep_best: this loop does not have it"):
         recipe.main(recipe.Config(keep_best=True))
+    with pytest.raises(UserError, match="--balance: this loop does not have it"):
+        recipe.main(recipe.Config(balance="2,1"))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Ranks that a launcher with --max_restarts starts again continue by themselves, with the result of an uninterrupted run."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -513,7 +514,7 @@ def test_only_the_first_rank_of_a_node_asks_which_ranks_are_missing(monkeypatch)
     from accel_ddp.ranks import restarts
 
     for local_rank, expected in ((1, 0), (0, 1)):
-        monkeypatch.setattr(restarts.this_rank, "local_rank", local_rank)
+        monkeypatch.setattr(restarts, "this_rank", dataclasses.replace(restarts.this_rank, local_rank=local_rank))
         waiting, asked = restarts._Waiting(TrainConfig()), []
         waiting.reported -= restarts.REPORT_EVERY + 1
         for _ in range(3):

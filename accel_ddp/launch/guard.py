@@ -35,7 +35,7 @@ from accel_ddp.launch.job_commands import replace_home
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
-from accel_ddp.nodes.spawn import die_with_parent, is_pending
+from accel_ddp.nodes.spawn import MODULE, die_with_parent, is_pending
 
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
@@ -91,9 +91,9 @@ class JobOnNode:
 
     async def start(self) -> str:
         """Start the launcher. Return an error, or "" if it runs."""
-        request, place = self.request, str(self.record.log)
+        request, place, is_own = self.request, str(self.record.log), False
         try:
-            if not self.record.claim():
+            if not (is_own := self.record.claim()):
                 state = self.record.read()
                 return f"a job named {request['job']!r} is already running on {request['host']} (pid {state.get('pid')})"
             self.log = LogFile(self.record.log)
@@ -103,7 +103,7 @@ class JobOnNode:
             self.outputs = RankOutputs(Path(folder), request["processes"], request["terminal"])
         except OSError as error:
             why = f"{place}: cannot be written on {request['host']}: {error.strerror}"
-            with contextlib.suppress(OSError):  # the record may be on that disk
+            if is_own:
                 self.record.write(state="ended", code=127, why=why, ended=time.time())
             return why
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -393,7 +393,7 @@ def _end_own_sshd() -> None:
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
     """Start a guard that does not depend on this connection. Return the message about it."""
-    words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]
+    words = [sys.executable, *MODULE, "accel_ddp.launch.guard", "--detached"]
     with contextlib.ExitStack() as stack:
         errors: Any = subprocess.DEVNULL
         with contextlib.suppress(OSError):  # the guard reports it

@@ -128,7 +128,8 @@ def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
 
 def words_of_job(cluster: Cluster, job: Job) -> str:
     """Return what follows `accel-ddp stop` and the like. --set is repeated, except for variables, which may be secret."""
-    changes = [change for change in cluster.changes if not change.startswith("env")]
+    has_variables = lambda change: "{" in change or change.partition("=")[0].rpartition(".")[2].startswith("env")
+    changes = [change for change in cluster.changes if not has_variables(change)]
     return " ".join([str(cluster.file), "--name", job.name, *(f"--set {shlex.quote(change)}" for change in changes)])
 
 
@@ -151,7 +152,7 @@ def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[
 
     No shell replaces it in --output_dir=~/runs either.
     """
-    homes = {path for path in paths if path.startswith("~/")}
+    homes = {path for path in paths if path.startswith("~")}
     found = []
     for word in words:
         option, path = ("--output_dir=", word[13:]) if word.startswith("--output_dir=") else ("", word)

@@ -227,8 +227,12 @@ def _explain_refusal(cluster: Cluster, text: str) -> str:
 def _report_start(number: str) -> int:
     """Print whether the job runs or why it waits. Return 1 if it may never start, and its exit code if it has failed at once."""
     began = time.monotonic()
-    while (one := _show(number)) and not _has_started(one, time.monotonic() - began):
-        time.sleep(0.25)
+    try:
+        while (one := _show(number)) and not _has_started(one, time.monotonic() - began):
+            time.sleep(0.25)
+    except UserError as error:  # the job is in the queue, and must not be submitted again
+        print(f"warning: {error}", file=sys.stderr)
+        return 0
     if one is None:
         return 0
     if _ends_by_itself(one.reason) if one.state == "PENDING" else one.is_active or one.code == 0:

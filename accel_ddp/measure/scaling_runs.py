@@ -24,7 +24,7 @@ from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config
 from accel_ddp.nodes.messages import find_free_port
 from accel_ddp.nodes.sharding_plan import require_ddp
-from accel_ddp.nodes.spawn import clean_environment, die_with_parent, kill_tree
+from accel_ddp.nodes.spawn import MODULE, clean_environment, die_with_parent, kill_tree
 from accel_ddp.records.run_log import FILE, read_log
 
 _SSH_SECONDS = 60
@@ -52,7 +52,7 @@ class LocalRuns:
         path, began = self.folder / name, time.monotonic()
         port = ["--main_process_port", str(find_free_port("127.0.0.1"))]
         launch = self.launch_one if place.ranks == 1 else [*self.launch, "--num_processes", str(place.ranks), *port]
-        words = [sys.executable, "-m", "accelerate.commands.launch", "-q", *launch]
+        words = [sys.executable, *MODULE, "accelerate.commands.launch", "-q", *launch]
         words += [self.recipe, *options, "--output_dir", str(path)]
         code, text = execute(words, self.folder / f"{name}.txt", self.limit)
         events = read_log(path / FILE)
@@ -64,7 +64,7 @@ class LocalRuns:
     def measure_links(self, place: Placement) -> MeasuredLinks | None:
         """Return what `accel-ddp doctor` measures on these ranks. None: it has found an error."""
         config = self.launch[:2]
-        words = [sys.executable, "-m", "accel_ddp.cli", "doctor", *config, "--num_processes", str(place.ranks)]
+        words = [sys.executable, *MODULE, "accel_ddp.cli", "doctor", *config, "--num_processes", str(place.ranks)]
         words += ["--main_process_port", str(find_free_port("127.0.0.1")), "--main_process_ip", "127.0.0.1"]
         chosen = self.launch[self.launch.index("--gpu_ids") + 1] if "--gpu_ids" in self.launch else "all"
         visible = {} if chosen == "all" else {"CUDA_VISIBLE_DEVICES": chosen}
@@ -111,7 +111,7 @@ class ClusterRuns:
         is_whole = place.ranks == sum(node.processes for node in self.cluster.nodes[: place.nodes]) > 1
         asks_doctor = is_whole and place.nodes in self.without_links
         changes += ["doctor=full"] if asks_doctor else []
-        words = [sys.executable, "-m", "accel_ddp.cli", "launch", "--name", job]
+        words = [sys.executable, *MODULE, "accel_ddp.cli", "launch", "--name", job]
         words += [word for change in changes for word in ("--set", change)]
         code, text = execute([*words, self.file, self.recipe, *options], self.folder / f"{name}.txt", self.limit, is_remote=True)
         links = links_of_text(text, place.nodes, place.ranks) if asks_doctor else None

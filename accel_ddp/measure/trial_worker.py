@@ -18,6 +18,7 @@ from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, 
 from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Entries, Transport, best_choice, best_exact
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import cpu_is_wanted
+from accel_ddp.text import first_line
 
 WARM_UP_STEPS = 4  # DDP rebuilds its buckets after the first step, and PowerSGD compresses from the third step on
 MAX_REPETITIONS = 40
@@ -40,8 +41,7 @@ class TrialWorker(CollectiveWorker):
             report("failed", reason=str(error))
         except Exception as error:
             is_out_of_memory = "OutOfMemory" in type(error).__name__ or "not enough memory" in str(error)
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            report("failed", reason="out of memory" if is_out_of_memory else f"{type(error).__name__}: {first_line}"[:300])
+            report("failed", reason="out of memory" if is_out_of_memory else f"{type(error).__name__}: {first_line(error)}"[:300])
         sys.stderr.flush()
         os._exit(code)
 

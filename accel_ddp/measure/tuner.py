@@ -14,6 +14,7 @@ from accel_ddp.measure.trials import TrialRunner, TuneCoordinator, TuningEnded
 from accel_ddp.measure.tune_options import OWN_RANKS, TuneOptions
 from accel_ddp.measure.tune_results import DdpConfig, Entries, Gradients, Transport, Trial
 from accel_ddp.measure.tune_settings import DdpTuner, SettingsTuner
+from accel_ddp.nodes.spawn import MODULE
 from accel_ddp.nodes.topology import describe_ranks
 from accel_ddp.records.tuned_settings import DEFAULT_BUCKET, make_file, model_key
 from accel_ddp.text import counted, format_bytes, plural
@@ -79,7 +80,7 @@ class Tuner:
         """Return the shapes of the model's parameters, which a subprocess finds. Raises TuningEnded if it does not."""
         name = self.options.model["model"]
         await self.show(f"reading the parameter shapes of --model {name} ...")
-        command, pipe = [sys.executable, "-m", SHAPES_MODULE, json.dumps(self.options.model)], asyncio.subprocess.PIPE
+        command, pipe = [sys.executable, *MODULE, SHAPES_MODULE, json.dumps(self.options.model)], asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
         reading = asyncio.ensure_future(process.communicate())
         try:

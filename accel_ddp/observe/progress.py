@@ -64,12 +64,14 @@ class Progress(Hook):
             if numbers.ranks:
                 state.samples = state.samples[1], numbers.ranks
         elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
-            # On a GPU, numbers of the step before a warm-up arrive after it.
-            of_one = (time.monotonic() - self.began) / max(numbers.step - self.first, 1)
+            left = ""
+            if numbers.step > self.first:  # on a GPU, numbers of the step before a warm-up arrive after it
+                of_one = (time.monotonic() - self.began) / (numbers.step - self.first)
+                left = f"  {format_clock(of_one * (self.total_steps - numbers.step))} left"
             print(
                 f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {''.join(map('%s %s  '.__mod__, _first_mean(numbers)))}{pace}  "
-                f"{format_clock(of_one * (self.total_steps - numbers.step))} left"
+                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {''.join(map('%s %s  '.__mod__, _first_mean(numbers)))}"
+                f"{pace}{left}"
             )
 
     def on_evaluate(self, step, metrics):

@@ -223,7 +223,7 @@ class Speed:
     def _check_captured_layers(self) -> None:
         """Keep CUDA graphs of layers that get more than a row of texts only if they compute the bits of plain layers.
 
-        The bias of T5's first layer is summed in another order each time, for example. Such layers are compiled only on request.
+        Such layers are compiled only on request.
         """
         if not self.graphs:
             choices.choose(self.cfg, "compile", "off", "layers of this model are compiled only with --compile on")

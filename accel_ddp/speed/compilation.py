@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +230,7 @@ class Compilation:
 def _versions() -> dict[str, str]:
     """Return a digest of this package's code too."""
     files = sorted([*Path(__file__).parent.glob("*.py"), Path(compat.__file__)])
-    found = versions() | {"code": hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()}
-    with contextlib.suppress(PackageNotFoundError):
-        found["triton"] = version("triton")
-    return found
+    return versions() | {"code": hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()}
 
 
 def _settings() -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from accel_ddp import compat
 from accel_ddp.speed.modules import converted_together, gradients_written_to
+from accel_ddp.text import first_line
 from accel_ddp.training.update import move_gradients
 
 log = logging.getLogger(__name__)
@@ -319,7 +320,7 @@ class GraphedLayers:
                 first: BaseException = error
                 while first.__context__ is not None:
                     first = first.__context__
-                self._disable(f"{type(first).__name__}: {next(iter(str(first).splitlines()), '')}"[:200])
+                self._disable(f"{type(first).__name__}: {first_line(first)}"[:200])
                 self._discard_graphs()
             elif not self.captured:
                 self.pool = torch.cuda.graph_pool_handle()
@@ -429,14 +430,15 @@ class GraphedLayers:
 
     def _warm_up_stream(self, first: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Run the first layer once. Libraries allocate memory at their first use on a stream, which a capture must not contain."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.layers[0].buffers()]
         with torch.cuda.stream(self.stream):
+            buffers = [(buffer, buffer.clone(), compat.version_of(buffer)) for buffer in self.layers[0].buffers()]
             trained = [p for p in self.layers[0].parameters() if p.requires_grad]
             with parameter_aliases(self.layers[0], trained) as aliases:
                 out = self.calls[0](first, *args, **kwargs)
             if out.requires_grad:
                 with _as_in_backward(first.device):
                     torch.autograd.grad(out.sum(), [p for p in (first, *aliases) if p.requires_grad], allow_unused=True)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, before, version in buffers:
+                if compat.version_of(buffer) != version:
+                    buffer.copy_(before)
         torch.cuda.synchronize()

@@ -58,7 +58,7 @@ class Labels:
     @property
     def identity(self) -> list[Any]:
         """What the encoded labels depend on, for the cache key of tokenized data."""
-        return [self.column, self.names, self.problem_type]
+        return [self.column, self.names, self.problem_type, sorted(map(repr, self.class_ids.items()))]
 
     def model_config(self) -> dict[str, Any]:
         """Return the options of a transformers config for a model with these labels."""

@@ -332,6 +332,7 @@ def _what(numbers: Numbers) -> str:
         return f"the gradient norm is {numbers.grad_norm}, although the loss is {numbers.loss:.4g}"
     losses = gather_everywhere((this_rank.host, numbers.local_loss))
     culprits = [f"rank {rank} on {host}" for rank, (host, loss) in enumerate(losses) if not math.isfinite(loss)]
-    if not culprits and links.team.num_workers > 1:
-        return f"the loss is {numbers.loss}, because a worker had no trained items (a larger --global_batch_size avoids this)"
+    if not culprits:
+        whose = "a worker" if links.team.num_workers > 1 else "this step"
+        return f"the loss is {numbers.loss}, because {whose} had no trained items (a larger --global_batch_size avoids this)"
     return f"the loss is {numbers.loss} on {', '.join(culprits)}"
