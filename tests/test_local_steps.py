@@ -1,14 +1,17 @@
 """Local steps (`--sync_every`): the result depends on the number of workers, not on how they are spread over ranks."""
 
 import math
+from collections import defaultdict
 
 import pytest
 import torch
+from torch import nn
 
 from accel_ddp import accelerator
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
+from accel_ddp.ranks.process import Team, links
+from accel_ddp.saving import resume
 from tests.conftest import BIN, PROGRAMS, clean_environment, run_all, run_ranks
 
 
@@ -138,3 +141,24 @@ def test_a_rank_computes_the_micro_batches_of_its_workers():
     assert [cfg.split(ranks) for ranks in (1, 2, 4, 8)] == [(4, 8), (4, 4), (4, 2), (4, 1)]
     with pytest.raises(UserError, match="this run uses FSDP"):
         cfg.validate_sharded()
+
+
+def test_a_worker_that_has_not_stepped_yet_has_no_optimizer_state_after_a_resume(monkeypatch):
+    """Its items had no trained tokens, for example."""
+    weight = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.1, momentum=0.9)
+    own = {"@0": defaultdict(dict), "@1": defaultdict(dict)}
+
+    def states():
+        for suffix in ("@0", "@1"):
+            optimizer.state = own[suffix]
+            yield suffix
+            own[suffix] = optimizer.state  # `load_state_dict` makes a new one
+
+    there = {"weight/momentum_buffer@0": ([1, 2], torch.float32)}
+    monkeypatch.setattr(links, "team", Team(1, 0, workers=range(2), num_workers=2))
+    for workers, expected in ((2, 0), (1, 1)):
+        run = {"on_host": [], "values": {}, "config": {"local_workers": workers}}
+        own |= {suffix: defaultdict(dict) for suffix in own}
+        resume._load_states(torch.device("cpu"), weight, optimizer, states, there, run, lambda *_: torch.ones(1, 2), False)
+        assert (len(own["@0"]), len(own["@1"])) == (1, expected), "a worker that is added begins with the state of another one"
