@@ -211,7 +211,7 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
 
     Without the first setting, a layer with a float such as a scaling factor is traced and compiled twice. Without the second one, a
     number of tokens that equals the hidden size is taken for it, and the next number compiles again. Without the third one, a DDP model
-    would split what is compiled inside of it at its buckets. Without the fourth one, layers with a custom gradient are not cached.
+    would split what is compiled within it at its buckets. Without the fourth one, layers with a custom gradient are not cached.
     Without the fifth one, torch starts a Python process for each core, and the exit of this process waits until they have imported
     torch. Without `deterministic`, kernels with sums are chosen by measured times.
 

@@ -35,7 +35,7 @@ from accel_ddp.launch.job_commands import replace_home
 from accel_ddp.launch.job_record import LogFile, Record, store_place
 from accel_ddp.launch.node_output import Lines, RankOutputs
 from accel_ddp.nodes.launcher import CONFIG_FILE
-from accel_ddp.nodes.spawn import MODULE, die_with_parent, is_pending
+from accel_ddp.nodes.spawn import die_with_parent, is_pending
 
 SILENT_SECONDS = 15.0
 SAVE_SECONDS = 10.0
@@ -393,7 +393,7 @@ def _end_own_sshd() -> None:
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
     """Start a guard that does not depend on this connection. Return the message about it."""
-    words = [sys.executable, *MODULE, "accel_ddp.launch.guard", "--detached"]
+    words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]  # as this one was started
     with contextlib.ExitStack() as stack:
         errors: Any = subprocess.DEVNULL
         with contextlib.suppress(OSError):  # the guard reports it

@@ -160,7 +160,7 @@ RETRY_AFTER = 100  # micro-batches, if there was not enough memory
 
 
 def _as_in_backward(device: torch.device) -> torch.autocast:
-    """Turn autocast off. A capture is inside of the model's forward pass, but a plain backward pass is not under autocast."""
+    """Turn autocast off. A capture runs within the forward pass of the model, but a plain backward pass is not under autocast."""
     return torch.autocast(device.type, enabled=False)
 
 

@@ -450,11 +450,9 @@ def _settle_buckets(
     """Do one extra backward pass in the first update of a process, so that a resumed run is bit-identical.
 
     DDP rebuilds its buckets after its first backward pass, and with three or more ranks the last bit of a sum depends on the
-    position in a bucket. Without this, the first step after a restart would sum in a different order than the uninterrupted
-    run. With two ranks the order of a sum does not matter, but on a GPU the place of a gradient in memory decides how its norm is
-    summed.
+    position in a bucket. Without this, the first step after a restart would sum in a different order than the uninterrupted run.
     """
-    least = 2 if accelerator.device.type == "cuda" else 3
+    least = 2 if accelerator.device.type == "cuda" else 3  # on a GPU, the place of a gradient decides how its norm is summed
     if links.team.size < least or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     if getattr(model, "_buckets_are_settled", False):
