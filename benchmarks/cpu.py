@@ -13,7 +13,6 @@ still not quiet is shown in brackets and not counted.
 import argparse
 import json
 import os
-import shutil
 import statistics
 import sys
 import tempfile
@@ -57,6 +56,8 @@ def main(options: argparse.Namespace, work: Path) -> None:
     epochs = options.steps * batch // len(lengths) + 2
     np.save(work / "order.npy", vs_trainer.our_order(len(lengths), 0, epochs * len(lengths)))
     shared = {
+        # The launcher of two ranks must wait for them: the CPU time of processes that nobody waits for is that of others.
+        "leaves": False,
         "kind": "speed", "job": "cpu", "recipe": "classify", "flags": {}, "log_every": 1,
         "batch": batch, "steps": options.steps, "warm": options.warm, "seed": 0, "lr": lr,
         "warmup_steps": 0, "precision": "no", "data": str(work), "model": model,
@@ -67,10 +68,10 @@ def main(options: argparse.Namespace, work: Path) -> None:
         turn = {}
         for side, command in SIDES.items():
             spec = {**shared, "variant": side, "command": [*command, *words]}
-            for _ in range(options.tries):
-                shutil.rmtree(work / "run", ignore_errors=True)
+            for attempt in range(options.tries):
+                folder = work / f"run-{number}-{side.replace(' ', '-')}-{attempt}"  # ranks of an earlier run may still write
                 run = vs_trainer.run_ours if command else vs_trainer.run_trainer
-                found = turn[side] = run(spec, work / "run", work, options.timeout)
+                found = turn[side] = run(spec, folder, work, options.timeout)
                 what = f"failed: {found['failed']}" if found["failed"] else f"{found['samples_per_second']:.2f} samples/s"
                 print(f"turn {number}, {side}: {what}; other processes used {found['others_cores']:.2f} cores", flush=True)
                 if found["failed"] or found["others_cores"] <= options.quiet:

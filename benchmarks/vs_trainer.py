@@ -254,7 +254,7 @@ def remove(folder: Path) -> None:
 
 def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, Any]:
     own_env = {"ACCEL_DDP_CACHE": str(kernels_for(spec, work))}
-    if spec["kind"] != "curve":
+    if spec["kind"] != "curve" and spec.get("leaves", True):
         own_env["LEAVE_AFTER"] = f"{spec['steps']}:{folder / 'run' / 'log.jsonl'}"
     if not Path(own_env["ACCEL_DDP_CACHE"]).exists():
         folder.mkdir(parents=True)
