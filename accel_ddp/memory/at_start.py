@@ -51,17 +51,15 @@ def fit_memory(cfg: TrainConfig, accelerator: Accelerator, model_class: str, row
     nothing is estimated.
     """
     found = Verdict()
-    if (
-        is_estimated := bool(model_class)
-        and not cfg.evaluate_only
-        and (accelerator.device.type == "cuda" or cfg.gpu_memory_gb > 0)
-    ):
+    is_on_gpu = accelerator.device.type == "cuda"
+    is_estimated = bool(model_class) and not cfg.evaluate_only and (is_on_gpu or cfg.gpu_memory_gb > 0)
+    if is_estimated:
         rooms = gather_objects(_room(accelerator.device, cfg.gpu_memory_gb * GIB))
         if rooms and all(size for size, _ in rooms):
             found = _judge(accelerator.mixed_precision, cfg, model_class, rows, *map(min, zip(*rooms)))
         found = broadcast_object(found, what="estimate the memory of the model")
         links.memory = found.facts
-    why = "on CPUs" if accelerator.device.type == "cpu" and not is_estimated else "the memory is not estimated"
+    why = "the memory is not estimated" if is_on_gpu or is_estimated else "on CPUs"
     for name, value in (("gradient_checkpointing", False), ("eval_batch_size", EVAL_BATCH_SIZE)):
         if getattr(cfg, name, None) == "auto":
             choose(cfg, name, *found.choices.get(name, (value, why)))

@@ -50,9 +50,8 @@ def read_earlier_run() -> dict[str, Any]:
     if not is_restart():
         return {}
     run = restart_files.read_run(launcher_pid())
-    is_lost = (
-        not run and restart_files.LAUNCHER in os.environ
-    )  # `doctor.launcher_restarts` has written it when the launcher started
+    # `doctor.launcher_restarts` has written it when the launcher started.
+    is_lost = not run and restart_files.LAUNCHER in os.environ
     return {**run, "is_lost": is_lost, "failure": read_outcome(launcher_pid(), current_round() - 1)}
 
 

@@ -99,10 +99,7 @@ class _Reader:
             while self.state["block"] <= block:
                 self._read_patiently()
         except Exception as error:  # many types of datasets, pyarrow and fsspec
-            return (
-                [],
-                f"--streaming: cannot read the row after row {self.state['row']:,}: {str(error) or type(error).__name__}",
-            ), ""
+            return ([], f"--streaming: cannot read the row after row {self.state['row']:,}: {first_line(error)}"), ""
         self.blocks = {number: rows for number, rows in self.blocks.items() if number >= block}
         before, rows = self.blocks[block]
         return self.encode(*rows[place]), before
@@ -174,7 +171,7 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
     try:
         first = list(islice(opened, skipped + HEAD))
     except Exception as error:  # many types of datasets, pyarrow and fsspec
-        raise UserError(f"--streaming: the first rows cannot be read: {str(error)[:300] or type(error).__name__}") from error
+        raise UserError(f"--streaming: the first rows cannot be read: {first_line(error)[:300]}") from error
     if len(first) <= skipped:
         raise UserError(
             f"--streaming --max_eval_items {skipped}: the data have {len(first):,} rows, and none is left to be trained."
