@@ -541,3 +541,22 @@ def test_layers_are_checkpointed_in_eval_mode_too_in_which_no_dropout_trains():
     with torch.no_grad():
         model(input_ids=ids)
     assert len(calls) == 1
+
+
+WORKERS_RUN = """
+import atexit, multiprocessing, torch
+from torch.utils.data import DataLoader
+from accel_ddp import compat
+atexit.register(lambda: print("left:", len(multiprocessing.active_children())))  # in place of torch's, which runs after ours too
+batches = ([i] for i in range(8))  # without a length, as those of a run
+loader = DataLoader(torch.arange(8), batch_sampler=batches, num_workers=2, persistent_workers=True)
+for _ in range(2):  # as two evaluations
+    list(loader)
+    compat.end_workers_at_exit(loader)
+print("running:", len(multiprocessing.active_children()))
+"""
+
+
+def test_workers_have_ended_when_torch_waits_for_them_at_the_exit():
+    ended = subprocess.run([sys.executable, "-c", WORKERS_RUN], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["running: 2", "left: 0"]), ended.stderr

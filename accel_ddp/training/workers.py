@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
+from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.cores import usable_cores
@@ -61,3 +62,4 @@ def starting_workers(loader: DataLoader) -> Iterator[None]:
             f"--worker_start {method}: the dataset or the collate function cannot be pickled: {error}. Define functions and classes "
             "at the top of a module, or use --worker_start fork."
         ) from error
+    compat.end_workers_at_exit(loader)
