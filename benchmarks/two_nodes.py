@@ -77,6 +77,7 @@ ROWS = {
     "padding-free, CUDA graphs, local steps of 20, bfloat16": Row(
         padding_free="on", compile="auto", sync=20, sync_dtype="bfloat16"
     ),
+    "all, local steps of 20, bfloat16": Row(compile="on", padding_free="on", is_tuned=True, sync=20, sync_dtype="bfloat16"),
     "all, float32 gradients": Row(compile="on", padding_free="on", is_tuned=True),
     "all, bf16 hook": Row(compile="on", padding_free="on", is_tuned=True, hook="bf16"),
     "all, bf16 hook, buckets of 100 MB": Row(compile="on", padding_free="on", is_tuned=True, hook="bf16", bucket=100),

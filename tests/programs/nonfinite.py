@@ -43,14 +43,17 @@ class Rough(torch.optim.Optimizer):
 
 
 class Loss:
-    """The summed loss of a micro-batch. Each step has one micro-batch, so that calls are steps."""
+    """The summed loss of a micro-batch. It counts steps and not calls, because the first update on several ranks has one more call."""
 
     def __init__(self, accelerator, bad):
-        self.is_last, self.bad, self.step = accelerator.is_last_process, bad, 0
+        self.is_last, self.bad, self.steps = accelerator.is_last_process, bad, 0
+
+    def for_step(self, *_):
+        self.steps += 1
+        return self
 
     def __call__(self, model, batch):
-        kind = self.bad.get(self.step) if self.is_last else None
-        self.step += 1
+        kind = self.bad.get(self.steps - 1) if self.is_last else None
         loss = model(batch * float("nan") if kind == "data" else batch).square().sum()
         if kind == "constant":
             loss = loss + float("inf")  # its gradient is finite
@@ -115,7 +118,7 @@ def main(cfg: Config) -> None:
     if cfg.bad_from >= 0:
         bad = dict.fromkeys(range(cfg.bad_from, cfg.steps), "constant")
         model, loss_sum = new_model(False, torch.float64), Loss(accelerator, bad)
-        loss_sum.step = cfg.stop_after if cfg.resume else 0
+        loss_sum.steps = cfg.stop_after if cfg.resume else 0
         base.fit(accelerator, cfg, model, list(torch.ones(64, 8, dtype=torch.float64)), loss_sum, speedups=None)
         return
     results = {}
