@@ -35,11 +35,9 @@ PADDED = {
     "Gemma2": "its attention is eager, not sdpa",
     "Mpt": "its layers cannot compute without padding",
     "MPNet": "its layers were not found",
-    "MT5": "each layer would store its position bias; --padding_free on does so",
     "Nystromformer": "its result differs without padding",
     "SqueezeBert": "its layers were not found",
     "StableLm": "its layers do not pass their arguments on to the attention",
-    "T5": "each layer would store its position bias; --padding_free on does so",
     "XLNet": "its layers were not found",
 }
 # Why they cannot be sharded. docs/models.md shows these texts too.

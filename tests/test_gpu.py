@@ -183,15 +183,16 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
-    unequal = ("t5", "deberta")  # their biases are summed in another order each time, so they are not captured by default
     for kind in (kind for kind in found if kind != "dropout"):
-        assert found[kind]["padding-free"] < (0.3 if kind == "mixtral" else 0.05), found  # rounding changes experts
-        assert (found[kind]["captured"] == 0) == (kind not in unequal), found
+        is_equal = kind != "deberta"  # its position biases are summed in another order each time, so it is not captured by default
+        most = {"mixtral": 0.3, "t5": 0.1}.get(kind, 0.05)  # rounding changes experts; a position bias is a sum over all texts
+        assert found[kind]["padding-free"] < most, found
+        assert (found[kind]["captured"] == 0) == is_equal, found
         for other in ("accumulated", "smaller") if kind != "vit" else ():  # a smaller batch is captured when it occurs
-            assert (found[kind][other] == 0) == (kind not in unequal), found
-        assert found[kind]["default"] == {"t5": "auto", "deberta": "off"}.get(kind, "graphs"), found
-        assert found[kind]["compiled"] < 0.05, found
-        assert found[kind]["compiled again"] == 0, found
+            assert (found[kind][other] == 0) == is_equal, found
+        assert found[kind]["default"] == ("graphs" if is_equal else "off"), found
+        assert found[kind]["compiled"] < most, found
+        assert found[kind]["compiled again"] == 0 or not is_equal, found
     assert found["dropout"] == {"captured": 0, "compiled": 0}, found
 
 

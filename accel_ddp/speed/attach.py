@@ -366,8 +366,6 @@ class Speed:
                 padding_free = PaddingFree(model, is_fixed, sharded)
             except NeedsPadding as reason:
                 return f"{kept}{reason}"
-            if padding_free.has_bias and self.cfg.padding_free == "auto":
-                return "each layer would store its position bias; --padding_free on does so"
             if not is_fixed and "shared" in batch:  # one decision for all micro-batches: layers are compiled for one of both
                 sizes = self.train.sample(64, accelerator, self.cfg).sizes
                 padding_free.shares = sizes.shared >= LEAST_SHARED * sizes.tokens

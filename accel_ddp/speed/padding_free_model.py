@@ -146,11 +146,6 @@ class PaddingFree:
         return all(stack.is_plain for stack in self.stacks)
 
     @property
-    def has_bias(self) -> bool:
-        """Return whether attention has a position bias."""
-        return any(stack.bias is not None for stack in self.stacks)
-
-    @property
     def targets(self) -> list[Any]:
         """Return what is compiled: layers, or functions that call them with other arguments."""
         return [self.layers[n] if stack.is_plain else self.plain[n] for stack in self.stacks for n in stack.numbers]
