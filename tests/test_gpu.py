@@ -184,7 +184,7 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
     for kind in (kind for kind in found if kind != "dropout"):
-        is_equal = kind != "deberta"  # its position biases are summed in another order each time, so it is not captured by default
+        is_equal = kind != "deberta"  # sums its position biases in another order each time, so it is not captured by default
         most = {"mixtral": 0.3, "t5": 0.1}.get(kind, 0.05)  # rounding changes experts; a position bias is a sum over all texts
         assert found[kind]["padding-free"] < most, found
         assert (found[kind]["captured"] == 0) == is_equal, found
