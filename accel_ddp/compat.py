@@ -444,14 +444,16 @@ def end_workers_at_exit(loader: "DataLoader") -> None:
     workers of a run. torch 2.13 does what this function does. Tested with both.
     """
     iterator = loader._iterator  # of workers that stay alive between epochs; otherwise None
-    if iterator is not None and not hasattr(iterator, "ends_at_exit"):  # its truth would be its length, which may be unknown
-        iterator.ends_at_exit = True
-        atexit.register(_end_workers, weakref.ref(iterator))  # the last one registered runs first: before torch's
+    if iterator is None or hasattr(iterator, "ends_at_exit"):  # its truth would be its length, which may be unknown
+        return
+    iterator.ends_at_exit = True
+    reference = weakref.ref(iterator)
 
+    def end() -> None:
+        if (still := reference()) is not None:
+            still._shutdown_workers()
 
-def _end_workers(reference: Callable[[], Any]) -> None:
-    if (iterator := reference()) is not None:
-        iterator._shutdown_workers()
+    atexit.register(end)  # the last one registered runs first: before torch's
 
 
 # ---- Accelerate
