@@ -544,19 +544,28 @@ def test_layers_are_checkpointed_in_eval_mode_too_in_which_no_dropout_trains():
 
 
 WORKERS_RUN = """
-import atexit, multiprocessing, torch
+import atexit, multiprocessing, time, torch
 from torch.utils.data import DataLoader
 from accel_ddp import compat
-atexit.register(lambda: print("left:", len(multiprocessing.active_children())))  # in place of torch's, which runs after ours too
-batches = ([i] for i in range(8))  # without a length, as those of a run
-loader = DataLoader(torch.arange(8), batch_sampler=batches, num_workers=2, persistent_workers=True)
-for _ in range(2):  # as two evaluations
-    list(loader)
-    compat.end_workers_at_exit(loader)
+began = []
+def check():  # in place of torch's function, which runs after ours too
+    print("left:", len(multiprocessing.active_children()), time.monotonic() - began[0] < 4)
+atexit.register(check)
+def start(last):  # `last`: the seconds of the second batch
+    batches = ([i] for i in (0, 1))  # without a length, as those of a run
+    wait = lambda rows: time.sleep(rows[0] * last)
+    items = DataLoader(range(2), batch_sampler=batches, num_workers=2, persistent_workers=True, collate_fn=wait)
+    next(iter(items))
+    for _ in range(2):  # as two evaluations
+        compat.end_workers_at_exit(items, lambda: print("exits"))
+    return items
+some, others = start(0), start(1000)
+began.append(time.monotonic())
 print("running:", len(multiprocessing.active_children()))
 """
 
 
 def test_workers_have_ended_when_torch_waits_for_them_at_the_exit():
+    """torch waits 5 s for each of them. One of these four never gets to the end of its batch."""
     ended = subprocess.run([sys.executable, "-c", WORKERS_RUN], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["running: 2", "left: 0"]), ended.stderr
+    assert (ended.returncode, ended.stdout.splitlines()) == (0, ["running: 4", "exits", "exits", "left: 0 True"]), ended.stderr

@@ -123,6 +123,11 @@ class StopRequest:
         # Becomes readable when this process exits. Unlike a file descriptor, it can be passed to a process that is not forked.
         self.exit_pipe: tuple[Connection, Connection] | None = None
 
+    def announce_exit(self) -> None:
+        """Let SIGTERM end the data workers from here on."""
+        if self.exit_pipe:
+            self.exit_pipe[1].send_bytes(b"x")
+
 
 class Moment(enum.Enum):
     """When callbacks of other packages run."""

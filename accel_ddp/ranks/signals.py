@@ -37,7 +37,7 @@ def listen(cfg: TrainConfig) -> None:
     stop = ending.stop
     stop.pid = os.getpid()
     stop.exit_pipe = multiprocessing.Pipe(duplex=False)
-    atexit.register(stop.exit_pipe[1].send_bytes, b"x")
+    atexit.register(stop.announce_exit)
     stop.handled_signals[:] = [signal.SIGINT, signal.SIGTERM, signal.Signals[f"SIG{cfg.stop_signal}"]]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup a closed terminal must not stop the run
         stop.handled_signals.append(signal.SIGHUP)

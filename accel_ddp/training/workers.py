@@ -62,4 +62,4 @@ def starting_workers(loader: DataLoader) -> Iterator[None]:
             f"--worker_start {method}: the dataset or the collate function cannot be pickled: {error}. Define functions and classes "
             "at the top of a module, or use --worker_start fork."
         ) from error
-    compat.end_workers_at_exit(loader)
+    compat.end_workers_at_exit(loader, ending.stop.announce_exit)
