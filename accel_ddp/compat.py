@@ -7,6 +7,7 @@ functions, because launchers and the doctor use this module too and do not wait 
 import atexit
 import contextlib
 import json
+import os
 import re
 import sys
 import weakref
@@ -442,19 +443,20 @@ def end_workers_at_exit(loader: "DataLoader", before: Callable[[], None]) -> Non
 
     torch 2.11 joins each worker of a loader with pinned memory for 5 s at the exit, before anything tells it to end: 40 s for the 8
     workers of a run. torch 2.13 tells them. One that is busy is joined for 5 s too, although nobody needs its batch. Tested with both.
+    Workers without pinned memory are left to Python, which terminates them.
     """
-    iterator = loader._iterator  # of workers that stay alive between epochs; otherwise None
-    if iterator is None or hasattr(iterator, "ends_at_exit"):  # its truth would be its length, which may be unknown
+    iterator = loader._iterator  # of workers that stay alive between epochs; otherwise None, and its truth is its length
+    if iterator is None or not iterator._pin_memory or hasattr(iterator, "ends_at_exit"):
         return
     iterator.ends_at_exit = True
-    reference = weakref.ref(iterator)
+    reference, process = weakref.ref(iterator), os.getpid()
 
     def end() -> None:
-        if (still := reference()) is None:
+        if (still := reference()) is None or os.getpid() != process:
             return
         before()
-        for worker in still._workers:
-            worker.join = lambda timeout, join=worker.join: join(min(timeout, 0.5))
+        for worker in still._workers:  # at the very end Python joins those that are left, without a limit
+            worker.join = lambda timeout=None, join=worker.join: join(0.1)
         still._shutdown_workers()  # it terminates workers that cannot be joined
 
     atexit.register(end)  # the last one registered runs first: before torch's

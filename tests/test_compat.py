@@ -556,6 +556,7 @@ def start(last):  # `last`: the seconds of the second batch
     wait = lambda rows: time.sleep(rows[0] * last)
     items = DataLoader(range(2), batch_sampler=batches, num_workers=2, persistent_workers=True, collate_fn=wait)
     next(iter(items))
+    items._iterator._pin_memory = True  # as on a GPU
     for _ in range(2):  # as two evaluations
         compat.end_workers_at_exit(items, lambda: print("exits"))
     return items

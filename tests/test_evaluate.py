@@ -168,3 +168,9 @@ def test_weights_that_have_not_changed_are_reported(capsys):
         model.bias[0] += 1e-6
     report_untrained(model, before, 3)
     assert not capsys.readouterr().out
+
+
+def test_a_recipe_refuses_to_evaluate_what_it_does_not_load():
+    cfg = RecipeConfig(model="some", evaluate_only="runs/classify/1")
+    with pytest.raises(UserError, match=r"runs/classify/1: .* --model some\. Use `accel-ddp evaluate runs/classify/1`"):
+        cfg.validate()

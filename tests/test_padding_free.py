@@ -576,6 +576,29 @@ def test_gradient_checkpointing_of_an_encoder_and_a_decoder(kind):
     torch.testing.assert_close(after_a_step, torch.stack(model.generate(**others, **options).logits))
 
 
+def test_adapters_of_t5_train_its_position_bias():
+    """The wrapper of peft passes None as the tokens of the decoder, which come from the labels."""
+    import peft
+
+    torch.manual_seed(0)
+    names = ["q", "relative_attention_bias"]
+    model = peft.get_peft_model(FAMILIES["t5"](), peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=names)).train()
+    for name, p in model.named_parameters():
+        nn.init.normal_(p, std=0.3) if "lora" in name else None
+    batch, _ = inputs_of(model.base_model.model)
+    read = ("input_ids", "attention_mask", "labels")
+    loss = lambda model, batch: model(**{name: batch[name] for name in read}, use_cache=False).loss
+    padded = compute(model, batch, loss)
+    layers = PaddingFree(model)
+    layers.install()
+    assert sum("relative_attention_bias.lora_" in name for name in padded[1]) == 4
+    assert difference(padded, compute(model, batch, loss)) < 1e-5
+    rows: list[int] = []
+    layers.run = lambda number, hidden, args, kwargs: rows.append(number) or layers.calls[number](hidden, *args, **kwargs)
+    compute(model, batch, loss)
+    assert rows == [*range(len(layers.calls))], "both stacks compute without padding"
+
+
 def test_a_small_table_has_the_same_gradient_as_an_embedding():
     table, places = torch.randn(3, 8, dtype=torch.double, requires_grad=True), torch.randint(0, 3, (4, 5))
     weight = torch.randn(4, 5, 8, dtype=torch.double)

@@ -187,7 +187,7 @@ class EvaluationConfig:
     eval_first: bool = option(True, "also evaluate before the first step, and print the difference at the end")
     evaluate_only: str = option(
         "",
-        "evaluate this checkpoint, folder or Hub name without training; `accel-ddp evaluate` sets it, with the model's options",
+        "evaluate this --model, or this checkpoint of --resume, without training; `accel-ddp evaluate` sets all of them",
     )
     best_metric: str = option(
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the recipe's first metric"

@@ -295,6 +295,12 @@ class RecipeConfig(ModelConfig):
 
     def validate(self) -> None:
         super().validate()
+        if self.evaluate_only and self.evaluate_only not in (self.model, self.resume):
+            instead = "which loads it with the options that it was trained with"
+            raise UserError(
+                f"--evaluate_only {self.evaluate_only}: the run would evaluate --model {self.model}. Use `accel-ddp evaluate "
+                f"{self.evaluate_only}`, {instead}."
+            )
         if self.eval_file and not self.train_file:
             raise UserError(f"--eval_file {' '.join(self.eval_file)}: was given without --train_file. Give both.")
         if not 0 <= self.eval_fraction < 1:

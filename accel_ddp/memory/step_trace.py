@@ -117,7 +117,8 @@ class LikeGpu(TorchFunctionMode):
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention:
-            return _Attention.apply(*args[:3])
+            mask = kwargs.get("attn_mask")
+            return _Attention.apply(*args[:3], mask if isinstance(mask, Tensor) and mask.requires_grad else None)
         if function in _GROUPED:
             return _Grouped.apply(*args[:2])
         if function is torch.rand and args and not args[0]:
@@ -157,19 +158,21 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 
 class _Attention(torch.autograd.Function):
-    """Saves queries, keys, values, the output and one float32 number per query, as the fused kernels of a GPU do."""
+    """Saves what the fused kernels of a GPU save: queries, keys, values, a bias that is trained, the output, one float32 per query."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else q.dtype
-        q, k, v = q.to(narrow), k.to(narrow), v.to(narrow)
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        given = [x.to(narrow) for x in (q, k, v, bias) if x is not None]
+        ctx.number = len(given)
+        out = given[0].new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(*given, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_inputs = [torch.empty_like(saved) for saved in ctx.saved_tensors[: ctx.number]]
+        return (*of_inputs, *[None] * (4 - ctx.number))
 
 
 GENERATING = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")

@@ -125,7 +125,7 @@ class StopRequest:
 
     def announce_exit(self) -> None:
         """Let SIGTERM end the data workers from here on."""
-        if self.exit_pipe:
+        if self.exit_pipe and self.pid == os.getpid():
             self.exit_pipe[1].send_bytes(b"x")
 
 

@@ -162,6 +162,8 @@ def _finish(exits: bool) -> int:
 
 def _fail(error: BaseException, cfg: TrainConfig) -> int:
     """Print what went wrong, store it for the other ranks, and return the exit code."""
+    with contextlib.suppress(ValueError):  # in another thread
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a data worker that ends now would raise an error of torch in here
     ending.run(Moment.MESSAGES, Exit.FAILED)
     phases.HERE.enter_phase_of(error)
     if isinstance(error, (Stopped, Diverged)):

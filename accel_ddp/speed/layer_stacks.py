@@ -118,7 +118,8 @@ class Stack:
             value = named[name]
             parts.append(pack(value, self.at.source) if name == "encoder_hidden_states" else value[None])
         if self.bias is not None:  # its table, as rows of the same size
-            table = self.bias.relative_attention_bias.weight.flatten()
+            table = self.bias.relative_attention_bias
+            table = table(torch.arange(len(table.weight), device=hidden.device)).flatten()  # not its weight: it may have adapters
             parts.append(F.pad(table, (0, -len(table) % hidden.shape[-1])).view(1, -1, hidden.shape[-1]))
         lengths = [part.shape[1] for part in parts]
         return (torch.cat([part.to(hidden.dtype) for part in parts], 1) if len(parts) > 1 else parts[0]), lengths

@@ -210,7 +210,8 @@ class PaddingFree:
         grain, more = (64, padding_free.rounded_up) if row.mask.is_cuda else (1, int)
         used, mask, longest = current.batch.sizes.tokens, row.mask, row.longest
         if self.owner.get_output_embeddings() is not None:
-            labels, ids = current.batch.get("labels"), given.get("decoder_input_ids", given.get("labels"))
+            labels, ids = current.batch.get("labels"), given.get("decoder_input_ids")
+            ids = given.get("labels") if ids is None else ids
             if labels is None or labels.ndim != 2 or ids is None or ids.shape != labels.shape:
                 return []
             mask, used = (labels != -100).flip(1).cumsum(1).flip(1) > 0, current.batch.sizes.until
