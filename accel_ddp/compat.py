@@ -455,9 +455,9 @@ def end_workers_at_exit(loader: "DataLoader", before: Callable[[], None]) -> Non
         if (still := reference()) is None or os.getpid() != process:
             return
         before()
-        for worker in still._workers:  # at the very end Python joins those that are left, without a limit
+        for worker in still._workers:  # instead of 5 s here, and without a limit when Python itself joins its children
             worker.join = lambda timeout=None, join=worker.join: join(0.1)
-        still._shutdown_workers()  # it terminates workers that cannot be joined
+        still._shutdown_workers()  # it terminates workers that are still busy
 
     atexit.register(end)  # the last one registered runs first: before torch's
 

@@ -24,10 +24,7 @@ from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
 
-MODES = {
-    "padded": ("off", "off"), "padding-free": ("on", "off"), "graphs": ("auto", "graphs"), "packed graphs": ("on", "graphs"),
-    "compiled": ("auto", "on"), "packed compiled": ("on", "on"),
-}  # fmt: skip
+MODES = {"padded": ("off", "off"), "padding-free": ("on", "off"), "graphs": ("auto", "graphs"), "compiled": ("auto", "on")}
 SEQ2SEQ, CLASSES = ("bart", "t5"), ("modernbert", "deberta", "vit")
 VOCABULARY = 32_000
 

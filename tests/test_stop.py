@@ -291,6 +291,42 @@ os.kill(os.getpid(), 9)
     assert ended.text == ""
 
 
+FAILS_WHILE_A_WORKER_DIES = """
+import os, time, torch, accel_ddp
+from accel_ddp.entry import run
+class Bad(Exception):
+    def __str__(self):
+        if not os.path.exists("describing"):
+            open("describing", "w").close()
+            time.sleep(1)
+        return "the reason"
+def collate(rows, calls=[]):
+    calls.append(rows)
+    if len(calls) > 1:
+        while not os.path.exists("describing"): time.sleep(0.01)
+        os._exit(5)
+    return torch.zeros(1, 1)
+def loss(model, batch): raise Bad
+def main(cfg):
+    model = torch.nn.Linear(1, 1)
+    train = accel_ddp.TrainBatches(range(9), collate)
+    accel_ddp.fit(accel_ddp.start(cfg), cfg, model=model, optimizer=torch.optim.SGD(model.parameters()), train=train, loss_sum=loss,
+                  count=len, speedups=None)
+run(accel_ddp.TrainConfig, main)
+"""
+
+
+def test_a_data_worker_that_dies_while_an_error_is_described_does_not_hide_it(tmp_path):
+    """torch raises an error in the main thread when a worker dies, wherever that thread is."""
+    script = tmp_path / "script.py"
+    script.write_text(FAILS_WHILE_A_WORKER_DIES)
+    words = ["--steps", 8, "--num_workers", 1, "--global_batch_size", 1, "--micro_batch_size", 1, "--output_dir", tmp_path / "run"]
+    ended = run_all([[sys.executable, script, *words]], [clean_environment()], cwd=tmp_path)
+    assert ended.codes == [1]
+    assert re.search(r"^error: RANK_FAILED: .*: Bad: the reason$", ended.text, re.MULTILINE), ended.text
+    assert "RANK_DIED" not in ended.text
+
+
 STARTS_SLOWLY = """
 import os, time
 print("importing", os.getpid(), flush=True)
