@@ -320,7 +320,7 @@ def test_a_data_worker_that_dies_while_an_error_is_described_does_not_hide_it(tm
     """torch raises an error in the main thread when a worker dies, wherever that thread is."""
     script = tmp_path / "script.py"
     script.write_text(FAILS_WHILE_A_WORKER_DIES)
-    words = "--steps 8 --num_workers 1 --global_batch_size 1 --micro_batch_size 1 --output_dir run".split()
+    words = ["--num_workers", 1, "--global_batch_size", 1, "--micro_batch_size", 1, "--output_dir", "run"]
     ended = run_all([[sys.executable, script, *words]], [clean_environment()], cwd=tmp_path)
     assert ended.codes == [1]
     assert re.search(r"^error: RANK_FAILED: .*: Bad: the reason$", ended.text, re.MULTILINE), ended.text
