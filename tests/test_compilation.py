@@ -1,5 +1,6 @@
 """Compiled layers: the cache file, the process that compiles, and the step from which on layers are compiled."""
 
+import functools
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from accel_ddp import compat
 from accel_ddp.records.run_log import read_log
 from accel_ddp.speed import compilation, padding_free
 from accel_ddp.speed.compilation import COMPILE_SECONDS, Compilation, choose_step, read_code, write_code
-from accel_ddp.speed.padding_free_model import PaddingFree
+from accel_ddp.speed.row_model import RowModel
 from tests.conftest import ROOT, clean_environment, run_all, run_ranks
 from tests.test_padding_free import KINDS, a_batch, compute
 
@@ -94,9 +95,9 @@ def test_another_process_gets_a_layer_without_the_values_of_its_weights():
     """It computes the same gradients as the layer, up to these values: a forward and a backward pass without an error."""
     batch = a_batch()
     model = KINDS["llama"]()
-    layers, found = PaddingFree(model), Compilation("unused", CPU, model)
+    layers, found = RowModel(model), Compilation("unused", CPU, model)
     layers.install()
-    layers.calls[:] = [found.recording(layer, call) for layer, call in zip(layers.layers, layers.calls)]
+    layers.calls = [found.recording(layer, call) for layer, call in zip(layers.layers, layers.calls)]
     compute(model, batch)
     (data,) = found.calls.values()  # all layers are called in the same way
     assert not found.unsent
@@ -198,7 +199,7 @@ def test_layers_are_compiled_once_for_rows_and_texts_of_all_lengths():
         return call(SimpleNamespace(is_causal=True), *[states] * 3, None, segments=at._replace(starts=starts), sliding_window=3)
 
     counter = CompileCounter()
-    call = torch.compile(padding_free.attention, dynamic=True, backend=counter)
+    call = torch.compile(functools.partial(padding_free.attention, None), dynamic=True, backend=counter)
     for longest in (2, 4, 8):
         attend(longest)
     assert counter.frame_count == 1

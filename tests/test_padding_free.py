@@ -18,6 +18,7 @@ from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.speed.layer_stacks import SmallTable
 from accel_ddp.speed.padding_free_model import PaddingFree
+from accel_ddp.speed.row_model import RowModel
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
@@ -102,11 +103,11 @@ MORE_FAMILIES = {
     "bloom": of("BloomForCausalLM", "BloomConfig", hidden_size=32, n_layer=3, n_head=4, vocab_size=100),
     "gpt-neo": of("GPTNeoForCausalLM", "GPTNeoConfig", hidden_size=32, num_layers=2, num_heads=4, vocab_size=100, window_size=8,
                   attention_types=[[["global", "local"], 1]]),
+    "gemma 2": of("Gemma2ForCausalLM", "Gemma2Config", **SHAPE, **WINDOW, head_dim=8),
+    "gpt-oss": of("GptOssForCausalLM", "GptOssConfig", **SHAPE, **WINDOW, head_dim=8, num_local_experts=4),
     "electra": of("ElectraForSequenceClassification", "ElectraConfig", **SHAPE, **POSITIONS, embedding_size=32),
 }  # fmt: skip
 EXCEPTIONS = {  # and the reason that a run prints
-    "gemma 2": (of("Gemma2ForCausalLM", "Gemma2Config", **SHAPE, **WINDOW, head_dim=8), "its attention is eager, not sdpa"),
-    "gpt-oss": (of("GptOssForCausalLM", "GptOssConfig", **SHAPE, **WINDOW, head_dim=8, num_local_experts=4), "eager, not sdpa"),
     "umt5": (of("UMT5ForConditionalGeneration", "UMT5Config", **T5), "each of its layers has its own position bias"),
     "longt5": (of("LongT5ForConditionalGeneration", "LongT5Config", **T5), "its attention is eager, not sdpa"),
     "albert": (of("AlbertForSequenceClassification", "AlbertConfig", **SHAPE, **POSITIONS, embedding_size=16), "not found"),
@@ -115,6 +116,16 @@ EXCEPTIONS = {  # and the reason that a run prints
     "stablelm": (of("StableLmForCausalLM", "StableLmConfig", **SHAPE, **GROUPS), "do not pass their arguments on"),
 }
 TARGETS = [5, 2, 12, 7, 1]
+
+
+def without_padding(model):
+    """Return what lets the model compute without padding: rows, or padding-free layers for encoder-decoders, own attention and images."""
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "")
+    is_fixed = getattr(model, "main_input_name", "") == "pixel_values"
+    if getattr(config, "is_encoder_decoder", False) or is_fixed or kind in ("deberta", "deberta-v2", "bloom", "gpt_neo", "t5"):
+        return PaddingFree(model, is_fixed)
+    return RowModel(model)
 
 
 def a_batch(side="right", lengths=LENGTHS, seed=0) -> Batch:
@@ -205,7 +216,7 @@ def test_padding_free_layers_give_the_same_loss_and_gradients_as_padding(kind):
     model = KINDS[kind]().eval()  # without dropout, which draws a number for each position of the padded batch
     batch = a_batch()
     padded = compute(model, batch)
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-4) == ""
     found = compute(model, batch)
@@ -224,7 +235,7 @@ def test_families_compute_without_padding_and_can_be_captured(kind):
     model = (FAMILIES | MORE_FAMILIES)[kind]().eval()
     batch, loss = inputs_of(model)
     padded = compute(model, batch, loss)
-    layers, given = PaddingFree(model, is_fixed=kind == "vit"), []
+    layers, given = without_padding(model), []
     layers.install()
     assert layers.check(lambda batch: loss(model, batch), batch, 1e-4) == ""
 
@@ -234,7 +245,7 @@ def test_families_compute_without_padding_and_can_be_captured(kind):
 
     layers.run = run
     assert difference(padded, compute(model, batch, loss)) < 1e-5
-    firsts = {stack.numbers[0]: stack for stack in layers.stacks}
+    firsts = {stack.numbers[0]: stack for stack in layers.stacks} if isinstance(layers, PaddingFree) else {0: None}
     for (_, _, before, out), (number, hidden, after, _) in itertools.pairwise(given):
         assert number in firsts or (hidden is out and after is before)
         assert not any(leaf.requires_grad for leaf in compat.flatten(after)[0] if isinstance(leaf, torch.Tensor))
@@ -254,12 +265,15 @@ def test_the_reason_why_other_families_are_padded(kind):
     build, reason = EXCEPTIONS[kind]
     model = build().eval()
     batch, loss = inputs_of(model)
-    try:
-        layers = PaddingFree(model)
-        layers.install()
-        found = layers.check(lambda batch: loss(model, batch), batch, 1e-4)
-    except padding_free.NeedsPadding as refused:
-        found = str(refused)
+    for kind in (RowModel, PaddingFree):  # as `attach` does
+        try:
+            layers = kind(model)
+            layers.install()
+            found = layers.check(lambda batch: loss(model, batch), batch, 1e-4)
+            layers.remove()
+        except padding_free.NeedsPadding as refused:
+            found = str(refused)
+        assert found
     assert reason in found
 
 
@@ -274,7 +288,7 @@ def test_the_page_about_speed_names_the_families():
 def test_texts_in_one_row_do_not_attend_to_each_other():
     """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
     model = KINDS["llama"]().eval()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     first, second = a_batch(seed=0), a_batch(seed=1)
     second["input_ids"][1] = first["input_ids"][1]
@@ -322,12 +336,12 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     alone = lambda ids: losses.of_tokens(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
     wanted = gradients(*(alone(torch.tensor([ids])) for ids in documents))
     found = {"padded": gradients(loss_of_packed())}
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert layers.check(lambda _: loss_of_packed(), batch, 1e-6) == ""
     found["padding-free"] = gradients(loss_of_packed())
     with CurrentBatch(batch) as current:
-        row = layers._row(current, batch["position_ids"])
+        row = layers._row(current, {"position_ids": batch["position_ids"]})
     # What flash attention is given on a GPU: starts, then the end of the last document, then empty ones.
     starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
     assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
@@ -339,7 +353,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
 def test_the_pass_that_settles_the_buckets_of_ddp_uses_plain_layers():
     """Compiled layers have another order of gradients, and a run that is resumed after its switch has no others."""
     model, batch = KINDS["bert"](), a_batch()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     layers.calls = [None] * len(layers.calls)
     with CurrentBatch(batch, True):
@@ -352,7 +366,7 @@ def test_the_pass_that_settles_the_buckets_of_ddp_uses_plain_layers():
 def test_each_layer_gets_the_output_of_the_layer_before_it(kind):
     """Otherwise several layers could not be captured as one CUDA graph."""
     model = KINDS[kind]()
-    layers, given = PaddingFree(model), []
+    layers, given = without_padding(model), []
 
     def run(number, hidden, args, kwargs):
         out = layers.calls[number](hidden, *args, **kwargs)
@@ -372,18 +386,17 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
     for model, why in (
         (nn.Linear(2, 2), "not a transformers model"),
         (transformers.OPTForCausalLM(transformers.OPTConfig(**OPT, layerdrop=0.5)), "layerdrop"),
-        (KINDS["bert"]().to(torch.float32), ""),
+        (KINDS["bert"](), "flex_attention"),
     ):
         if isinstance(model, transformers.BertForSequenceClassification):
-            model.set_attn_implementation("eager")
-            why = "eager"
+            model.config._attn_implementation = "flex_attention"
         with pytest.raises(padding_free.NeedsPadding, match=why):
-            PaddingFree(model)
+            without_padding(model)
     # Texts that are longer than a window that the layers do not pass on are computed with padding.
     model = FAMILIES["mistral, a window"]().eval()
     model.config.attention_chunk_size = 12
     batch = a_batch()
-    padded, layers = compute(model, batch), PaddingFree(model)
+    padded, layers = compute(model, batch), without_padding(model)
     layers.install()
     assert layers.check(lambda batch: loss_of(model, batch), a_batch(lengths=[2, 5]), 1e-4) == ""
     assert layers.longest == 6
@@ -391,7 +404,7 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
     # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
     torch.manual_seed(0)
     model = KINDS["bert"]().eval()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch), a_batch("left"), 1e-4)
 
@@ -400,7 +413,7 @@ def test_a_model_whose_layers_drop_arguments_needs_padding():
     """Its texts would attend to each other, which hardly changes the loss of an untrained model."""
     config = transformers.StableLmConfig(**SHAPE, **POSITIONS, num_key_value_heads=2)
     model = transformers.StableLmForCausalLM(config).eval()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert "do not pass their arguments on" in layers.check(lambda batch: loss_of(model, batch), a_batch(), 1e-4)
 
@@ -408,7 +421,7 @@ def test_a_model_whose_layers_drop_arguments_needs_padding():
 def test_the_check_compares_hidden_states_and_not_only_the_loss(monkeypatch):
     """Here texts attend to each other, and the loss of the batch is the same."""
     model = KINDS["bert"]().eval()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
 
     def attend_to_all(module, query, key, value, *_, **__):
@@ -421,7 +434,7 @@ def test_the_check_compares_hidden_states_and_not_only_the_loss(monkeypatch):
 def test_the_check_does_not_accept_values_that_are_not_numbers(monkeypatch):
     """The hidden states without padding are NaN, and the loss does not read them."""
     model = KINDS["bert"]().eval()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
 
     def attend_to_nothing(module, query, key, value, *_, **__):
@@ -435,7 +448,7 @@ def test_layers_get_no_cache_and_generation_uses_padding():
     """Decoders pass a cache to their layers by default. It must not become part of a CUDA graph."""
     config = transformers.Qwen2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, num_labels=3, pad_token_id=0)
     model = transformers.Qwen2ForSequenceClassification(config).train()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     given = []
     layers.run = lambda number, hidden, args, kwargs: given.append(kwargs) or layers.calls[number](hidden, *args, **kwargs)
@@ -443,7 +456,7 @@ def test_layers_get_no_cache_and_generation_uses_padding():
     assert given
     assert all(kwargs["past_key_values"] is None for kwargs in given)
     model = KINDS["llama"]().eval()
-    PaddingFree(model).install()
+    without_padding(model).install()
     compute(model, a_batch())
     assert model.generate(torch.tensor([[7, 8, 9]]), max_new_tokens=3, do_sample=False).shape == (1, 6)
 
@@ -459,7 +472,7 @@ def test_adapters_and_copies_of_a_padding_free_model():
     model.eval()
     batch = a_batch()
     padded = compute(model, batch)
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert difference(padded, compute(model, batch)) < 1e-5
     assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 3
@@ -525,7 +538,7 @@ def test_adapters_compute_what_peft_computes_and_store_less():
 
 def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
     model = KINDS["bert"]().eval()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     ran = []
     layers.run = lambda number, hidden, args, kwargs: ran.append(number) or layers.calls[number](hidden, *args, **kwargs)
@@ -540,14 +553,23 @@ def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
 def test_gradient_checkpointing_without_padding_gives_the_same_result():
     model = KINDS["llama"]().train()
     batch = a_batch()
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     stored = compute(model, batch)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert difference(stored, compute(model, batch)) < 1e-6
     assert tokens_per_layer(layers, model, batch) == [sum(LENGTHS)] * 6, "the backward pass runs each layer once more"
-    with pytest.raises(RuntimeError, match="--padding_free off"):
-        compute(model, batch, lambda model, batch: loss_of(model, batch) + loss_of(model, batch))
+    layers.run = None
+    other = a_batch(seed=4, lengths=[7, 2, 19])
+
+    def two_losses(model, batch):  # the backward pass computes layers of both calls again, each with its own texts
+        found = loss_of(model, batch)
+        with CurrentBatch(other):
+            return found + loss_of(model, other)
+
+    found = compute(model, batch, two_losses)
+    layers.remove()
+    assert difference(compute(model, batch, two_losses), found) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
@@ -556,7 +578,7 @@ def test_gradient_checkpointing_of_an_encoder_and_a_decoder(kind):
     model = FAMILIES[kind]().train()  # without dropout
     batch, loss = inputs_of(model)
     padded = compute(model, batch, loss)
-    layers, rows = PaddingFree(model), []
+    layers, rows = without_padding(model), []
     layers.install()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     calls = layers.calls
@@ -589,7 +611,7 @@ def test_adapters_of_t5_train_its_position_bias():
     read = ("input_ids", "attention_mask", "labels")
     loss = lambda model, batch: model(**{name: batch[name] for name in read}, use_cache=False).loss
     padded = compute(model, batch, loss)
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert sum("relative_attention_bias.lora_" in name for name in padded[1]) == 4
     assert difference(padded, compute(model, batch, loss)) < 1e-5
@@ -617,7 +639,7 @@ def test_a_prompt_that_two_texts_share_is_computed_once_with_the_same_loss_and_g
     model, batch = KINDS[kind]().double().eval(), a_batch_of_pairs()
     assert batch["shared"].tolist() == [0, 7, 0, 2, 0, 12]
     padded = compute(model, batch)
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-6) == ""
     assert difference(padded, compute(model, batch)) < 1e-6  # Llama's norms compute in float32
@@ -716,7 +738,7 @@ def test_log_probabilities_of_rows_have_the_gradients_of_all_logits(monkeypatch,
         return -F.logsigmoid(0.1 * (logps[0::2] - logps[1::2])).sum() + 0.01 * logps[0]
 
     wanted = compute(model, batch, lambda *_: pairs(-losses.of_tokens(model(**inputs).logits, labels, "rows")))
-    layers = PaddingFree(model)
+    layers = without_padding(model)
     layers.install()
     found = compute(model, batch, lambda *_: pairs(head.row_logps(model, inputs, labels, batch)))
     assert head.is_last

@@ -28,6 +28,7 @@ from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree
+from accel_ddp.speed.row_model import RowModel
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
@@ -88,7 +89,7 @@ class Speed:
         self.compilation: Compilation | None = None
         self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
         self._is_warm = False  # whether they were compiled and have not been compiled again
-        self.padding_free: PaddingFree | None = None
+        self.padding_free: RowModel | PaddingFree | None = None
         self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
@@ -96,8 +97,7 @@ class Speed:
         self.peak_flops: float | None = None  # FLOP/s of all ranks, whose GPUs are assumed to be the same, if they are known
         self._on_gpu = accelerator.device.type == "cuda"
         if self._on_gpu:
-            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-            of_one = peak(torch.cuda.get_device_name(accelerator.device), dtype, cfg.tf32)
+            of_one = peak(torch.cuda.get_device_name(accelerator.device), self._narrow, cfg.tf32)
             self.peak_flops = of_one * accelerator.num_processes if of_one else None
         self._has_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._flops: FlopCounter | None = None
@@ -125,6 +125,11 @@ class Speed:
         """
         cfg = self.cfg
         if not self.padding_free or cfg.compile in ("off", "graphs") or (not self._on_gpu and cfg.compile == "auto"):
+            return
+        if self.padding_free.why_plain:
+            self._refuse_to_compile(self.padding_free.why_plain)
+            if cfg.compile == "auto":
+                choices.choose(cfg, "compile", "off", self.padding_free.why_plain)
             return
         missing = [host for host in gather_everywhere("" if find_spec("triton") or not self._on_gpu else this_rank.host) if host]
         if missing:
@@ -362,27 +367,44 @@ class Speed:
             kept = NOT_CAPTURED if is_fixed else ""
             if not getattr(model, "is_quantized", False) and not sharded:
                 model.to(accelerator.device)
-            try:
-                padding_free = PaddingFree(model, is_fixed, sharded)
-            except NeedsPadding as reason:
-                return f"{kept}{reason}"
+            shares = True
             if not is_fixed and "shared" in batch:  # one decision for all micro-batches: layers are compiled for one of both
                 sizes = self.train.sample(64, accelerator, self.cfg).sizes
-                padding_free.shares = sizes.shared >= LEAST_SHARED * sizes.tokens
-            padding_free.install()
-            per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
-            loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
-            reason = "" if sharded else self._compare(padding_free, loss, batch)
+                shares = sizes.shared >= LEAST_SHARED * sizes.tokens
+            is_own = getattr(self.cfg, "attn_implementation", "auto") in ("auto", "sdpa")  # otherwise it is the user's choice
+            if is_own and not (is_fixed or sharded) and not (reason := self._try(lambda: RowModel(model, self._narrow), batch, shares)):
+                return ""
+            if not sharded:
+                reason = self._try(lambda: PaddingFree(model, is_fixed), batch, shares)
         if sharded:  # a collective, and so outside of the block
-            reason = self._compare(padding_free, loss, batch)
+            reason = self._try(lambda: PaddingFree(model, is_fixed, True), batch, shares)
+        return f"{kept}{reason}" if reason else ""
+
+    def _try(self, make: Callable[[], "RowModel | PaddingFree"], batch: Any, shares: bool) -> str:
+        """Install what computes without padding, and compare it with padding. Return why it cannot be used, or ""."""
+        model = self.model
+        try:
+            found = make()
+        except NeedsPadding as reason:
+            return str(reason)
+        found.shares = found.shares and shares
+        found.install()
+        per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
+        reason = self._compare(found, lambda batch: loss_of(per_batch(model, batch)).double().sum(), batch)
+        if is_sharded(model):
             sharding.recover(model)  # the forward pass may have raised an error
         if reason:
-            padding_free.remove()
-            return f"{kept}{reason}"
-        self.padding_free = padding_free
-        return ""
+            found.remove()
+        else:
+            self.padding_free = found
+        return reason
 
-    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any) -> str:
+    @property
+    def _narrow(self) -> torch.dtype:
+        """The type of autocast."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.float32)
+
+    def _compare(self, layers: RowModel | PaddingFree, loss: Callable[[Any], Any], batch: Any) -> str:
         """Compare in the precision of the weights, and under autocast, because half precision uses another attention.
 
         The layers of a sharded model are gathered in half precision, so they compute under autocast only. All of its ranks compute
@@ -405,6 +427,8 @@ class Speed:
         """Capture the layers as CUDA graphs if there is a GPU."""
         if not self.padding_free:
             self._refuse_to_compile("texts are padded, so every batch has a different shape")
+        elif self._on_gpu and self.cfg.compile != "off" and self.padding_free.why_plain:
+            print_on_main(f"layers are neither captured as CUDA graphs nor compiled: {self.padding_free.why_plain}")
         elif self._on_gpu and self.cfg.compile != "off":
             self._capture(self.padding_free.calls)
             if is_sharded(self.model):
@@ -443,9 +467,9 @@ class Speed:
             head.softmax = softmax
 
 
-def _rounding(layers: PaddingFree, allowed: float) -> float:
+def _rounding(layers: RowModel | PaddingFree, allowed: float) -> float:
     """Return the difference that rounding in half precision explains. The errors of layers add up like a random walk."""
-    return allowed * max(1.0, len(layers.layers) / 12) ** 0.5
+    return allowed * max(1.0, layers.depth / 12) ** 0.5
 
 
 class _Fallback:

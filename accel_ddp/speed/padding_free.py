@@ -14,6 +14,8 @@ answer attends to the prompt and to itself. In a causal model the result is the 
 import contextlib
 import functools
 import logging
+import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 
 LEAST_SHARED = 0.05  # of the tokens of a sample; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
+NAME_OF_EAGER = "accel_ddp_padding_free_eager"  # of the same for models without SDPA
 REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
 GROUPED = "grouped_mm"  # the products of experts that `experts` replaces
 
@@ -61,6 +64,8 @@ class Segments(NamedTuple):
     second: Tensor | None = None  # for each token in the row: the second position of a shared one, or -1
     keys: SharedKeys | None = None  # for flash attention
     source: "Segments | None" = None  # of the encoder, to which the layers of a decoder attend; its row has another length
+    marker: Tensor | None = None  # a mask of four dimensions that says nothing
+    grid: "Segments | None" = None  # the same texts as a batch with one text in each row, for mixers
 
 
 class Row(NamedTuple):
@@ -73,6 +78,7 @@ class Row(NamedTuple):
     texts: int = 0  # at least the number of texts, if there are positions
     shared: Tensor | None = None  # for each text: how many of its first tokens are those of the text before it
     keys: int = 0  # at least the number of tokens, with shared ones counted twice, and of the unused end
+    width: int = 0  # at least the length of the longest text and of the unused end
 
 
 # Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
@@ -93,12 +99,12 @@ def row_of(current: CurrentBatch | None, shares: bool) -> Row | None:
     is_shared = shares and positions is None and current.batch.get("shared") is not None
     shared, used = (current.batch["shared"], sizes.tokens - sizes.shared) if is_shared else (None, sizes.tokens)
     if not mask.is_cuda:
-        return Row(mask, used, sizes.width, positions, sizes.texts, shared)
+        return Row(mask, used, sizes.width, positions, sizes.texts, shared, width=sizes.width)
     tokens = rounded_up(used)
     # The unused end of the row is computed like a text, so it must not be longer than the longest. It is shorter than the grain.
     longest = max(1 << max(0, sizes.width - 1).bit_length(), grain_of(tokens))
     keys = -(-2 * (sizes.tokens + tokens - used) // tokens) * (tokens // 2)  # few different numbers; a surplus costs nothing
-    return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys)
+    return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys, max(sizes.width, grain_of(tokens)))
 
 
 def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
@@ -121,8 +127,25 @@ def grain_of(number: int) -> int:
     return max(64, 1 << max(0, (number // 16).bit_length() - 1))
 
 
-def segments_of(row: Row, is_flash: bool) -> Segments:
+def segments_of(row: Row, is_flash: bool, has_mixers: bool = False) -> Segments:
     """Return the positions of the texts, computed on the device without a synchronization."""
+    at = _segments_of(row, is_flash)
+    marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.mask.device)
+    return at._replace(marker=marker, grid=_grid_of(at.starts, row) if has_mixers else None)
+
+
+def _grid_of(starts: Tensor, row: Row) -> Segments:
+    """Return the segments of a batch that has each text of the row, and its unused end, in a row of its own."""
+    lengths, columns = starts.diff(), torch.arange(row.width, device=starts.device)
+    mask = columns < lengths[:, None]
+    slots = torch.where(mask, starts[:-1, None] + columns, 0).flatten()
+    text = torch.repeat_interleave(lengths, output_size=row.tokens)
+    places = text * row.width + torch.arange(row.tokens, device=starts.device) - starts[text]
+    real = torch.ones(row.tokens, dtype=torch.bool, device=starts.device)
+    return Segments(starts, row.width, slots, places, real, mask.flatten(), tuple(mask.shape), False)
+
+
+def _segments_of(row: Row, is_flash: bool) -> Segments:
     mask, tokens = row.mask.bool(), row.tokens
     own = mask if row.shared is None else mask & (torch.arange(mask.shape[1], device=mask.device) >= row.shared[:, None])
     flat = own.flatten()
@@ -249,21 +272,27 @@ def _used(window: int, longest: int) -> int:
 # Each is one operator, so a compiler does not trace it.
 @torch.library.custom_op("accel_ddp::flash", mutates_args=())
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None, longest: int,
-    dropout: float, causal: bool, scale: float | None, window: int,
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, keys: Tensor | None, places: Tensor | None,
+    sinks: Tensor | None, longest: int, dropout: float, causal: bool, scale: float | None, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     window = _used(window, longest)
-    if window < 0 and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
+    if window < 0 and sinks is None and (own := _own_kernels(q, v, starts, key_starts, keys, dropout, causal)):
         seed = torch.empty(2, dtype=torch.long, device=q.device)
         if dropout:  # from the generator of the device, which a replay of a CUDA graph advances
             seed.random_()
         return *own.forward(q, k, v, seed, starts, dropout, causal, scale), seed.view(torch.uint64)
     k, v = (k, v) if keys is None else (k[keys], v[keys])
-    return compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
+    out, lse, state = compat.flash_attention(q, k, v, starts, key_starts, longest, dropout, causal, scale, window)
+    return out if sinks is None else out * _share_of_keys(lse, sinks).T[..., None].to(out.dtype), lse, state
+
+
+def _share_of_keys(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return which part of the attention of each token is not that of the sink of its head: [heads, tokens]."""
+    return (lse - sinks.float()[:, None]).sigmoid()
 
 
 @_flash.register_fake
-def _(q, k, v, starts, key_starts, keys, places, longest, dropout, causal, scale, window):
+def _(q, k, v, starts, key_starts, keys, places, sinks, longest, dropout, causal, scale, window):
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     return torch.empty_like(q), lse, torch.empty(2, dtype=torch.uint64, device=q.device)
 
@@ -303,21 +332,29 @@ def _(gradient, q, k, v, out, lse, starts, key_starts, keys, places, longest, dr
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:7], *output)
-    ctx.rest = inputs[7:]
+    ctx.save_for_backward(*inputs[:8], *output)
+    ctx.rest = inputs[8:]
 
 
 def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple:
-    q, k, v, *where, out, lse, random_state = ctx.saved_tensors
+    q, k, v, *where, sinks, out, lse, random_state = ctx.saved_tensors
     longest, dropout, causal, scale, window = ctx.rest
+    of_sinks = None
+    if sinks is not None:
+        # With g = sigmoid(lse - sink), the output is g times that of the keys. Its gradient through lse is included if the backward
+        # pass of flash attention gets this output: it subtracts the products of gradients with outputs.
+        part = _share_of_keys(lse, sinks)
+        of_sinks = -((gradient * out).sum(-1, dtype=torch.float32).T * (1 - part)).sum(1).to(sinks.dtype)
+        gradient = gradient * part.T[..., None].to(gradient.dtype)
     found = _flash_backward(gradient, q, k, v, out, lse, *where, longest, dropout, causal, random_state, scale, window)
-    return *found, *[None] * 9
+    return *found, *[None] * 4, of_sinks, *[None] * 5
 
 
 _flash.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def attention(
+    replaced: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -329,17 +366,12 @@ def attention(
     segments: Segments | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention like transformers' `sdpa_attention_forward`. With `segments`, the texts are concatenated to one row."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
+    """Compute attention over texts that are concatenated to one row. Without `segments`, call the attention that is `replaced`."""
     if segments is None:
         if is_active.get():  # without segments, texts would attend to each other
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
-    if unknown := [name for name in ("softcap", "s_aux") if others.get(name) is not None]:
-        raise NeedsPadding(
-            f"its attention has {', '.join(unknown)}, which torch's attention over texts of different lengths lacks"
-        )
+        return replaced(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
+    softcap, sinks = others.get("softcap"), others.get("s_aux")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal and (segments.second is not None or segments.keys is not None):
         raise NeedsPadding("its texts share their beginnings, and its attention is not causal")
@@ -351,12 +383,15 @@ def attention(
         window = int(others["sliding_window"]) - 1
         if not torch.compiler.is_compiling() and (seen := windows_seen.get()) is not None:
             seen.add(window + 1)
-    if segments.is_flash and bias is None:
+    if segments.is_flash and bias is None and softcap is None:
+        size, own = query.shape[-1], value.shape[-1]  # different in latent attention
+        wide = F.pad(value, (0, size - own)) if own < size else value
         # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type. Not `[0]`, see `unpack`.
-        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, wide))
         where = (segments.starts, *(segments.keys or (source.starts, None, None)))
         longest = max(segments.longest, source.longest)
-        return _flash(q, k, v, *where, longest, dropout, causal, scaling, window)[0][None], None
+        out = _flash(q, k, v, *where, sinks, longest, dropout, causal, scaling, window)[0][None]
+        return out if own == size else out[..., :own], None
     heads = query.shape[1] // key.shape[1]
     q = unpack(query.transpose(1, 2), segments).transpose(1, 2)
     k, v = (unpack(x.transpose(1, 2), source).transpose(1, 2) for x in (key, value))
@@ -365,8 +400,25 @@ def attention(
     mask = _padded_mask(segments, source, causal, window)
     if bias is not None:
         mask = torch.where(mask, bias.to(q.dtype), torch.finfo(q.dtype).min)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    else:
+        out = _attention_with_sinks(q, k, v, mask, dropout, scaling, softcap, sinks)
     return pack(out.transpose(1, 2).contiguous(), segments), None
+
+
+def _attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float, scale: float | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention whose scores are bounded, or that has a learned sink for each head, which SDPA has not."""
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    weights = F.dropout(weights if sinks is None else weights[..., :-1], dropout)
+    return weights @ v
 
 
 def _padded_mask(segments: Segments, source: Segments, causal: bool, window: int) -> Tensor:
@@ -387,11 +439,17 @@ def _padded_mask(segments: Segments, source: Segments, causal: bool, window: int
     return mask | (before == 0)
 
 
-def mask_of(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the attention mask that transformers passes to every layer. Without padding there is none."""
-    from transformers.masking_utils import sdpa_mask
+def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Compute the attention of the file of a model, which has no place in transformers' table."""
+    query, key, value, mask, dropout, scaling, is_causal = args
+    known = {"dropout": dropout, "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling}
+    kwargs |= {} if is_causal is None else {"is_causal": is_causal}
+    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **known, **kwargs)
 
-    return None if is_active.get() else sdpa_mask(*args, **kwargs)
+
+def mask_of(replaced: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor | None:
+    """Return the attention mask that transformers passes to every layer. Without padding there is none."""
+    return None if is_active.get() else replaced(*args, **kwargs)
 
 
 class _Narrow:
@@ -422,10 +480,21 @@ def experts(module: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) 
 def register() -> None:
     """Let transformers find our attention and our experts by their name."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask_of)
+    for name, replaced, mask in ((NAME, sdpa_attention_forward, sdpa_mask), (NAME_OF_EAGER, _eager, eager_mask)):
+        AttentionInterface.register(name, functools.partial(attention, replaced))
+        AttentionMaskInterface.register(name, functools.partial(mask_of, mask))
     with contextlib.suppress(ImportError):  # transformers 5
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+
+
+def for_attention(at: Segments) -> Segments:
+    """Return what the layers need. With the rest, every width of a padded batch would need its own CUDA graph."""
+    if not at.is_flash:
+        return at
+    rest = ("slots", "places", "real", "mask", "shape", "numbers", "own", "second", "marker")
+    return at._replace(**dict.fromkeys(rest), source=at.source and for_attention(at.source))

@@ -22,7 +22,7 @@ from accel_ddp.speed.layer_stacks import (
     own_attentions,
     pad_around,
 )  # fmt: skip
-from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, for_attention, is_active, pack, unpack
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 
@@ -35,6 +35,12 @@ def small_tables(model: nn.Module) -> list[nn.Embedding]:
 
 def _look_up(table: nn.Embedding, places: Tensor) -> Tensor:
     return SmallTable.apply(places, table.weight)
+
+
+def expert_configs(owner: nn.Module, configs: list[Any]) -> list[Any]:
+    """Return the configs of experts whose products `padding_free.experts` can replace."""
+    has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
+    return [c for c in configs if has_experts and getattr(c, "_experts_implementation", None) in (GROUPED, NAME)]
 
 
 class PaddingFree:
@@ -67,9 +73,7 @@ class PaddingFree:
             raise NeedsPadding("its attention is not an attention of transformers")
         windows = ("sliding_window", "attention_chunk_size", "local_attention")
         found = [getattr(config, name, None) for config in self.configs.values() for name in windows]
-        has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
-        grouped = [c for c in self.configs.values() if getattr(c, "_experts_implementation", None) in (GROUPED, NAME)]
-        self.expert_configs = grouped if has_experts else []
+        self.expert_configs = expert_configs(owner, [*self.configs.values()])
         self.windows = {int(window) for window in found if window}
         # A window, which may extend to both sides, has no effect on texts that are at most half as long.
         self.longest = min((window // 2 for window in self.windows), default=1 << 30)
@@ -84,7 +88,7 @@ class PaddingFree:
         self.calls = [*self.plain]
         self.run: Callable[..., Any] | None = None  # calls a layer instead of `calls`, see `capture`
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
-        self.is_enabled = True
+        self.is_enabled, self.why_plain, self.depth = True, "", len(self.layers)
         self.shares = True  # compute tokens that two texts share once, in all micro-batches
         self.last_batch: CurrentBatch | None = None
         self.outputs: list[Any] | None = None  # of the last layer, while `check` runs
@@ -240,8 +244,7 @@ class PaddingFree:
         return stack.at
 
     def _has_flash(self, device: torch.device) -> bool:
-        size = head_size(next(iter(self.configs.values())))
-        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8 and size % 8 == 0 and size <= 256
+        return device.type == "cuda" and flash_size(next(iter(self.configs.values())), device) > 0
 
     def _layer(self, stack: Stack, number: int, original: Callable[..., Any]) -> Callable[..., Any]:
         layer, first, last, is_plain = self.layers[number], stack.numbers[0], stack.numbers[-1], stack.is_plain
@@ -296,7 +299,7 @@ class PaddingFree:
             return stack.packed
         packed = {name: self._packed(value, at) for name, value in kwargs.items()}
         packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
-        packed["segments"] = _for_attention(at)
+        packed["segments"] = for_attention(at)
         stack.given, stack.packed = (args, kwargs), (tuple(self._packed(value, at) for value in args), packed)
         return stack.packed
 
@@ -322,7 +325,7 @@ class PaddingFree:
             packed = {name: self._packed(value, at) for name, value in rest.items()}
             packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
         hidden, lengths = stack.enter(hidden, named)
-        inside, places = at if stack.own_attention else _for_attention(at), None
+        inside, places = at if stack.own_attention else for_attention(at), None
         if stack.bias is not None:  # the widths of few different padded batches, because each is captured as a CUDA graph
             wide = F.pad(stack.row.mask, (0, -at.shape[1] % 64 if hidden.is_cuda else 0))
             inside = padding_free.segments_of(stack.row._replace(mask=wide), at.is_flash)._replace(source=at.source)
@@ -407,14 +410,13 @@ class PaddingFree:
         return ""
 
 
-def _for_attention(at: Segments) -> Segments:
-    """Return what the attention needs. With the rest, every width of a padded batch would need its own CUDA graph."""
-    if not at.is_flash:
-        return at
-    rest = ("slots", "places", "real", "mask", "shape", "numbers", "own", "second")
-    return at._replace(**dict.fromkeys(rest), source=at.source and _for_attention(at.source))
-
-
 def head_size(config: Any) -> int:
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     return size or config.hidden_size // config.num_attention_heads
+
+
+def flash_size(config: Any, device: torch.device) -> int:
+    """Return the size of a head for flash attention on this GPU, or 0 if that cannot compute it."""
+    latent = [getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    size = sum(latent) if all(latent) else head_size(config)
+    return size if torch.cuda.get_device_capability(device)[0] >= 8 and size % 8 == 0 and size <= 256 else 0

@@ -1,0 +1,122 @@
+"""The layers of a model, called through CUDA graphs or compiled code without a change of their `forward`."""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ddp import compat
+from accel_ddp.speed.padding_free import NeedsPadding
+from accel_ddp.training.losses import current_batch
+
+Call = Callable[..., Any]
+ROTARY = "position_embeddings"
+
+
+class LayerCalls:
+    """Calls layers that compute rows of texts: `run` from CUDA graphs, `calls` with compiled code, or `plain` as they are.
+
+    A graph replays all layers at once, so every layer gets the arguments of all of them: the same objects, and of several rotary
+    embeddings each layer takes its own.
+    """
+
+    def __init__(self, layers: list[nn.Module], rotaries: list[nn.Module]):
+        self.layers = layers
+        self.alternates = bool(rotaries)  # layers get one of several rotary embeddings
+        self.kinds = [[""] for _ in layers]  # the name of the rotary embeddings of each layer
+        self.plain: list[Call] = [self._call_of(number) for number in range(len(layers))]
+        self.calls = self.plain
+        self.run: Call | None = None
+        self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
+        self.given: tuple[tuple, dict[str, Any]] | None = None  # arguments of the last layer
+        self.passed: tuple[tuple, dict[str, Any]] = ((), {})  # what was passed on for them
+        self.rotary: dict[str, Any] = {}  # what the rotary embeddings of this pass have returned
+        self.hooks: list[Any] = []
+        if self.alternates:
+            self.hooks += [rotary.register_forward_hook(self._keep_rotary) for rotary in rotaries]
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether each layer gets the arguments that the model gives it."""
+        return not self.alternates
+
+    @property
+    def targets(self) -> list[Any]:
+        """Return what is compiled: layers, or functions that call them with the arguments of all."""
+        return [*self.plain] if self.alternates else [*self.layers]
+
+    def capture(self, graphs_of: Callable[[list[nn.Module], list[Call]], Any]) -> list[Any]:
+        """Call the layers through `graphs_of(layers, calls)`, which captures them as CUDA graphs, and return these."""
+        graphs = graphs_of(self.layers, self.calls)
+        self.run, self.on_new_batch = graphs.call, graphs.pending.clear
+        return [graphs]
+
+    def attach(self) -> None:
+        """Let the layers be called through this object."""
+        for number, layer in enumerate(self.layers):
+            compat.replace_call(layer, functools.partial(self._dispatch, number))
+
+    def detach(self) -> None:
+        for layer in self.layers:
+            compat.replace_call(layer, None)
+        for hook in self.hooks:
+            hook.remove()
+
+    def begin_pass(self) -> None:
+        """Forget the arguments of the last forward pass."""
+        self.given, self.rotary = None, {}
+
+    def _keep_rotary(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.rotary[str(len(self.rotary))] = output
+
+    def _call_of(self, number: int) -> Call:
+        """Return the function that computes a layer: (row, arguments) -> row."""
+        layer, kind = self.layers[number], self.kinds[number]
+        if not self.alternates:
+            return layer.forward
+
+        def call(row: Tensor, *args: Any, rotary: dict[str, Any], **given: Any) -> Any:
+            return layer.forward(row, *args, **{ROTARY: rotary[kind[0]]}, **given)
+
+        return call
+
+    def _dispatch(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layers[number]
+        if kwargs.get("segments") is None or (self.run is None and self.calls is self.plain):
+            return compat.call_with_hooks(layer, hidden_states, *args, **kwargs)
+        args, kwargs = self._shared(number, args, kwargs)
+        current = current_batch()
+        in_plain_order = current is not None and current.in_plain_order
+        if self.run is not None and not in_plain_order and torch.is_grad_enabled():
+            return self.run(number, hidden_states, args, kwargs)
+        # Also without gradients: GradCache repeats the pass with gradients and must draw the same dropout, and compiled code draws
+        # different values than plain code. An evaluation does not run often enough for its own compilation.
+        uses_calls = not in_plain_order and (torch.is_grad_enabled() or layer.training)
+        return (self.calls if uses_calls else self.plain)[number](hidden_states, *args, **kwargs)
+
+    def _shared(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a layer, as the same objects as for the layer before it if they are equal.
+
+        That case is checked first, because the host limits the speed.
+        """
+        own = kwargs.pop(ROTARY, None) if self.alternates else None
+        if self.alternates:
+            found = [kind for kind, pair in self.rotary.items() if pair is own]
+            if not found:
+                raise NeedsPadding("its layers get rotary embeddings of an unknown origin")
+            self.kinds[number][:] = found[:1]
+        given = self.given
+        if (
+            given
+            and len(kwargs) == len(given[1]) and len(args) == len(given[0])
+            and all(map(operator.is_, args, given[0]))
+            and all(map(operator.is_, map(given[1].get, kwargs, itertools.repeat(self)), kwargs.values()))
+        ):  # fmt: skip
+            return self.passed
+        self.given = args, kwargs
+        self.passed = args, kwargs | {"rotary": dict(self.rotary)} if self.alternates else kwargs
+        return self.passed

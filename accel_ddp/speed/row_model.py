@@ -1,0 +1,327 @@
+"""A model of transformers that computes the texts of a micro-batch as one row, without padding. None of its layers is changed.
+
+A hook in front of the base model replaces the padded batch by a row of all tokens, with the position of each token in its text and
+the boundaries of the texts. They travel through the keyword arguments of the model to our attention, which is registered in
+transformers. A hook behind the base model pads its hidden states again, for heads that expect padded texts. Only mixers, the layers of
+hybrid models whose states run along the row, get padded texts themselves.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ddp.speed import padding_free
+from accel_ddp.speed.layer_calls import LayerCalls
+from accel_ddp.speed.layer_stacks import SmallTable, find_rotaries, layers_of
+from accel_ddp.speed.padding_free import NAME, NAME_OF_EAGER, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free_model import expert_configs, flash_size, small_tables
+from accel_ddp.training.losses import CurrentBatch, current_batch
+from accel_ddp.training.padding_check import without_tf32
+
+# Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
+MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")
+DROPPED = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
+WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
+
+
+class SmallEmbedding(nn.Embedding):
+    """An embedding with few rows, whose gradient is fast and deterministic."""
+
+    def forward(self, places: Tensor) -> Tensor:
+        return SmallTable.apply(places, self.weight)
+
+
+class RowModel(LayerCalls):
+    """Lets `model` compute a row whenever its attention mask belongs to the current batch."""
+
+    is_fixed = False  # items have a mask
+
+    def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32):
+        """Raise NeedsPadding if the model obviously cannot compute rows. `check` tests the others.
+
+        `narrow` is the type of autocast, which Accelerate may turn on behind the hooks of this class.
+        """
+        from transformers import PreTrainedModel
+
+        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if owner is None:
+            raise NeedsPadding("it is not a transformers model")
+        if owner.config.is_encoder_decoder:
+            raise NeedsPadding("the model has an encoder and a decoder")
+        self.model, self.owner, self.narrow = model, owner, narrow
+        self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
+        # Adapters call `forward` of the model that they wrap, past its hooks.
+        callers = [m for m in model.modules() if m is not owner and getattr(m, "model", None) is self.base]
+        self.hooked = callers[0] if callers and self.base is owner else self.base
+        signature = inspect.signature(type(self.base).forward).parameters
+        if "position_ids" not in signature and not any(MIXERS.search(type(m).__name__) for m in owner.modules()):
+            raise NeedsPadding("it does not take positions")
+        self.names = [name for name in signature if name != "self"]
+        configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+        self.configs = {id(config): (config, config._attn_implementation) for config in configs}
+        if other := {kind for _, kind in self.configs.values()} - {"sdpa", "eager", NAME, NAME_OF_EAGER}:
+            raise NeedsPadding(f"its attention is {', '.join(map(str, other))}")
+        if any(getattr(config, name, 0) for config, _ in self.configs.values() for name in DROPPED):
+            raise NeedsPadding("it skips layers at random (layerdrop)")
+        self.expert_configs = expert_configs(owner, [config for config, _ in self.configs.values()])
+        found = [getattr(config, name, None) for config, _ in self.configs.values() for name in WINDOWS]
+        self.windows = {int(window) for window in found if window}
+        self.longest = min((window // 2 for window in self.windows), default=1 << 30)  # until `check` has seen the windows
+        table = next((m for name, m in self.base.named_modules() if name.endswith("position_embeddings")), None)
+        padding = getattr(table, "padding_idx", None)
+        self.first_position = 0 if padding is None else padding + 1  # RoBERTa counts from there
+        self.adds_types = "token_type_ids" in signature and any(
+            name.endswith("token_type_embeddings") for name, _ in self.base.named_modules()
+        )
+        self.mixers = [m for m in owner.modules() if MIXERS.search(type(m).__name__)]
+        self.why_plain = ""  # why the layers are neither captured nor compiled
+        self.depth = max((len(m) for m in owner.modules() if isinstance(m, nn.ModuleList)), default=1)
+        layers, rotaries = self._find_layers()
+        super().__init__(layers, rotaries)
+        padding_free.register()
+        self.is_enabled, self.is_open, self.token = True, False, None
+        self.shares = not self.mixers  # compute tokens that two texts share once, in all micro-batches
+        self.last_batch: CurrentBatch | None = None
+        self.at: Segments | None = None
+        self.outputs: list[Tensor] | None = None  # of the base model, while `check` runs
+        self.has_marker = True  # whether the model takes a mask that its layers ignore
+
+    def _find_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Return the layers and the rotary embeddings that alternate, both empty if layers cannot be captured."""
+        if self.mixers:
+            self.why_plain = f"its layers contain {type(self.mixers[0]).__name__}, whose states run along a text"
+            return [], []
+        try:
+            layers = layers_of(self.owner)
+        except NeedsPadding as reason:
+            self.why_plain = str(reason)
+            return [], []
+        return layers, find_rotaries(self.owner, layers)
+
+    # ---- hooks
+
+    def install(self) -> None:
+        for config, kind in self.configs.values():
+            config._attn_implementation = NAME_OF_EAGER if kind == "eager" else NAME
+        for config in self.expert_configs:
+            config._experts_implementation = NAME
+        for table in small_tables(self.owner) if next(self.owner.parameters()).is_cuda else ():
+            table.__class__ = SmallEmbedding
+        self.hooks += [
+            self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.hooked.register_forward_hook(self._leave, always_call=True),
+        ]
+        if isinstance(pooler := getattr(self.base, "pooler", None), nn.Module):
+            self.hooks.append(pooler.register_forward_pre_hook(self._pad_for_pooler))
+        for mixer in self.mixers:
+            mixer.forward = self._pad_around(mixer, mixer.forward)
+        self.attach()
+
+    def remove(self) -> None:
+        for config, kind in self.configs.values():
+            config._attn_implementation = kind
+        for config in self.expert_configs:
+            config._experts_implementation = padding_free.GROUPED
+        for module in self.owner.modules():
+            if type(module) is SmallEmbedding:
+                module.__class__ = nn.Embedding
+        for mixer in self.mixers:
+            mixer.__dict__.pop("forward", None)
+        self.detach()
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Replace a padded batch by its row."""
+        given, current = {**dict(zip(self.names, args)), **kwargs}, current_batch()
+        if current is not self.last_batch:
+            self.last_batch = current
+            self.on_new_batch()
+        self.begin_pass()
+        self.at = None
+        row = self._row(current, given)
+        if row is None:
+            return None
+        self.at = padding_free.segments_of(row, self._has_flash(row.mask.device), has_mixers=bool(self.mixers))
+        self.is_open, self.token = True, is_active.set(True)
+        return (), self._inputs(given, self.at)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Pad the hidden states of the row again. An error in the model gets here too, without an output."""
+        at, was_open = self.at, self.is_open
+        if was_open:
+            self.is_open = False
+            is_active.reset(self.token)
+            self.token = None  # a copy of the model has none
+        if output is None:
+            return None
+        if was_open:
+            output = _map_tensors(output, lambda x: unpack(x, at) if x.shape[:2] == (1, len(at.places)) else x)
+        if self.outputs is not None:
+            values = list(output.values()) if isinstance(output, Mapping) else output
+            self.outputs.append(values[0] if isinstance(values, tuple | list) else values)
+        return output if was_open else None
+
+    def _pad_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
+        is_row = self.is_open and args[0].shape[:2] == (1, len(self.at.places))
+        return (unpack(args[0], self.at), *args[1:]) if is_row else None
+
+    def _pad_around(self, mixer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a mixer get padded texts, one behind the other in its batch. Tokens do not see the padding behind them."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            at = kwargs.pop("segments", None) or self.at  # of this pass, also if it is repeated below checkpointing
+            if at is None:
+                return original(*args, **kwargs)
+            grid, length = at.grid, len(at.places)
+            spread = lambda x: unpack(x, grid) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == (1, length) else x
+            kwargs = {name: None if name == "attention_mask" else spread(value) for name, value in kwargs.items()}
+            return _map_tensors(original(*map(spread, args), **kwargs), lambda x: pack(x, grid) if x.shape[:2] == grid.shape else x)
+
+        return forward
+
+    def _row(self, current: CurrentBatch | None, given: dict[str, Any]) -> Row | None:
+        """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
+        row = padding_free.row_of(current, self.shares) if self.is_enabled and not given.get("use_cache") else None
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        key = positions if mask is None else mask
+        if row is None or row.mask.shape[-1] > self.longest or not isinstance(key, Tensor) or key.ndim != 2:
+            return None
+        is_same = lambda known: known is not None and key.data_ptr() == known.data_ptr() and key.numel() == known.numel()
+        if is_same(row.mask):
+            return row._replace(mask=key, positions=None)
+        return row if is_same(row.positions) else None
+
+    def _inputs(self, given: dict[str, Any], at: Segments) -> dict[str, Any]:
+        """Return the arguments of the base model for a row."""
+        found = {
+            name: pack(value, at) if isinstance(value, Tensor) and value.shape[:2] == at.shape else value
+            for name, value in given.items()
+        }
+        if "position_ids" in self.names:
+            positions = given.get("position_ids")
+            if positions is None:
+                positions = torch.arange(self.first_position, at.shape[1] + self.first_position, device=at.places.device)[None]
+            found["position_ids"] = pack(positions, at)
+        if self.adds_types and found.get("token_type_ids") is None:  # the buffer that would be used is too short
+            found["token_type_ids"] = torch.zeros_like(at.places)[None]
+        # A mask of four dimensions is passed on as it is. Without one, transformers searches the positions for texts on the device.
+        found["attention_mask"] = at.marker if self.has_marker else None
+        found |= {"use_cache": False} if "use_cache" in self.names else {}
+        return found | {"segments": padding_free.for_attention(at)}
+
+    def _has_flash(self, device: torch.device) -> bool:
+        """Return whether attention gets 16 bits and flash attention can compute it."""
+        kind, weights = device.type, next(self.owner.parameters()).dtype
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weights
+        if hasattr(self.hooked, "_original_forward") and not torch.is_autocast_enabled(kind):
+            narrow = self.narrow  # Accelerate has put its autocast behind this hook
+        is_bounded = any(getattr(config, "attn_logit_softcapping", None) for config, _ in self.configs.values())
+        is_narrow = narrow in (torch.bfloat16, torch.float16) and kind == "cuda" and not is_bounded
+        return is_narrow and flash_size(self.base.config, device) > 0
+
+    # ---- the comparison
+
+    def check(self, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
+        """Return "" if rows compute what padding does and texts do not see each other, or else why not.
+
+        `allowed` is a fraction of the values of a channel. An out-of-memory error is raised.
+        """
+        was_training, longest = self.model.training, self.longest
+        self.longest = 1 << 30
+        seen: set[int] = set()
+        token = padding_free.windows_seen.set(seen)
+        self.model.eval()
+        try:
+            with torch.no_grad(), without_tf32():
+                reason = self._compare(loss, batch, allowed)
+                if reason and self.has_marker:
+                    self.has_marker = False
+                    reason = self._compare(loss, batch, allowed)
+        finally:
+            padding_free.windows_seen.reset(token)
+            self.is_enabled, self.outputs, self.longest = True, None, longest
+            self.model.train(was_training)
+        # Texts may be longer than the windows that the layers have passed on: its size, one more, or one more than a half of it.
+        unseen = {w for w in self.windows if not {w, w + 1, w // 2 + 1} & seen}
+        self.longest = min((window // 2 for window in unseen), default=1 << 30)
+        return reason
+
+    def _compare(self, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
+        results = []
+        try:
+            for self.is_enabled in (False, True):
+                results.append(self._compute(loss, batch))
+            if self.at is None:
+                return "its attention mask is not the mask of the batch"
+            others, changed = _with_other_text(batch)
+            _, hidden = self._compute(loss, others)
+        except torch.OutOfMemoryError:
+            raise
+        except NeedsPadding as error:
+            return str(error)
+        except Exception as error:  # of many kinds: layers with other outputs, indices out of range
+            text = next(iter(str(error).splitlines()), "")
+            return f"it cannot compute a row of texts ({type(error).__name__}: {text})"[:200]
+        (padded, before), (packed, after) = results
+        mask = (batch["attention_mask"] if "attention_mask" in batch else batch["position_ids"] >= 0).bool()
+        apart = _distance(before[mask], after[mask], bool(self.expert_configs) and allowed > 1e-3)
+        if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
+            return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
+        same = mask & ~changed
+        if not torch.equal(after[same], hidden[same]):
+            # Another text may send other numbers of tokens to an expert, which chooses its kernel.
+            leak = _distance(after[same], hidden[same], False)
+            if not self.expert_configs or leak > max(1e-6, allowed if allowed > 1e-3 else 0):
+                return f"a text changes if the text before it does: by {leak:.1e}"
+        return ""
+
+    def _compute(self, loss: Callable[[Any], Any], batch: Any) -> tuple[float, Tensor]:
+        self.outputs = []
+        with CurrentBatch(batch):
+            value = float(loss(batch))
+        if not self.outputs:
+            raise NeedsPadding("its base model is not called")
+        return value, self.outputs[-1].float()
+
+
+def _with_other_text(batch: Any) -> tuple[Any, Tensor]:
+    """Return the batch with other tokens in its first texts, and where they are."""
+    ids = batch["input_ids"].clone()
+    number = 2 if "shared" in batch else 1  # both texts of a pair, which begin with the same tokens
+    changed = torch.zeros_like(ids, dtype=torch.bool)
+    changed[:number] = True
+    if "position_ids" in batch:  # rows of several texts: the first of the first row
+        changed[0, 1:] &= (batch["position_ids"][0, 1:] == 0).cumsum(0) == 0
+    swapped = ids.flatten().unique()
+    other = swapped[(torch.searchsorted(swapped, ids) + 1) % len(swapped)]
+    found = type(batch)(batch)
+    found.sizes = batch.sizes
+    found["input_ids"] = torch.where(changed, other, ids)
+    return found, changed
+
+
+def _distance(before: Tensor, after: Tensor, has_outliers: bool) -> float:
+    """Return the largest difference of a token as a fraction of the values of its channel.
+
+    Channels with small values are compared with a hundredth of the usual ones. `has_outliers`: rounding in half precision sends a few
+    tokens to other experts, whose results differ.
+    """
+    sizes = before.abs().amax(0)
+    of_tokens = ((before - after).abs() / sizes.clamp(min=max(float(sizes.median()) / 100, 1e-12))).amax(-1)
+    return float(of_tokens.quantile(0.9) if has_outliers else of_tokens.max())
+
+
+def _map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to each tensor of two or more dimensions in the output of a module, which is changed if it is a mapping."""
+    if isinstance(output, Tensor):
+        return function(output) if output.ndim > 1 else output
+    if isinstance(output, Mapping):
+        for name, value in output.items():
+            output[name] = _map_tensors(value, function)
+        return output
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        return type(output)(_map_tensors(value, function) for value in output)
+    return output
