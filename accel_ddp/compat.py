@@ -40,19 +40,6 @@ def map_tensors(model: "nn.Module", function: Callable[["Tensor"], "Tensor"]) ->
     model._apply(function)
 
 
-def replace_call(module: "nn.Module", function: Callable[..., Any] | None) -> None:
-    """Let `module(...)` call a function instead of its hooks and `forward`, also below gradient checkpointing; None: as before.
-
-    `nn.Module.compile` uses the same attribute. Unlike an own `forward`, it is not copied or stored. Tested with torch 2.13.
-    """
-    module._compiled_call_impl = function
-
-
-def call_with_hooks(module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
-    """Call a module as without `replace_call`."""
-    return module._call_impl(*args, **kwargs)
-
-
 def has_batch_norm(model: "nn.Module") -> bool:
     """Return whether a model has batch norm. Its public classes have no public base class. Tested with torch 2.13."""
     from torch.nn.modules.batchnorm import _BatchNorm

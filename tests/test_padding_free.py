@@ -119,7 +119,7 @@ TARGETS = [5, 2, 12, 7, 1]
 
 
 def without_padding(model):
-    """Return what lets the model compute without padding: rows, or padding-free layers for encoder-decoders, own attention and images."""
+    """Return what computes without padding: rows, or layers of encoder-decoders, of models with their own attention, and of images."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     is_fixed = getattr(model, "main_input_name", "") == "pixel_values"

@@ -372,12 +372,12 @@ class Speed:
                 sizes = self.train.sample(64, accelerator, self.cfg).sizes
                 shares = sizes.shared >= LEAST_SHARED * sizes.tokens
             is_own = getattr(self.cfg, "attn_implementation", "auto") in ("auto", "sdpa")  # otherwise it is the user's choice
-            if is_own and not (is_fixed or sharded) and not (reason := self._try(lambda: RowModel(model, self._narrow), batch, shares)):
-                return ""
-            if not sharded:
-                reason = self._try(lambda: PaddingFree(model, is_fixed), batch, shares)
-        if sharded:  # a collective, and so outside of the block
-            reason = self._try(lambda: PaddingFree(model, is_fixed, True), batch, shares)
+        # For a sharded model each comparison is a collective, and so outside of the block.
+        with contextlib.nullcontext() if sharded else together("compare texts with and without padding"):
+            reason = (
+                self._try(lambda: RowModel(model, self._narrow, sharded), batch, shares) if is_own and not is_fixed else "padded"
+            )
+            reason = reason and self._try(lambda: PaddingFree(model, is_fixed, sharded), batch, shares)
         return f"{kept}{reason}" if reason else ""
 
     def _try(self, make: Callable[[], "RowModel | PaddingFree"], batch: Any, shares: bool) -> str:

@@ -32,6 +32,7 @@ from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.state_tensors import versions
 from accel_ddp.speed import padding_free
+from accel_ddp.speed.layer_calls import plain_class
 
 log = logging.getLogger(__name__)
 
@@ -266,10 +267,10 @@ def _tensors_of(target: Any) -> list[tuple[str, Tensor]]:
 
 
 def _without_wrapper(target: Any) -> Any:
-    """Return a layer with the `forward` of its class. `PaddingFree` has replaced it."""
+    """Return a layer as it was before `LayerCalls` or `PaddingFree`."""
     if isinstance(target, nn.Module):
-        state = {name: value for name, value in vars(target).items() if name != "forward"}
-        target = target.__class__.__new__(target.__class__)
+        state = {name: value for name, value in vars(target).items() if name not in ("forward", "_dispatch")}
+        target = plain_class(target).__new__(plain_class(target))
         target.__dict__.update(state)
     return target
 

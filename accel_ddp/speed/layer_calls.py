@@ -1,4 +1,4 @@
-"""The layers of a model, called through CUDA graphs or compiled code without a change of their `forward`."""
+"""The layers of a model, called as CUDA graphs or compiled code. A layer gets a subclass of its class, so its hooks and names stay."""
 
 import functools
 import itertools
@@ -9,12 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp import compat
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.training.losses import current_batch
 
 Call = Callable[..., Any]
 ROTARY = "position_embeddings"
+
+
+@functools.cache
+def _dispatching(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of layers that are called through `LayerCalls`, inside of all hooks, which gather weights with FSDP."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._dispatch(*args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "plain_class": kind, "__module__": kind.__module__})
+
+
+def plain_class(layer: nn.Module) -> type[nn.Module]:
+    """Return the class of a layer without `LayerCalls`."""
+    return getattr(type(layer), "plain_class", type(layer))
 
 
 class LayerCalls:
@@ -25,7 +39,7 @@ class LayerCalls:
     """
 
     def __init__(self, layers: list[nn.Module], rotaries: list[nn.Module]):
-        self.layers = layers
+        self.layers, self.originals = layers, [layer.forward for layer in layers]
         self.alternates = bool(rotaries)  # layers get one of several rotary embeddings
         self.kinds = [[""] for _ in layers]  # the name of the rotary embeddings of each layer
         self.plain: list[Call] = [self._call_of(number) for number in range(len(layers))]
@@ -58,11 +72,13 @@ class LayerCalls:
     def attach(self) -> None:
         """Let the layers be called through this object."""
         for number, layer in enumerate(self.layers):
-            compat.replace_call(layer, functools.partial(self._dispatch, number))
+            layer._dispatch = functools.partial(self._dispatch, number)
+            layer.__class__ = _dispatching(type(layer))
 
     def detach(self) -> None:
         for layer in self.layers:
-            compat.replace_call(layer, None)
+            layer.__class__ = plain_class(layer)
+            del layer._dispatch
         for hook in self.hooks:
             hook.remove()
 
@@ -75,19 +91,18 @@ class LayerCalls:
 
     def _call_of(self, number: int) -> Call:
         """Return the function that computes a layer: (row, arguments) -> row."""
-        layer, kind = self.layers[number], self.kinds[number]
+        original, kind = self.originals[number], self.kinds[number]
         if not self.alternates:
-            return layer.forward
+            return original
 
         def call(row: Tensor, *args: Any, rotary: dict[str, Any], **given: Any) -> Any:
-            return layer.forward(row, *args, **{ROTARY: rotary[kind[0]]}, **given)
+            return original(row, *args, **{ROTARY: rotary[kind[0]]}, **given)
 
         return call
 
     def _dispatch(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer = self.layers[number]
         if kwargs.get("segments") is None or (self.run is None and self.calls is self.plain):
-            return compat.call_with_hooks(layer, hidden_states, *args, **kwargs)
+            return self.originals[number](hidden_states, *args, **kwargs)
         args, kwargs = self._shared(number, args, kwargs)
         current = current_batch()
         in_plain_order = current is not None and current.in_plain_order
@@ -95,7 +110,7 @@ class LayerCalls:
             return self.run(number, hidden_states, args, kwargs)
         # Also without gradients: GradCache repeats the pass with gradients and must draw the same dropout, and compiled code draws
         # different values than plain code. An evaluation does not run often enough for its own compilation.
-        uses_calls = not in_plain_order and (torch.is_grad_enabled() or layer.training)
+        uses_calls = not in_plain_order and (torch.is_grad_enabled() or self.layers[number].training)
         return (self.calls if uses_calls else self.plain)[number](hidden_states, *args, **kwargs)
 
     def _shared(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

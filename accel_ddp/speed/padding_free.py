@@ -408,7 +408,14 @@ def attention(
 
 
 def _attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float, scale: float | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention whose scores are bounded, or that has a learned sink for each head, which SDPA has not."""
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)

@@ -22,7 +22,18 @@ from accel_ddp.speed.layer_stacks import (
     own_attentions,
     pad_around,
 )  # fmt: skip
-from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, for_attention, is_active, pack, unpack
+from accel_ddp.speed.padding_free import (
+    GROUPED,
+    NAME,
+    REPLACED,
+    NeedsPadding,
+    Row,
+    Segments,
+    for_attention,
+    is_active,
+    pack,
+    unpack,
+)
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 

@@ -19,6 +19,7 @@ from accel_ddp.speed.layer_calls import LayerCalls
 from accel_ddp.speed.layer_stacks import SmallTable, find_rotaries, layers_of
 from accel_ddp.speed.padding_free import NAME, NAME_OF_EAGER, NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.speed.padding_free_model import expert_configs, flash_size, small_tables
+from accel_ddp.training import sharding
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 
@@ -40,10 +41,11 @@ class RowModel(LayerCalls):
 
     is_fixed = False  # items have a mask
 
-    def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32):
+    def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32, is_sharded: bool = False):
         """Raise NeedsPadding if the model obviously cannot compute rows. `check` tests the others.
 
-        `narrow` is the type of autocast, which Accelerate may turn on behind the hooks of this class.
+        `narrow` is the type of autocast, which Accelerate may turn on behind the hooks of this class. The weights of a model that
+        `is_sharded` exist only inside their layer, and its layers are not captured as CUDA graphs.
         """
         from transformers import PreTrainedModel
 
@@ -52,7 +54,7 @@ class RowModel(LayerCalls):
             raise NeedsPadding("it is not a transformers model")
         if owner.config.is_encoder_decoder:
             raise NeedsPadding("the model has an encoder and a decoder")
-        self.model, self.owner, self.narrow = model, owner, narrow
+        self.model, self.owner, self.narrow, self.is_sharded = model, owner, narrow, is_sharded
         self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
         # Adapters call `forward` of the model that they wrap, past its hooks.
         callers = [m for m in model.modules() if m is not owner and getattr(m, "model", None) is self.base]
@@ -100,7 +102,7 @@ class RowModel(LayerCalls):
         except NeedsPadding as reason:
             self.why_plain = str(reason)
             return [], []
-        return layers, find_rotaries(self.owner, layers)
+        return layers, [] if self.is_sharded else find_rotaries(self.owner, layers)
 
     # ---- hooks
 
@@ -178,7 +180,9 @@ class RowModel(LayerCalls):
             grid, length = at.grid, len(at.places)
             spread = lambda x: unpack(x, grid) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == (1, length) else x
             kwargs = {name: None if name == "attention_mask" else spread(value) for name, value in kwargs.items()}
-            return _map_tensors(original(*map(spread, args), **kwargs), lambda x: pack(x, grid) if x.shape[:2] == grid.shape else x)
+            return _map_tensors(
+                original(*map(spread, args), **kwargs), lambda x: pack(x, grid) if x.shape[:2] == grid.shape else x
+            )
 
         return forward
 
@@ -239,6 +243,8 @@ class RowModel(LayerCalls):
                 reason = self._compare(loss, batch, allowed)
                 if reason and self.has_marker:
                     self.has_marker = False
+                    if self.is_sharded:
+                        sharding.recover(self.model)  # the forward pass may have raised an error
                     reason = self._compare(loss, batch, allowed)
         finally:
             padding_free.windows_seen.reset(token)
