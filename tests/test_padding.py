@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.speed import attach
-from accel_ddp.speed.padding_free_model import PaddingFree
+from accel_ddp.speed.row_model import RowModel
 from accel_ddp.training import padding_check
 from accel_ddp.training.stream import TrainBatches
 from tests.conftest import clean_environment
@@ -73,7 +73,7 @@ def test_weights_of_16_bits_are_compared_in_float32_one_at_a_time(monkeypatch):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     speed = attach.Speed(Accelerator(cpu=True), TrainConfig(), model, None, loss_of)
-    layers = PaddingFree(model)
+    layers = RowModel(model)
     layers.install()
     monkeypatch.setattr(attach, "_rounding", lambda layers, allowed: -1.0)  # no difference is allowed in 16 bits
     assert speed._compare(layers, lambda batch: loss_of(model, batch), batch) == ""

@@ -17,8 +17,8 @@ from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.speed.layer_stacks import SmallTable
-from accel_ddp.speed.padding_free_model import PaddingFree
-from accel_ddp.speed.row_model import RowModel
+from accel_ddp.speed.packed_layers import PackedLayers
+from accel_ddp.speed.row_model import FixedModel, RowModel
 from accel_ddp.training import losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
@@ -122,9 +122,10 @@ def without_padding(model):
     """Return what computes without padding: rows, or layers of encoder-decoders, of models with their own attention, and of images."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
-    is_fixed = getattr(model, "main_input_name", "") == "pixel_values"
-    if getattr(config, "is_encoder_decoder", False) or is_fixed or kind in ("deberta", "deberta-v2", "bloom", "gpt_neo", "t5"):
-        return PaddingFree(model, is_fixed)
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        return FixedModel(model)
+    if getattr(config, "is_encoder_decoder", False) or kind in ("deberta", "deberta-v2", "bloom", "gpt_neo", "t5"):
+        return PackedLayers(model)
     return RowModel(model)
 
 
@@ -245,13 +246,13 @@ def test_families_compute_without_padding_and_can_be_captured(kind):
 
     layers.run = run
     assert difference(padded, compute(model, batch, loss)) < 1e-5
-    firsts = {stack.numbers[0]: stack for stack in layers.stacks} if isinstance(layers, PaddingFree) else {0: None}
+    firsts = {stack.numbers[0]: stack for stack in layers.stacks} if isinstance(layers, PackedLayers) else {0: None}
     for (_, _, before, out), (number, hidden, after, _) in itertools.pairwise(given):
         assert number in firsts or (hidden is out and after is before)
         assert not any(leaf.requires_grad for leaf in compat.flatten(after)[0] if isinstance(leaf, torch.Tensor))
     for number, tokens in zip(firsts, (80 if kind == "vit" else sum(LENGTHS), sum(TARGETS))):
         _, hidden, kwargs, _ = given[number]
-        row = kwargs["lengths"][0] if "lengths" in kwargs else hidden.shape[1]
+        row = kwargs["lengths"][0] if "lengths" in kwargs else hidden.shape[:2].numel()
         assert row - 2 <= (sum(LENGTHS) if kind == "bart, classes" else tokens + (kind == "vit") * 5) <= row, (
             "the layers got padding"
         )
@@ -265,7 +266,7 @@ def test_the_reason_why_other_families_are_padded(kind):
     build, reason = EXCEPTIONS[kind]
     model = build().eval()
     batch, loss = inputs_of(model)
-    for kind in (RowModel, PaddingFree):  # as `attach` does
+    for kind in (RowModel, PackedLayers):  # as `attach` does
         try:
             layers = kind(model)
             layers.install()

@@ -17,9 +17,10 @@ from accel_ddp.config.optimizer_options import ema_bytes
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.sources import adapters, models
-from accel_ddp.speed.layer_stacks import layers_of
+from accel_ddp.speed.layer_stacks import head_size, layers_of
+from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
-from accel_ddp.speed.padding_free_model import PaddingFree, head_size
+from accel_ddp.speed.row_model import RowModel
 from accel_ddp.text import first_line
 from accel_ddp.training import optim
 from accel_ddp.training.stream import Batch, Sizes
@@ -252,13 +253,36 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
     return batch
 
 
-class PackedLikeGpu(PaddingFree):
-    """Padding-free layers as they compute on a GPU. Fake tensors have no address and are on no GPU."""
+class _LikeGpu:
+    """Computes without padding as on a GPU. Fake tensors have no address and are on no GPU."""
 
-    def _row(self, current: Any, mask: Tensor | None) -> Row | None:
+    configs: dict[int, Any]
+
+    def _row(self, current: Any, given: Any) -> Row | None:
+        mask = given if isinstance(given, Tensor) else (given or {}).get("attention_mask")
         sizes = getattr(current.batch, "sizes", None) if current is not None else None
-        return Row(mask, rounded_up(sizes.tokens), sizes.width) if sizes and isinstance(mask, Tensor) else None
+        if not sizes or not isinstance(mask, Tensor):
+            return None
+        return Row(mask, rounded_up(sizes.tokens), sizes.width, width=sizes.width)
 
     def _has_flash(self, device: torch.device) -> bool:
-        size = head_size(next(iter(self.configs.values())))
+        config = next(iter(self.configs.values()))
+        size = head_size(config[0] if isinstance(config, tuple) else config)
         return size % 8 == 0 and size <= 256
+
+
+class RowsLikeGpu(_LikeGpu, RowModel):
+    pass
+
+
+class PackedLikeGpu(_LikeGpu, PackedLayers):
+    pass
+
+
+def remove_padding(model: nn.Module) -> bool:
+    """Let the model compute as on a GPU, and return whether it does without padding."""
+    for kind in (RowsLikeGpu, PackedLikeGpu):
+        with contextlib.suppress(NeedsPadding):
+            kind(model).install()
+            return True
+    return False

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
-from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, PackedLikeGpu, make_batch
+from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, make_batch, remove_padding
 from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
@@ -200,9 +200,7 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         stack, num_layers = _shorten(model)
         is_padding_free = False
         if cfg.padding_free != "off" and fake.model_class != IMAGES:
-            with contextlib.suppress(NeedsPadding):
-                PackedLikeGpu(model).install()
-                is_padding_free = True
+            is_padding_free = remove_padding(model)
         head = _prepare_head(fake)
         inside = {id(p) for p in stack.parameters()} if stack is not None else set()
         tracker = Tracker({p: id(p) in inside for p in model.parameters()})

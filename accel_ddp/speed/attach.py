@@ -26,9 +26,9 @@ from accel_ddp.speed import autobatch, linear_cross_entropy, modules
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
+from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
-from accel_ddp.speed.padding_free_model import PaddingFree
-from accel_ddp.speed.row_model import RowModel
+from accel_ddp.speed.row_model import CalledModel, FixedModel, RowModel
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
@@ -89,7 +89,7 @@ class Speed:
         self.compilation: Compilation | None = None
         self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
         self._is_warm = False  # whether they were compiled and have not been compiled again
-        self.padding_free: RowModel | PaddingFree | None = None
+        self.padding_free: CalledModel | PackedLayers | None = None
         self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
@@ -275,7 +275,7 @@ class Speed:
         with together("count tokens"):
             known = self.train.lengths
             if self.padding_free.is_fixed:
-                known = [self.padding_free.mask.shape[1]]
+                known = [self.padding_free.width]
             elif known is None:
                 known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
         tokens = self.cfg.global_batch_tokens or self.cfg.global_batch_size * float(np.mean(known))
@@ -377,10 +377,11 @@ class Speed:
             reason = (
                 self._try(lambda: RowModel(model, self._narrow, sharded), batch, shares) if is_own and not is_fixed else "padded"
             )
-            reason = reason and self._try(lambda: PaddingFree(model, is_fixed, sharded), batch, shares)
+            if reason:
+                reason = self._try(lambda: (FixedModel if is_fixed else PackedLayers)(model, sharded), batch, shares)
         return f"{kept}{reason}" if reason else ""
 
-    def _try(self, make: Callable[[], "RowModel | PaddingFree"], batch: Any, shares: bool) -> str:
+    def _try(self, make: Callable[[], "CalledModel | PackedLayers"], batch: Any, shares: bool) -> str:
         """Install what computes without padding, and compare it with padding. Return why it cannot be used, or ""."""
         model = self.model
         try:
@@ -404,7 +405,7 @@ class Speed:
         """The type of autocast."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.float32)
 
-    def _compare(self, layers: RowModel | PaddingFree, loss: Callable[[Any], Any], batch: Any) -> str:
+    def _compare(self, layers: CalledModel | PackedLayers, loss: Callable[[Any], Any], batch: Any) -> str:
         """Compare in the precision of the weights, and under autocast, because half precision uses another attention.
 
         The layers of a sharded model are gathered in half precision, so they compute under autocast only. All of its ranks compute
@@ -467,7 +468,7 @@ class Speed:
             head.softmax = softmax
 
 
-def _rounding(layers: RowModel | PaddingFree, allowed: float) -> float:
+def _rounding(layers: CalledModel | PackedLayers, allowed: float) -> float:
     """Return the difference that rounding in half precision explains. The errors of layers add up like a random walk."""
     return allowed * max(1.0, layers.depth / 12) ** 0.5
 

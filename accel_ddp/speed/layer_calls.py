@@ -3,7 +3,7 @@
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,20 @@ def _dispatching(kind: type[nn.Module]) -> type[nn.Module]:
         return self._dispatch(*args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "plain_class": kind, "__module__": kind.__module__})
+
+
+def dispatch_layers(layers: Sequence[nn.Module], calls: Sequence[Call]) -> None:
+    """Let each module be computed by its function instead of its `forward`."""
+    for layer, call in zip(layers, calls, strict=True):
+        layer._dispatch = call
+        layer.__class__ = _dispatching(type(layer))
+
+
+def restore_layers(layers: Sequence[nn.Module]) -> None:
+    """Let modules compute their `forward` again."""
+    for layer in layers:
+        layer.__class__ = plain_class(layer)
+        del layer._dispatch
 
 
 def plain_class(layer: nn.Module) -> type[nn.Module]:
@@ -71,14 +85,10 @@ class LayerCalls:
 
     def attach(self) -> None:
         """Let the layers be called through this object."""
-        for number, layer in enumerate(self.layers):
-            layer._dispatch = functools.partial(self._dispatch, number)
-            layer.__class__ = _dispatching(type(layer))
+        dispatch_layers(self.layers, [functools.partial(self._dispatch, number) for number in range(len(self.layers))])
 
     def detach(self) -> None:
-        for layer in self.layers:
-            layer.__class__ = plain_class(layer)
-            del layer._dispatch
+        restore_layers(self.layers)
         for hook in self.hooks:
             hook.remove()
 

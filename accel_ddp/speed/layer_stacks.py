@@ -2,24 +2,26 @@
 
 Most models have one stack, and all of its layers get the same arguments. A `Stack` passes three kinds of arguments on itself. Tensors
 with a gradient that all layers share (the output of an encoder, embeddings of relative positions) travel behind the tokens of the
-row, because the only gradient that a CUDA graph returns is that of the row. Layers that alternate between two kinds of rotary
-embeddings get both, and each uses its own. An attention that does not use transformers' interface (DeBERTa) gets padded hidden
-states, and the rest of its layer computes without padding.
+row, because the only gradient that a CUDA graph returns is that of the row. An attention that does not use transformers' interface
+(DeBERTa) gets padded hidden states, and the rest of its layer computes without padding.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, pack, unpack
+from accel_ddp.speed.layer_calls import dispatch_layers, restore_layers
+from accel_ddp.speed.padding_free import GROUPED, NAME, NeedsPadding, Row, Segments, pack, unpack
 
 CARRIED = ("encoder_hidden_states", "rel_embeddings")  # arguments with a gradient that all layers share
+DROPPED = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")  # options of configs
+WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
 BIASES = ("position_bias", "encoder_decoder_position_bias")  # of T5; the first layer computes them, and the others get them
 
 
@@ -38,6 +40,26 @@ class SmallTable(torch.autograd.Function):
         flat = gradient.flatten(0, -2)
         here = places.flatten()[None] == torch.arange(ctx.rows, device=places.device)[:, None]
         return None, here.to(flat.dtype) @ flat
+
+
+class SmallEmbedding(nn.Embedding):
+    """An embedding with few rows, whose gradient is fast and deterministic."""
+
+    def forward(self, places: Tensor) -> Tensor:
+        return SmallTable.apply(places, self.weight)
+
+
+def replace_tables(model: nn.Module) -> None:
+    """Compute embeddings with few rows, such as token types, as `SmallEmbedding` on a GPU."""
+    for m in model.modules() if next(model.parameters()).is_cuda else ():
+        if type(m) is nn.Embedding and m.num_embeddings <= 16 and m.padding_idx is None and m.max_norm is None and not m.sparse:
+            m.__class__ = SmallEmbedding
+
+
+def restore_tables(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module) is SmallEmbedding:
+            module.__class__ = nn.Embedding
 
 
 class _Inside:
@@ -60,9 +82,6 @@ class Stack:
             raise NeedsPadding("each of its layers has its own position bias")
         self.bias: Any = biases[0] if biases else None
         self.own_attention = own_attention  # the attention gets padded hidden states
-        self.carries = bool(biases) or own_attention or (first > 0 and "encoder_hidden_states" in self.names)
-        self.alternates = False  # whether layers get one of several rotary embeddings; set before the first `call_of`
-        self.kinds: list[list[str]] = [[""] for _ in layers]  # the name of the rotary embeddings of each layer
         self.outputs = 0  # of a layer, if that is a tuple
         self.inside = _Inside()
         self.clear()
@@ -73,24 +92,24 @@ class Stack:
         self.given: Any = None
         self.packed: Any = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether each layer gets the arguments that the model gives it, only without padding."""
-        return not self.carries and not self.alternates
+    def install(self, attentions: list[nn.Module]) -> None:
+        """Let the attentions of the layers get padded hidden states, while their projections of them compute without padding."""
+        for attention in attentions:
+            linears = linear_children(attention)
+            calls = [functools.partial(_project, linear.forward, self.inside) for linear in linears]
+            dispatch_layers([attention, *linears], [functools.partial(_pad_around, attention.forward, self.inside), *calls])
+
+    def remove(self, attentions: list[nn.Module]) -> None:
+        for attention in attentions:
+            restore_layers([attention, *linear_children(attention)])
 
     def call_of(self, number: int) -> Callable[..., Any]:
         """Return the function that computes a layer: (row, arguments) -> row."""
-        original, kind = self.originals[number - self.numbers[0]], self.kinds[number - self.numbers[0]]
-        if self.is_plain:
-            return original
+        original = self.originals[number - self.numbers[0]]
 
-        def call(
-            row: Tensor, segments: Segments, lengths: list[int], rotary: dict[str, Any], places: Any, **given: Any
-        ) -> Tensor:
+        def call(row: Tensor, segments: Segments, lengths: list[int], places: Any, **given: Any) -> Tensor:
             hidden, *carried = row.split(lengths, 1) if len(lengths) > 1 else [row]
             given |= {name: rows if name == CARRIED[0] else rows[0] for name, rows in zip(self.carried_names, carried)}
-            if self.alternates:
-                given["position_embeddings"] = rotary[kind[0]]
             if self.bias is not None:
                 given["position_bias"] = self.bias_of(carried[-1], places)
                 given |= {name: hidden.new_zeros(1, 1, 1, 1) for name in BIASES[1:] if name in self.names}
@@ -114,7 +133,7 @@ class Stack:
         """Return the row that the first layer gets, and the lengths of its parts: tokens, then what all layers share."""
         parts = [pack(hidden, self.at)]
         self.carried_names = [name for name in CARRIED if isinstance(named.get(name), Tensor)]
-        for name in self.carried_names if self.carries else ():
+        for name in self.carried_names:
             value = named[name]
             parts.append(pack(value, self.at.source) if name == "encoder_hidden_states" else value[None])
         if self.bias is not None:  # its table, as rows of the same size
@@ -158,24 +177,16 @@ def linear_children(attention: nn.Module) -> list[nn.Module]:
     return [m for m in attention.children() if isinstance(m, nn.Linear) or hasattr(m, "base_layer")]
 
 
-def pad_around(attention: nn.Module, inside: _Inside) -> None:
-    """Let an attention get padded hidden states, while its projections of them compute without padding."""
-    original = attention.forward
-
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        at = inside.at
-        if at is None:
-            return original(hidden_states, *args, **kwargs)
-        padded = unpack(hidden_states, at)
-        inside.pair = padded, hidden_states
-        pad = lambda x: unpack(x, at) if isinstance(x, Tensor) and x.shape[:2] == hidden_states.shape[:2] else x
-        out = original(padded, *map(pad, args), **{name: pad(value) for name, value in kwargs.items()})
-        inside.pair = None, None
-        return (pack(out[0], at), *out[1:]) if isinstance(out, tuple) else pack(out, at)
-
-    attention.forward = forward
-    for linear in linear_children(attention):
-        linear.forward = functools.partial(_project, linear.forward, inside)
+def _pad_around(original: Callable[..., Any], inside: _Inside, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    at = inside.at
+    if at is None:
+        return original(hidden_states, *args, **kwargs)
+    padded = unpack(hidden_states, at)
+    inside.pair = padded, hidden_states
+    pad = lambda x: unpack(x, at) if isinstance(x, Tensor) and x.shape[:2] == hidden_states.shape[:2] else x
+    out = original(padded, *map(pad, args), **{name: pad(value) for name, value in kwargs.items()})
+    inside.pair = None, None
+    return (pack(out[0], at), *out[1:]) if isinstance(out, tuple) else pack(out, at)
 
 
 def _project(original: Callable[..., Tensor], inside: _Inside, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -219,3 +230,27 @@ def _lists_of_layers(model: nn.Module) -> list[list[nn.Module]]:
         list(module) for module in model.modules()
         if isinstance(module, nn.ModuleList) and len(module) and all(isinstance(m, GradientCheckpointingLayer) for m in module)
     ]  # fmt: skip
+
+
+def expert_configs(owner: nn.Module, configs: list[Any]) -> list[Any]:
+    """Return the configs of experts whose products `padding_free.experts` can replace."""
+    has_experts = any(type(module).__name__.endswith("Experts") for module in owner.modules())
+    return [c for c in configs if has_experts and getattr(c, "_experts_implementation", None) in (GROUPED, NAME)]
+
+
+def windows_of(configs: Iterable[Any]) -> set[int]:
+    """Return the windows of attention that configs name."""
+    found = [getattr(config, name, None) for config in configs for name in WINDOWS]
+    return {int(window) for window in found if window}
+
+
+def head_size(config: Any) -> int:
+    size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    return size or config.hidden_size // config.num_attention_heads
+
+
+def flash_size(config: Any, device: torch.device) -> int:
+    """Return the size of a head for flash attention on this GPU, or 0 if that cannot compute it."""
+    latent = [getattr(config, name, None) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    size = sum(latent) if all(latent) else head_size(config)
+    return size if torch.cuda.get_device_capability(device)[0] >= 8 and size % 8 == 0 and size <= 256 else 0

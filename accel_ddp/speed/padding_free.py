@@ -107,6 +107,16 @@ def row_of(current: CurrentBatch | None, shares: bool) -> Row | None:
     return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys, max(sizes.width, grain_of(tokens)))
 
 
+def row_of_call(row: Row, given: Any) -> Row | None:
+    """Return the row if a model is called with the mask or the positions of its batch, which `given` is."""
+    if not isinstance(given, Tensor) or given.ndim != 2:
+        return None
+    is_same = lambda known: known is not None and given.data_ptr() == known.data_ptr() and given.numel() == known.numel()
+    if is_same(row.mask):
+        return row._replace(mask=given, positions=None)
+    return row if is_same(row.positions) else None
+
+
 def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
     """Return for each text of a batch that is padded at its end how many of its first tokens are those of the text before it.
 
@@ -367,7 +377,7 @@ def attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over texts that are concatenated to one row. Without `segments`, call the attention that is `replaced`."""
-    if segments is None:
+    if segments is None or (segments.places is None and not segments.is_flash):
         if is_active.get():  # without segments, texts would attend to each other
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return replaced(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
@@ -386,11 +396,11 @@ def attention(
     if segments.is_flash and bias is None and softcap is None:
         size, own = query.shape[-1], value.shape[-1]  # different in latent attention
         wide = F.pad(value, (0, size - own)) if own < size else value
-        # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type. Not `[0]`, see `unpack`.
-        q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, wide))
+        # [tokens, heads, size]. Rotary embeddings may have returned queries and keys in a wider type.
+        q, k, v = (x.transpose(1, 2).flatten(0, 1).to(value.dtype).contiguous() for x in (query, key, wide))
         where = (segments.starts, *(segments.keys or (source.starts, None, None)))
         longest = max(segments.longest, source.longest)
-        out = _flash(q, k, v, *where, sinks, longest, dropout, causal, scaling, window)[0][None]
+        out = _flash(q, k, v, *where, sinks, longest, dropout, causal, scaling, window)[0].unflatten(0, (len(query), -1))
         return out if own == size else out[..., :own], None
     heads = query.shape[1] // key.shape[1]
     q = unpack(query.transpose(1, 2), segments).transpose(1, 2)

@@ -16,53 +16,41 @@ from torch import Tensor, nn
 
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.layer_calls import LayerCalls
-from accel_ddp.speed.layer_stacks import SmallTable, find_rotaries, layers_of
+from accel_ddp.speed.layer_stacks import (
+    DROPPED,
+    expert_configs,
+    find_rotaries,
+    flash_size,
+    layers_of,
+    own_attentions,
+    replace_tables,
+    restore_tables,
+    windows_of,
+)
 from accel_ddp.speed.padding_free import NAME, NAME_OF_EAGER, NeedsPadding, Row, Segments, is_active, pack, unpack
-from accel_ddp.speed.padding_free_model import expert_configs, flash_size, small_tables
+from accel_ddp.text import first_line
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 
 # Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
 MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")
-DROPPED = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
-WINDOWS = ("sliding_window", "attention_chunk_size", "local_attention")
 
 
-class SmallEmbedding(nn.Embedding):
-    """An embedding with few rows, whose gradient is fast and deterministic."""
+class CalledModel(LayerCalls):
+    """A model of transformers whose attention and whose layers can be replaced."""
 
-    def forward(self, places: Tensor) -> Tensor:
-        return SmallTable.apply(places, self.weight)
+    is_fixed = False  # items have no mask, because all of them have one length
+    shares = False  # whether tokens that two texts share are computed once, in all micro-batches
+    why_plain = ""  # why the layers are neither captured nor compiled
 
-
-class RowModel(LayerCalls):
-    """Lets `model` compute a row whenever its attention mask belongs to the current batch."""
-
-    is_fixed = False  # items have a mask
-
-    def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32, is_sharded: bool = False):
-        """Raise NeedsPadding if the model obviously cannot compute rows. `check` tests the others.
-
-        `narrow` is the type of autocast, which Accelerate may turn on behind the hooks of this class. The weights of a model that
-        `is_sharded` exist only inside their layer, and its layers are not captured as CUDA graphs.
-        """
+    def __init__(self, model: nn.Module, is_sharded: bool):
         from transformers import PreTrainedModel
 
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
             raise NeedsPadding("it is not a transformers model")
-        if owner.config.is_encoder_decoder:
-            raise NeedsPadding("the model has an encoder and a decoder")
-        self.model, self.owner, self.narrow, self.is_sharded = model, owner, narrow, is_sharded
-        self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
-        # Adapters call `forward` of the model that they wrap, past its hooks.
-        callers = [m for m in model.modules() if m is not owner and getattr(m, "model", None) is self.base]
-        self.hooked = callers[0] if callers and self.base is owner else self.base
-        signature = inspect.signature(type(self.base).forward).parameters
-        if "position_ids" not in signature and not any(MIXERS.search(type(m).__name__) for m in owner.modules()):
-            raise NeedsPadding("it does not take positions")
-        self.names = [name for name in signature if name != "self"]
+        self.model, self.owner, self.is_sharded = model, owner, is_sharded
         configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = {id(config): (config, config._attn_implementation) for config in configs}
         if other := {kind for _, kind in self.configs.values()} - {"sdpa", "eager", NAME, NAME_OF_EAGER}:
@@ -70,32 +58,18 @@ class RowModel(LayerCalls):
         if any(getattr(config, name, 0) for config, _ in self.configs.values() for name in DROPPED):
             raise NeedsPadding("it skips layers at random (layerdrop)")
         self.expert_configs = expert_configs(owner, [config for config, _ in self.configs.values()])
-        found = [getattr(config, name, None) for config, _ in self.configs.values() for name in WINDOWS]
-        self.windows = {int(window) for window in found if window}
-        self.longest = min((window // 2 for window in self.windows), default=1 << 30)  # until `check` has seen the windows
-        table = next((m for name, m in self.base.named_modules() if name.endswith("position_embeddings")), None)
-        padding = getattr(table, "padding_idx", None)
-        self.first_position = 0 if padding is None else padding + 1  # RoBERTa counts from there
-        self.adds_types = "token_type_ids" in signature and any(
-            name.endswith("token_type_embeddings") for name, _ in self.base.named_modules()
-        )
-        self.mixers = [m for m in owner.modules() if MIXERS.search(type(m).__name__)]
-        self.why_plain = ""  # why the layers are neither captured nor compiled
         self.depth = max((len(m) for m in owner.modules() if isinstance(m, nn.ModuleList)), default=1)
-        layers, rotaries = self._find_layers()
-        super().__init__(layers, rotaries)
+        super().__init__(*self._find_layers())
         padding_free.register()
-        self.is_enabled, self.is_open, self.token = True, False, None
-        self.shares = not self.mixers  # compute tokens that two texts share once, in all micro-batches
+        self.is_enabled = True
         self.last_batch: CurrentBatch | None = None
-        self.at: Segments | None = None
-        self.outputs: list[Tensor] | None = None  # of the base model, while `check` runs
-        self.has_marker = True  # whether the model takes a mask that its layers ignore
+        self.outputs: list[Tensor] | None = None  # while `check` runs
 
     def _find_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the layers and the rotary embeddings that alternate, both empty if layers cannot be captured."""
-        if self.mixers:
-            self.why_plain = f"its layers contain {type(self.mixers[0]).__name__}, whose states run along a text"
+        mixers = self.mixers
+        if mixers:
+            self.why_plain = f"its layers contain {type(mixers[0]).__name__}, whose states run along a text"
             return [], []
         try:
             layers = layers_of(self.owner)
@@ -104,15 +78,65 @@ class RowModel(LayerCalls):
             return [], []
         return layers, [] if self.is_sharded else find_rotaries(self.owner, layers)
 
-    # ---- hooks
+    @property
+    def mixers(self) -> list[nn.Module]:
+        return [m for m in self.owner.modules() if MIXERS.search(type(m).__name__)]
 
     def install(self) -> None:
         for config, kind in self.configs.values():
             config._attn_implementation = NAME_OF_EAGER if kind == "eager" else NAME
         for config in self.expert_configs:
             config._experts_implementation = NAME
-        for table in small_tables(self.owner) if next(self.owner.parameters()).is_cuda else ():
-            table.__class__ = SmallEmbedding
+        replace_tables(self.owner)
+        self.attach()
+
+    def remove(self) -> None:
+        for config, kind in self.configs.values():
+            config._attn_implementation = kind
+        for config in self.expert_configs:
+            config._experts_implementation = padding_free.GROUPED
+        restore_tables(self.owner)
+        self.detach()
+
+
+class RowModel(CalledModel):
+    """Lets `model` compute a row whenever its attention mask belongs to the current batch."""
+
+    def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32, is_sharded: bool = False):
+        """Raise NeedsPadding if the model obviously cannot compute rows. `check` tests the others.
+
+        `narrow` is the type of autocast, which Accelerate may turn on behind the hooks of this class. The weights of a model that
+        `is_sharded` exist only inside their layer, and its layers are not captured as CUDA graphs.
+        """
+        super().__init__(model, is_sharded)
+        if self.owner.config.is_encoder_decoder:
+            raise NeedsPadding("the model has an encoder and a decoder")
+        if {kind for _, kind in self.configs.values()} == {"eager"} and own_attentions(self.layers):
+            raise NeedsPadding("its attention is not an attention of transformers")
+        owner, self.narrow = self.owner, narrow
+        self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
+        # Adapters call `forward` of the model that they wrap, past its hooks.
+        callers = [m for m in model.modules() if m is not owner and getattr(m, "model", None) is self.base]
+        self.hooked = callers[0] if callers and self.base is owner else self.base
+        signature = inspect.signature(type(self.base).forward).parameters
+        self.names = [name for name in signature if name != "self"]
+        if "position_ids" not in signature and not self.mixers:
+            raise NeedsPadding("it does not take positions")
+        self.windows = windows_of(config for config, _ in self.configs.values())
+        self.longest = min((window // 2 for window in self.windows), default=1 << 30)  # until `check` has seen the windows
+        table = next((m for name, m in self.base.named_modules() if name.endswith("position_embeddings")), None)
+        padding = getattr(table, "padding_idx", None)
+        self.first_position = 0 if padding is None else padding + 1  # RoBERTa counts from there
+        self.adds_types = "token_type_ids" in signature and any(
+            name.endswith("token_type_embeddings") for name, _ in self.base.named_modules()
+        )
+        self.is_open, self.token = False, None
+        self.shares = not self.mixers
+        self.at: Segments | None = None
+        self.has_marker = True  # whether the model takes a mask that its layers ignore
+
+    def install(self) -> None:
+        super().install()
         self.hooks += [
             self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.hooked.register_forward_hook(self._leave, always_call=True),
@@ -121,19 +145,11 @@ class RowModel(LayerCalls):
             self.hooks.append(pooler.register_forward_pre_hook(self._pad_for_pooler))
         for mixer in self.mixers:
             mixer.forward = self._pad_around(mixer, mixer.forward)
-        self.attach()
 
     def remove(self) -> None:
-        for config, kind in self.configs.values():
-            config._attn_implementation = kind
-        for config in self.expert_configs:
-            config._experts_implementation = padding_free.GROUPED
-        for module in self.owner.modules():
-            if type(module) is SmallEmbedding:
-                module.__class__ = nn.Embedding
         for mixer in self.mixers:
             mixer.__dict__.pop("forward", None)
-        self.detach()
+        super().remove()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Replace a padded batch by its row."""
@@ -189,14 +205,10 @@ class RowModel(LayerCalls):
     def _row(self, current: CurrentBatch | None, given: dict[str, Any]) -> Row | None:
         """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
         row = padding_free.row_of(current, self.shares) if self.is_enabled and not given.get("use_cache") else None
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        key = positions if mask is None else mask
-        if row is None or row.mask.shape[-1] > self.longest or not isinstance(key, Tensor) or key.ndim != 2:
+        if row is None or row.mask.shape[-1] > self.longest:
             return None
-        is_same = lambda known: known is not None and key.data_ptr() == known.data_ptr() and key.numel() == known.numel()
-        if is_same(row.mask):
-            return row._replace(mask=key, positions=None)
-        return row if is_same(row.positions) else None
+        mask = given.get("attention_mask")
+        return padding_free.row_of_call(row, given.get("position_ids") if mask is None else mask)
 
     def _inputs(self, given: dict[str, Any], at: Segments) -> dict[str, Any]:
         """Return the arguments of the base model for a row."""
@@ -259,18 +271,17 @@ class RowModel(LayerCalls):
         results = []
         try:
             for self.is_enabled in (False, True):
-                results.append(self._compute(loss, batch))
+                results.append(_compute(self, loss, batch))
             if self.at is None:
                 return "its attention mask is not the mask of the batch"
             others, changed = _with_other_text(batch)
-            _, hidden = self._compute(loss, others)
+            _, hidden = _compute(self, loss, others)
         except torch.OutOfMemoryError:
             raise
         except NeedsPadding as error:
             return str(error)
         except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            text = next(iter(str(error).splitlines()), "")
-            return f"it cannot compute a row of texts ({type(error).__name__}: {text})"[:200]
+            return f"it cannot compute a row of texts ({type(error).__name__}: {first_line(error)})"[:200]
         (padded, before), (packed, after) = results
         mask = (batch["attention_mask"] if "attention_mask" in batch else batch["position_ids"] >= 0).bool()
         apart = _distance(before[mask], after[mask], bool(self.expert_configs) and allowed > 1e-3)
@@ -284,13 +295,15 @@ class RowModel(LayerCalls):
                 return f"a text changes if the text before it does: by {leak:.1e}"
         return ""
 
-    def _compute(self, loss: Callable[[Any], Any], batch: Any) -> tuple[float, Tensor]:
-        self.outputs = []
-        with CurrentBatch(batch):
-            value = float(loss(batch))
-        if not self.outputs:
-            raise NeedsPadding("its base model is not called")
-        return value, self.outputs[-1].float()
+
+def _compute(model: CalledModel, loss: Callable[[Any], Any], batch: Any) -> tuple[float, Tensor]:
+    """Return the loss and what the base model or the last layer has returned."""
+    model.outputs = []
+    with CurrentBatch(batch):
+        value = float(loss(batch))
+    if not model.outputs:
+        raise NeedsPadding("its base model or its last layer is not called")
+    return value, model.outputs[-1].float()
 
 
 def _with_other_text(batch: Any) -> tuple[Any, Tensor]:
@@ -331,3 +344,63 @@ def _map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
         return type(output)(_map_tensors(value, function) for value in output)
     return output
+
+
+class FixedModel(CalledModel):
+    """Layers whose items have one length and no mask, such as images: their batch is a row of texts already."""
+
+    is_fixed, is_plain = True, False
+
+    def __init__(self, model: nn.Module, is_sharded: bool = False):
+        super().__init__(model, is_sharded)
+        if self.why_plain:
+            raise NeedsPadding(self.why_plain)
+        self.width = 0  # positions of an item
+        self.at: Segments | None = None
+
+    def _dispatch(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        current = current_batch()
+        if number == 0 and current is not self.last_batch:
+            self.last_batch = current
+            self.on_new_batch()
+        if current is None or not self.is_enabled:
+            out = self.originals[number](hidden_states, *args, **kwargs)
+        else:
+            if number == 0:
+                self.begin_pass()
+                self.at = self._segments(hidden_states)
+            out = super()._dispatch(number, hidden_states, *args, **kwargs, segments=self.at)
+        if self.outputs is not None and number == len(self.layers) - 1:
+            self.outputs.append(out[0] if isinstance(out, tuple) else out)
+        return out
+
+    def _segments(self, hidden: Tensor) -> Segments:
+        number, self.width = hidden.shape[:2]
+        kind = hidden.device.type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        is_flash = kind == "cuda" and narrow.itemsize == 2 and flash_size(self.owner.config, hidden.device) > 0
+        starts = torch.arange(0, (number + 1) * self.width, self.width, dtype=torch.int32, device=hidden.device)
+        return Segments(starts, self.width, None, None, None, None, None, is_flash)
+
+    def check(self, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
+        """Return "" if the last layer's output and the loss are those of the model as it is, or else why not."""
+        was_training, results = self.model.training, []
+        self.model.eval()
+        try:
+            with torch.no_grad(), without_tf32():
+                for self.is_enabled in (False, True):
+                    results.append(_compute(self, loss, batch))
+        except torch.OutOfMemoryError:
+            raise
+        except NeedsPadding as error:
+            return str(error)
+        except Exception as error:  # of many kinds: layers with other arguments
+            return f"its layers get other arguments ({type(error).__name__}: {first_line(error)})"[:200]
+        finally:
+            self.is_enabled, self.outputs = True, None
+            self.model.train(was_training)
+        (plain, before), (called, after) = results
+        apart = float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))
+        if apart <= allowed and abs(plain - called) <= 10 * allowed * max(abs(plain), 1e-3):
+            return ""
+        return f"its result differs: by {apart:.1e}, with a loss of {called:.6g} instead of {plain:.6g}"

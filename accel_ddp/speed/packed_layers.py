@@ -1,0 +1,330 @@
+"""Layers that compute without padding inside a model that gets padded texts.
+
+Encoder-decoders have two rows, and the layers of their decoder share the output of the encoder and position biases. An attention that
+does not use transformers' interface (DeBERTa, BLOOM) gets padded hidden states, and the rest of its layer a row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accel_ddp.speed import padding_free
+from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
+from accel_ddp.speed.layer_stacks import (
+    BIASES,
+    CARRIED,
+    DROPPED,
+    Stack,
+    expert_configs,
+    find_stacks,
+    flash_size,
+    own_attentions,
+    replace_tables,
+    restore_tables,
+    windows_of,
+)
+from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.training.losses import CurrentBatch, current_batch
+from accel_ddp.training.padding_check import without_tf32
+
+
+class PackedLayers:
+    """Lets the layers of `model` compute without padding whenever its attention mask belongs to the current batch."""
+
+    is_fixed = is_plain = False  # items have a mask, and layers get more than the arguments that the model gives them
+    why_plain = ""
+
+    def __init__(self, model: nn.Module, is_sharded: bool = False):
+        """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others.
+
+        The weights of a model that `is_sharded` exist only inside their layer, and its layers are not captured as CUDA graphs.
+        """
+        from transformers import PreTrainedModel
+
+        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if owner is None:
+            raise NeedsPadding("it is not a transformers model")
+        self.model, self.owner = model, owner
+        # Adapters call `forward` of the model that they wrap, past its hooks.
+        self.hooked = next((m for m in model.modules() if m is not owner and getattr(m, "model", None) is owner), owner)
+        configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
+        self.configs = {id(config): config for config in configs}
+        stacks = find_stacks(owner)
+        self.layers = [layer for layers in stacks for layer in layers]
+        kinds = {config._attn_implementation for config in self.configs.values()}
+        self.attentions = own_attentions(self.layers) if kinds == {"eager"} else []
+        if not kinds <= {REPLACED, NAME} and not self.attentions:
+            raise NeedsPadding(f"its attention is {', '.join(map(str, kinds))}, not {REPLACED}")
+        if any(getattr(config, name, 0) for config in self.configs.values() for name in DROPPED):
+            raise NeedsPadding("it skips layers at random (layerdrop)")
+        if self.attentions and len(stacks) > 1:
+            raise NeedsPadding("its attention is not an attention of transformers")
+        if windows_of(self.configs.values()) and not self.attentions:
+            raise NeedsPadding("its attention has windows")
+        self.expert_configs = expert_configs(owner, [*self.configs.values()])
+        padding_free.register()
+        firsts = [0, *(len(layers) for layers in stacks[:-1])]
+        self.stacks = [Stack(layers, first, bool(self.attentions)) for layers, first in zip(stacks, firsts)]
+        if is_sharded and any(stack.bias is not None for stack in self.stacks):
+            raise NeedsPadding("its layers share a position bias, which is sharded")
+        self.plain: list[Call] = [stack.call_of(n) for stack in self.stacks for n in stack.numbers]
+        self.calls = self.plain
+        self.run: Call | None = None  # calls a layer instead of `calls`, see `capture`
+        self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
+        self.is_enabled, self.depth = True, len(self.layers)
+        self.shares = True  # compute tokens that two texts share once, in all micro-batches
+        self.last_batch: CurrentBatch | None = None
+        self.outputs: list[Any] | None = None  # of the last layer, while `check` runs
+        self.mask: Tensor | None = None  # of the last layer's output
+        self.hooks: list[Any] = []
+        self.token: Any = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.is_packed = False
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}
+        for stack in self.stacks:
+            stack.clear()
+
+    def install(self) -> None:
+        for config in self.configs.values() if not self.attentions else ():
+            config._attn_implementation = NAME
+        for config in self.expert_configs:
+            config._experts_implementation = NAME
+        replace_tables(self.owner)
+        self.hooks = [
+            self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.hooked.register_forward_hook(self._leave, always_call=True),
+        ]
+        calls = [functools.partial(self._call, stack, number) for stack in self.stacks for number in stack.numbers]
+        dispatch_layers(self.layers, calls)
+        for stack in self.stacks:
+            stack.install(self.attentions)
+
+    def remove(self) -> None:
+        for config in self.configs.values() if not self.attentions else ():
+            config._attn_implementation = REPLACED
+        for config in self.expert_configs:
+            config._experts_implementation = GROUPED
+        restore_tables(self.owner)
+        for hook in self.hooks:
+            hook.remove()
+        restore_layers(self.layers)
+        for stack in self.stacks:
+            stack.remove(self.attentions)
+        self._clear()
+
+    def capture(self, graphs_of: Callable[[list[nn.Module], list[Call]], Any]) -> list[Any]:
+        """Call the layers of each stack through `graphs_of(layers, calls)`, which captures them as CUDA graphs, and return these."""
+        found = [graphs_of(stack.layers, [self.calls[number] for number in stack.numbers]) for stack in self.stacks]
+        owner = {number: (graphs, stack.numbers[0]) for stack, graphs in zip(self.stacks, found) for number in stack.numbers}
+
+        def run(number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
+            graphs, first = owner[number]
+            return graphs.call(number - first, hidden, args, kwargs)
+
+        self.run, self.on_new_batch = run, lambda: [graphs.pending.clear() for graphs in found]
+        return found
+
+    @property
+    def targets(self) -> list[Any]:
+        """Return what is compiled: functions that call layers with other arguments."""
+        return [*self.plain]
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Find the rows of this call."""
+        current = current_batch()
+        is_first = current is not self.last_batch
+        if is_first:
+            self.last_batch = current
+            self.on_new_batch()
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        row = self._row(current, positions if mask is None else mask)  # rows of several texts have no mask
+        rows = self._rows(current, row, kwargs) if row is not None else []
+        if self._is_checkpointed() and self.stacks[0].at is not None and not is_first:
+            raise RuntimeError(
+                "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
+                "Add --padding_free off."
+            )
+        self._clear()
+        for stack, of_stack in zip(self.stacks, rows):
+            stack.row = of_stack
+        self.is_packed = bool(rows)
+        self.token = is_active.set(self.is_packed)
+        # Otherwise transformers looks for texts in the positions, and waits for the GPU.
+        return (args, {**kwargs, "attention_mask": row.mask}) if rows and mask is None else None
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.token is not None:
+            is_active.reset(self.token)
+            self.token = None
+        if not self._is_checkpointed():
+            self._clear()
+
+    def _is_checkpointed(self) -> bool:
+        """Return whether layers are called again in the backward pass, after the call of the model, and need the same `at`."""
+        return torch.is_grad_enabled() and any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
+
+    def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
+        """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
+        row = padding_free.row_of(current, self.shares) if self.is_enabled else None
+        return None if row is None else padding_free.row_of_call(row, given)
+
+    def _rows(self, current: CurrentBatch, row: Row, given: dict[str, Any]) -> list[Row]:
+        """Return the row of each stack, or [] if that of the decoder is not known.
+
+        A decoder that generates gets the tokens before its labels, so its row ends with the last label of each text. One that
+        classifies gets the tokens of its encoder.
+        """
+        if len(self.stacks) == 1:
+            return [row]
+        if row.positions is not None or row.shared is not None or given.get("decoder_attention_mask") is not None:
+            return []
+        grain, more = (64, padding_free.rounded_up) if row.mask.is_cuda else (1, int)
+        used, mask, longest = current.batch.sizes.tokens, row.mask, row.longest
+        if self.owner.get_output_embeddings() is not None:
+            labels, ids = current.batch.get("labels"), given.get("decoder_input_ids")
+            ids = given.get("labels") if ids is None else ids
+            if labels is None or labels.ndim != 2 or ids is None or ids.shape != labels.shape:
+                return []
+            mask, used = (labels != -100).flip(1).cumsum(1).flip(1) > 0, current.batch.sizes.until
+            longest = 1 << max(0, labels.shape[1] - 1).bit_length() if mask.is_cuda else labels.shape[1]
+        elif given.get("decoder_input_ids") is not None:
+            return []
+        # One more, so that the unused end of each row has queries and keys. Rows of equal lengths could not be told apart.
+        source = row._replace(tokens=more(current.batch.sizes.tokens + 1))
+        tokens = more(used + 1)
+        tokens += grain if tokens == source.tokens else 0
+        longest = max(longest, padding_free.grain_of(tokens) + grain)
+        return [source, Row(mask, tokens, longest)]
+
+    def _segments(self, stack: Stack, hidden: Tensor) -> Segments:
+        if stack.at is None:  # in the first layer, because the autocast type is known only inside the forward pass
+            kind = hidden.device.type
+            narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+            is_narrow = narrow in (torch.bfloat16, torch.float16) and not self.attentions
+            stack.at = padding_free.segments_of(stack.row, is_narrow and self._has_flash(hidden.device))
+            if stack is not self.stacks[0]:
+                stack.at = stack.at._replace(source=self.stacks[0].at)
+            self.mask = stack.at.mask.view(stack.at.shape)
+        return stack.at
+
+    def _has_flash(self, device: torch.device) -> bool:
+        return device.type == "cuda" and flash_size(next(iter(self.configs.values())), device) > 0
+
+    def _call(self, stack: Stack, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients and outside of the model's call, the micro-batch of the last checkpointed call is over: `generate`
+        # calls an encoder alone.
+        is_packed = self.is_packed and (is_active.get() or torch.is_grad_enabled())
+        at = self._segments(stack, hidden_states) if is_packed else None
+        if at is None:
+            out = stack.originals[number - stack.numbers[0]](hidden_states, *args, **kwargs)
+        else:
+            hidden, given = self._shared_arguments(stack, number, hidden_states, args, kwargs)
+            current = current_batch()
+            in_plain_order = current is not None and current.in_plain_order
+            if self.run is not None and not in_plain_order and torch.is_grad_enabled():
+                out = self.run(number, hidden, (), given)
+            else:  # compiled layers have another order of gradients, and an evaluation is not worth compiling
+                uses_calls = not in_plain_order and (torch.is_grad_enabled() or self.layers[number].training)
+                out = (self.calls if uses_calls else self.plain)[number](hidden, **given)
+            out = unpack(out[:, : len(at.places)], at) if number == stack.numbers[-1] else out
+            out = (out, *[None] * (stack.outputs - 1)) if stack.outputs else out
+        if number == len(self.layers) - 1 and self.outputs is not None:
+            self.outputs.append(out)
+        return out
+
+    def _shared_arguments(
+        self, stack: Stack, number: int, hidden: Tensor, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Return the row and the arguments that all layers of a stack get, from those of its first layer."""
+        named = {**dict(zip(stack.names, args)), **kwargs}
+        rest = {name: value for name, value in named.items() if name not in (*CARRIED, *BIASES)}
+        if number != stack.numbers[0]:
+            if rest.keys() != stack.given.keys() or any(stack.given[name] is not value for name, value in rest.items()):
+                raise NeedsPadding("its layers get different arguments")
+            return hidden, stack.packed
+        at = stack.at
+        packed = rest
+        if not stack.own_attention:
+            packed = {name: self._packed(value, at) for name, value in rest.items()}
+            packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
+        hidden, lengths = stack.enter(hidden, named)
+        inside, places = at if stack.own_attention else padding_free.for_attention(at), None
+        if stack.bias is not None:  # the widths of few different padded batches, because each is captured as a CUDA graph
+            wide = F.pad(stack.row.mask, (0, -at.shape[1] % 64 if hidden.is_cuda else 0))
+            inside = padding_free.segments_of(stack.row._replace(mask=wide), at.is_flash)._replace(source=at.source)
+            places = stack.places_of_bias(inside)
+        stack.given = rest
+        stack.packed = packed | {"segments": inside, "lengths": lengths, "places": places}
+        return hidden, stack.packed
+
+    def _packed(self, value: Any, at: Segments) -> Any:
+        """Return an argument of a layer without padding. Masks and caches become None; positions are packed once for all layers."""
+        from transformers.cache_utils import Cache
+
+        if isinstance(value, tuple | list):
+            return type(value)(self._packed(part, at) for part in value)
+        if isinstance(value, Cache):
+            return None
+        if not isinstance(value, Tensor):
+            return value
+        if value.ndim >= 4:
+            if value.ndim == 4 and value.shape[1] == 1 and value.shape[-1] == at.shape[1] and not value.requires_grad:
+                return None
+            raise NeedsPadding("its layers get a tensor of four dimensions that is not a mask")
+        if value.ndim < 2 or value.shape[1] != at.shape[1] or value.shape[0] not in (1, at.shape[0]):
+            return value
+        if id(value) not in self.known:
+            self.known[id(value)] = value, pack(value, at)  # holding the value keeps its id unique
+        return self.known[id(value)][1]
+
+    def check(self, loss: Callable[[Any], Tensor], batch: Any, allowed: float) -> str:
+        """Return "" if the last layer's output and the loss are the same with and without padding, or else why not.
+
+        `allowed` is a fraction of the largest value. An out-of-memory error is raised.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        results = []
+        self.mask = None
+        try:
+            with torch.no_grad(), without_tf32():
+                for self.is_enabled in (False, True):
+                    self.outputs = []
+                    with CurrentBatch(batch):
+                        value = float(loss(batch))
+                    if not self.outputs:
+                        return "its last layer is not called"
+                    last = self.outputs[-1]
+                    out = last[0] if isinstance(last, tuple) else last
+                    results.append((value, out.float()))
+            if self.mask is None:
+                return "its attention mask is not the mask of the batch"
+        except torch.OutOfMemoryError:
+            raise
+        except NeedsPadding as error:
+            return str(error)
+        except Exception as error:  # of many kinds: layers with other outputs, indices out of range
+            return (
+                f"its layers cannot compute without padding ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
+                    :200
+                ]
+            )
+        finally:
+            self.is_enabled, self.outputs = True, None
+            self._clear()
+            self.model.train(was_training)
+        (padded, before), (packed, after) = results
+        before, after = before[self.mask], after[self.mask]
+        of_tokens = (before - after).abs().amax(-1)
+        # Rounding in half precision sends a few tokens to other experts, whose results differ.
+        largest = of_tokens.quantile(0.9) if self.expert_configs and allowed > 1e-3 else of_tokens.max()
+        apart = float(largest / before.abs().max().clamp(min=1e-12))
+        if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
+            return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
+        return ""
