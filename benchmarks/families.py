@@ -25,7 +25,7 @@ from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
 
 MODES = {"padded": ("off", "off"), "padding-free": ("on", "off"), "graphs": ("auto", "graphs"), "compiled": ("auto", "on")}
-SEQ2SEQ, CLASSES = ("bart", "t5"), ("modernbert", "deberta", "vit")
+SEQ2SEQ, CLASSES = ("bart", "t5"), ("bert", "modernbert", "deberta", "vit")
 VOCABULARY = 32_000
 
 
@@ -41,7 +41,14 @@ def shapes(tiny: bool) -> dict[str, Callable[[], Any]]:
     t5 = {"num_layers": layers, "num_heads": heads, "d_kv": size // heads, "d_ff": inner}
     deberta = {"relative_attention": True, "position_buckets": 256, "pos_att_type": ["c2p", "p2c"], "norm_rel_ebd": "layer_norm",
                "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0}  # fmt: skip
+    linear = {"linear_num_value_heads": heads, "linear_num_key_heads": heads, "linear_key_head_dim": size // heads}
+    linear |= {"linear_value_head_dim": size // heads, "head_dim": size // heads, "num_key_value_heads": heads // 2}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": inner // 4}
     return {
+        "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**text)),
+        "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**text, num_key_value_heads=heads // 2, head_dim=size // heads)),
+        "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**text, **linear)),
+        "gpt-oss": lambda: hf.GptOssForCausalLM(hf.GptOssConfig(**text | half | experts)),
         "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**text, **half)),
         "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**text, **half)),
         "mixtral": lambda: hf.MixtralForCausalLM(
