@@ -123,8 +123,9 @@ def _options(cls: type, names: list[str]) -> str:
     types, properties, defaults = typing.get_type_hints(cls), properties_of(cls), _defaults(cls)
     rows = []
     for name in names:
-        least = properties[name].at_least
-        value = _value(types[name]) + (f" ≥ {least:g}" if least is not None else "")
+        found = properties[name]
+        limits = {"≥": found.at_least, ">": found.above, "<": found.below}
+        value = _value(types[name]) + "".join(f" {sign} {limit:g}" for sign, limit in limits.items() if limit is not None)
         rows.append((_name(name, properties[name]), value, _code(defaults[name]), mark(properties[name].help)))
     return table(("option", "value", "default", "meaning"), rows)
 
