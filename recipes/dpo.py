@@ -38,7 +38,6 @@ class Task:
 
     def __init__(self, cfg: Config, accelerator):
         self.cfg, self.accelerator = cfg, accelerator
-        cfg.choose_beta()
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, self.model_class)

@@ -31,7 +31,7 @@ class Config(PairConfig):
     )  # fmt: skip
     global_batch_size: int = option(8, "pairs per optimizer step, over all ranks; the result depends on it")
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
-    loss, label_column, learns_labels = "reward", "", False  # what `dpo` has as options
+    loss, label_column = "reward", ""  # what `dpo` has as options
 
     def validate(self):
         super().validate()

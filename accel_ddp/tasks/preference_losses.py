@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from accel_ddp.config.chat_options import PairConfig
-from accel_ddp.config.choices import choose
 from accel_ddp.config.options import option
 from accel_ddp.errors import UserError
 
@@ -134,39 +133,18 @@ def compute(
     return losses, rewards.detach()
 
 
-def find_loss(word: str) -> str:
-    """Return the loss of this name, here or in another toolkit, or ""."""
-    return next((name for name, one in LOSSES.items() if word in (name, *one.also)), "")
-
-
-def users_of(name: str) -> list[str]:
-    """Return the losses that have this option."""
-    return [loss for loss, one in LOSSES.items() if name in one.options]
-
-
 REFERENCE_FREE = [name for name, one in LOSSES.items() if not one.has_reference]
-LABELED = next(name for name, one in LOSSES.items() if one.learns_labels)
+LABELED = [name for name, one in LOSSES.items() if one.learns_labels]
+USERS = {name: [loss for loss, one in LOSSES.items() if name in one.options] for one in LOSSES.values() for name in one.options}
 _BETAS = ", ".join(["0.1", *(f"{name} {one.beta:g}" for name, one in LOSSES.items() if one.beta != Loss.beta)])
-_OPTIONS = {name: made for one in LOSSES.values() for name, made in one.options.items()}
-
-
-def _declare(name: str, made: Any) -> tuple[str, type, Any]:
-    """Return the field of an option, whose help begins with the losses that have it."""
-    facts = {"group": "training", **made.metadata, "help": f"{', '.join(users_of(name))}: {made.metadata['help']}"}
-    return name, type(made.default), field(default=made.default, metadata=facts)
-
-
-_Own: Any = make_dataclass(
-    "_Own", [_declare(*one) for one in _OPTIONS.items()], bases=(PairConfig,), kw_only=True, namespace={"__module__": __name__}
-)
 
 
 @dataclass(kw_only=True)
-class LossConfig(_Own):
-    """The options of all losses, and their checks."""
+class _LossConfig(PairConfig):
+    """The options that all losses share, and the checks."""
 
     loss: Literal[tuple(LOSSES)] = option(  # type: ignore[valid-type]
-        "dpo", f"{' and '.join(REFERENCE_FREE)} need no reference model; {LABELED} learns from single answers with a label",
+        "dpo", f"without a reference model: {', '.join(REFERENCE_FREE)}; from single answers with a label: {', '.join(LABELED)}",
         group="training", also=("loss_type", "pref_loss"),
     )  # fmt: skip
     beta: float | Literal["auto"] = option(
@@ -187,25 +165,17 @@ class LossConfig(_Own):
     def has_reference(self) -> bool:
         return LOSSES[self.loss].has_reference
 
-    @property
-    def learns_labels(self) -> bool:
-        return LOSSES[self.loss].learns_labels
-
     def lr_part(self) -> tuple[float, str]:
         """Return the part of the learning rate of `sft` that this loss needs, and the reason."""
         return LOSSES[self.loss].lr_part, f"--loss {self.loss}"
 
-    def choose_beta(self) -> None:
-        """Set `--beta auto`."""
-        if self.beta == "auto":
-            choose(self, "beta", LOSSES[self.loss].beta, f"usual for --loss {self.loss}")
-
     def validate(self) -> None:
         super().validate()
-        for name in _OPTIONS:
-            if (value := getattr(self, name)) != getattr(type(self), name) and self.loss not in users_of(name):
-                losses = " and ".join(users_of(name))
-                raise UserError(f"--{name} {value}: is an option of --loss {losses}, not of {self.loss}. Leave it out.")
+        for name, losses in USERS.items():
+            if (value := getattr(self, name)) != getattr(type(self), name) and self.loss not in losses:
+                raise UserError(
+                    f"--{name} {value}: is an option of --loss {' and '.join(losses)}, not of {self.loss}. Leave it out."
+                )
         if self.reference != "auto" and not self.has_reference and not self.evaluate_only:
             raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
         if self.evaluate_only == self.model and self.has_reference:
@@ -215,3 +185,16 @@ class LossConfig(_Own):
             )
         if self.reference == "adapters" and not self.lora_r:
             raise UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
+
+
+def _declare(name: str) -> tuple[str, type, Any]:
+    """Return the field of an option, whose help begins with the losses that have it."""
+    made = LOSSES[USERS[name][0]].options[name]
+    facts = {"group": "training", **made.metadata, "help": f"{', '.join(USERS[name])}: {made.metadata['help']}"}
+    return name, type(made.default), field(default=made.default, metadata=facts)
+
+
+# The options of the recipe `dpo`: these, and those of each loss.
+LossConfig: Any = make_dataclass(
+    "LossConfig", map(_declare, USERS), bases=(_LossConfig,), kw_only=True, namespace={"__module__": __name__}
+)

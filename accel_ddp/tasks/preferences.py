@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.config.choices import choose
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.process import links
@@ -27,7 +28,7 @@ from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
 from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
-from accel_ddp.tasks.preference_losses import compute
+from accel_ddp.tasks.preference_losses import LABELED, LOSSES, compute
 from accel_ddp.tasks.reference import COLUMN
 from accel_ddp.training.losses import CurrentBatch, next_tokens
 from accel_ddp.training.stream import CountingCollate, with_sizes
@@ -51,7 +52,7 @@ class Preferences(chat.Format):
     kept = ("input_ids", "labels", "good")
 
     def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
-        self.loss, self.learns_labels = cfg.loss, cfg.learns_labels
+        self.loss, self.learns_labels = cfg.loss, cfg.loss in LABELED
         self.prompts, self.answers, self.label = choose_preference_columns(rows, cfg)
         if self.learns_labels and not self.label:
             log.info(f"--loss {self.loss}: each pair becomes two rows: {self.answers[0]} is desirable, {self.answers[1]} is not")
@@ -216,17 +217,15 @@ class TextLogps:
         self.head = head
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        if "other" not in batch:
-            return self.of_texts(model, batch).view(-1, 2)
-        return torch.stack([self.of_texts(model, batch), self.of_others(model, batch)], 1)
+        own = self.of_texts(model, batch)
+        return torch.stack([own, self.of_others(model, batch)], 1) if "other" in batch else own.view(-1, 2)
 
     def of_texts(self, model: nn.Module, batch: Any) -> Tensor:
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
         return self.head.row_logps(model, inputs, next_tokens(batch["labels"]), batch)
 
     def of_others(self, model: nn.Module, batch: Any) -> Tensor:
-        other = with_sizes(batch["other"])
-        with CurrentBatch(other):
+        with CurrentBatch(other := with_sizes(batch["other"])):
             return self.of_texts(model, other)
 
 
@@ -327,8 +326,10 @@ class LabelLoss(PairLoss):
 
 
 def build_loss(cfg: Any, logps: TextLogps, reference: LogpsOf | None = None) -> PairLoss:
-    """Return the loss of `--loss`, for pairs or for labeled answers."""
-    return (LabelLoss if cfg.learns_labels else PairLoss)(cfg, logps, reference)
+    """Return the loss of `--loss`, for pairs or for labeled answers. `--beta auto` is set here."""
+    if cfg.beta == "auto":
+        choose(cfg, "beta", LOSSES[cfg.loss].beta, f"usual for --loss {cfg.loss}")
+    return (LabelLoss if cfg.loss in LABELED else PairLoss)(cfg, logps, reference)
 
 
 def make_tables(rows: dict[str, np.ndarray], number: int, decode: Callable[[list[int], int], list[str]]) -> dict[str, Table]:
