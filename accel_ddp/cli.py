@@ -208,8 +208,8 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
         for word in [*near, *words[:1]]:
             loss = next((name for name, one in LOSSES.items() if word in (name, *one.also)), "")
             if loss or word in ("cpo", "prefer", "preferences", "rlhf"):
-                option = f" --loss {loss}" if loss else ""
-                raise UserError(f"{word!r} is not a recipe. Preferences are learned by `accel-ddp run dpo{option}`.")
+                more = f" --loss {loss}" if loss else ""
+                raise UserError(f"{word!r} is not a recipe. Preferences are learned by `accel-ddp run dpo{more}`.")
             if not word.startswith("-"):
                 recipe_files.recipe_path(word)  # raises UserError with the nearest name
         raise UserError(f"accel-ddp run needs a recipe, for example `accel-ddp run classify`. Recipes are: {', '.join(names)}.")

@@ -55,13 +55,13 @@ def formula(cfg, s, r, n, good=None, z=0.0):
 
 @pytest.mark.parametrize(
     "given",
-    [{"loss": "dpo"}, {"loss": "dpo", "label_smoothing": 0.2}, {"loss": "dpo", "sft_weight": 0.7}, {"loss": "ipo"}, {"loss": "orpo"},
-     {"loss": "simpo"}, {"loss": "kto"}, {"loss": "kto", "sft_weight": 0.7}],
+    [*({"loss": name} for name in preference_losses.LOSSES), {"loss": "dpo", "label_smoothing": 0.2},
+     {"loss": "dpo", "sft_weight": 0.7}, {"loss": "kto", "sft_weight": 0.7}],
     ids=lambda given: " ".join(map(str, given.values())),
 )  # fmt: skip
 def test_a_loss_and_its_gradient_are_the_formula_of_the_paper(given):
     torch.manual_seed(0)
-    cfg, number, is_kto = options(**given), 7, given["loss"] == "kto"
+    cfg, number, is_kto = options(**given), 7, given["loss"] in preference_losses.LABELED
     shape = (number,) if is_kto else (number, 2)
     tokens = torch.randint(1, 9, shape)
     policy = (-torch.rand(shape, dtype=torch.float64) * tokens).requires_grad_()
