@@ -10,6 +10,7 @@ micro-batches. The losses are a table in accel_ddp/tasks/preference_losses.py. d
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import accel_ddp
 from accel_ddp.config.options import option
@@ -20,8 +21,28 @@ from accel_ddp.tasks.preference_losses import LossConfig
 @dataclass(kw_only=True)
 class Config(LossConfig):
     messages_column: str = option("", "kto: column of chats, whose last answer has the label; default: messages or conversations")
+    lr: float | Literal["auto"] = option(
+        "auto", "peak learning rate; auto: by the size of the model, --lora_r and --loss", legacy="auto"
+    )
+    reference: Literal["auto", "stored", "adapters", "copy"] = option(
+        "auto", "log-probabilities of the untrained model: stored (computed once before training, and cached), adapters (the model "
+        "without its new adapters, in every step), copy (with a copy of the trained weights); auto: stored, if training reads all "
+        "rows", group="training", legacy="auto", affects_result=False,
+    )  # fmt: skip
     dropout: bool = option(False, "use dropout; off: the loss starts at its value for equal models")
     global_batch_size: int = option(32, "pairs (kto: answers) per optimizer step, over all ranks; the result depends on it")
+
+    def validate(self):
+        super().validate()
+        if self.reference != "auto" and not self.has_reference and not self.evaluate_only:
+            raise accel_ddp.UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
+        if self.evaluate_only == self.model and self.has_reference:
+            raise accel_ddp.UserError(
+                f"--loss {self.loss}: compares a model with its state before training, which {self.model} does not contain. Evaluate "
+                "the run or a checkpoint of it, or add --loss simpo, which needs no reference."
+            )
+        if self.reference == "adapters" and not self.lora_r:
+            raise accel_ddp.UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
 
     def check_columns(self, *tables):
         accel_ddp.chat_rows.choose_preference_columns(tables[0], self)

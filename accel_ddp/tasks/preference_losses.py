@@ -151,14 +151,6 @@ class _LossConfig(PairConfig):
         "auto", f"strength: how much rewards count (orpo: weight of the odds ratio); auto: {_BETAS}", group="training", above=0,
         legacy="auto", also=("pref_beta", "orpo_alpha", "rl_beta"),
     )  # fmt: skip
-    lr: float | Literal["auto"] = option(
-        "auto", "peak learning rate; auto: by the size of the model, --lora_r and --loss", legacy="auto"
-    )
-    reference: Literal["auto", "stored", "adapters", "copy"] = option(
-        "auto", "log-probabilities of the untrained model: stored (computed once before training, and cached), adapters (the model "
-        "without its new adapters, in every step), copy (with a copy of the trained weights); auto: stored, if training reads all "
-        "rows", group="training", legacy="auto", affects_result=False,
-    )  # fmt: skip
     losses = LOSSES  # for `accel-ddp convert`
 
     @property
@@ -176,15 +168,6 @@ class _LossConfig(PairConfig):
                 raise UserError(
                     f"--{name} {value}: is an option of --loss {' and '.join(losses)}, not of {self.loss}. Leave it out."
                 )
-        if self.reference != "auto" and not self.has_reference and not self.evaluate_only:
-            raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
-        if self.evaluate_only == self.model and self.has_reference:
-            raise UserError(
-                f"--loss {self.loss}: compares a model with its state before training, which {self.model} does not contain. Evaluate "
-                f"the run or a checkpoint of it, or add --loss {REFERENCE_FREE[-1]}, which needs no reference."
-            )
-        if self.reference == "adapters" and not self.lora_r:
-            raise UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
 
 
 def _declare(name: str) -> tuple[str, type, Any]:
