@@ -20,6 +20,7 @@ from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import TYPED, launch_options, parse_accelerate_command, stated_precision
 from accel_ddp.nodes.spawn import MODULE
 from accel_ddp.records.redaction import redact_command
+from accel_ddp.tasks.preference_losses import LOSSES
 from accel_ddp.text import counted, did_you_mean, nearest, table
 from accel_ddp.words import find_options, name_of, script_at, without
 
@@ -205,6 +206,10 @@ def split_run(words: list[str]) -> tuple[list[str], str, list[str]]:
     if at == len(words):
         near = [word for word in words if not word.startswith("-") and nearest(word, names)]
         for word in [*near, *words[:1]]:
+            loss = next((name for name, one in LOSSES.items() if word in (name, *one.also)), "")
+            if loss or word in ("cpo", "prefer", "preferences", "rlhf"):
+                more = f" --loss {loss}" if loss else ""
+                raise UserError(f"{word!r} is not a recipe. Preferences are learned by `accel-ddp run dpo{more}`.")
             if not word.startswith("-"):
                 recipe_files.recipe_path(word)  # raises UserError with the nearest name
         raise UserError(f"accel-ddp run needs a recipe, for example `accel-ddp run classify`. Recipes are: {', '.join(names)}.")

@@ -84,7 +84,12 @@ class Task:
         cfg.texts_per_item = int(accel_ddp.stream.count_tokens(train_rows, ("relevance",)).max())
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, (train_rows, eval_rows))
         with accel_ddp.together("load the model"):
-            self.model = build_model(cfg, accelerator, self.processor, self.loss)
+            is_binary = self.loss == "binary"
+            head = {"num_labels": 1, "problem_type": "multi_label_classification" if is_binary else "regression"}
+            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
+            self.model.config.sentence_transformers = {  # what CrossEncoder applies to the score
+                "activation_fn": f"torch.nn.{'Sigmoid' if is_binary else 'Identity'}"
+            }
         self.more_files = self.form.files
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
@@ -154,23 +159,6 @@ def build_data(cfg: Config, tokenizer):
     usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     accel_ddp.ranking.report_queries(usable[1], None if cfg.evaluate_only else usable[0])
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]), form, loss)
-
-
-def build_model(cfg: Config, accelerator, tokenizer, loss):
-    from transformers import AutoModelForSequenceClassification
-
-    head = {"num_labels": 1, "problem_type": "multi_label_classification" if loss == "binary" else "regression"}
-    model = accel_ddp.models.load(
-        AutoModelForSequenceClassification,
-        cfg,
-        tokenizer,
-        **head,
-        pad_token_id=tokenizer.pad_token_id,
-        ignore_mismatched_sizes=True,
-    )  # a head for other labels is replaced
-    activation = "Sigmoid" if loss == "binary" else "Identity"  # what CrossEncoder applies to the score
-    model.config.sentence_transformers = {"activation_fn": f"torch.nn.{activation}"}
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_CLS")
 
 
 def main(cfg: Config):

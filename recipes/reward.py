@@ -13,19 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.chat_options import ChatConfig
+from accel_ddp.config.chat_options import PairConfig
 from accel_ddp.config.options import option
 from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
-class Config(ChatConfig):
-    dataset: str = "builtin:preferences"
-    prompt_column: str = option(
-        "", "column of prompts; default: prompt, instruction or question; chats may include their prompts"
-    )
-    chosen_column: str = option("chosen", "column of the better answers", group="data")
-    rejected_column: str = option("rejected", "column of the worse answers", group="data")
+class Config(PairConfig):
     margin_column: str = option("", "column of margins between the scores; default: margin, if there is one", group="data")
     max_length: int | Literal["auto"] = option(
         "auto",
@@ -35,14 +29,9 @@ class Config(ChatConfig):
         0.0, "weight of (s_chosen + s_rejected)^2, which keeps scores around 0; 0.01 is usual", group="training", at_least=0,
         also=("center_rewards_coefficient",),
     )  # fmt: skip
-    epochs: float = 1.0
     global_batch_size: int = option(8, "pairs per optimizer step, over all ranks; the result depends on it")
-    lr: float | Literal["auto"] = option("auto", "peak learning rate; auto: by the size of the model and --lora_r", legacy="auto")
-    warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
-    # What `sft` and `dpo` have as options.
-    train_on_prompts, train_on, packing, loss, label_column = False, "all", "off", "reward", ""
-    texts_per_item = 2  # for the estimate of memory
+    loss, label_column = "reward", ""  # what `dpo` has as options
 
     def validate(self):
         super().validate()
@@ -75,7 +64,10 @@ class Task:
             facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
         with accel_ddp.together("load the model"):
-            self.model = build_model(cfg, accelerator, self.processor)
+            head = {"num_labels": 1, "problem_type": "regression"}
+            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
+            # The model finds the last token of a text by it. It is exported, so that others read the same score.
+            self.model.config.get_text_config().pad_token_id = self.processor.pad_token_id
         train_rows, self.eval_rows = rows
         collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
         self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
@@ -138,19 +130,8 @@ def build_data(cfg: Config, tokenizer, today):
     """Return rows with `input_ids` of the chosen and the rejected answer and `margin`, and the first chosen answer with its prompt."""
     tables = accel_ddp.data.load_rows(cfg)
     form = accel_ddp.ranking.RewardPairs(tables[0], tokenizer, cfg, today)
-    encoded = form.encode_tables(tables, cfg)
-    usable = form.finish(encoded, cfg)
+    usable = form.finish(form.encode_tables(tables, cfg), cfg)
     return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]), usable[1])
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModelForSequenceClassification
-
-    head = {"num_labels": 1, "problem_type": "regression", "pad_token_id": tokenizer.pad_token_id}
-    model = accel_ddp.models.load(AutoModelForSequenceClassification, cfg, tokenizer, **head, ignore_mismatched_sizes=True)
-    # The model finds the last token of a text by it. It is exported, so that others read the same score.
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_CLS")
 
 
 def main(cfg: Config):

@@ -89,7 +89,7 @@ class Task:
         share_rows = form.kind == "texts" and not cfg.streaming
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:
-            self.model = build_model(cfg, accelerator, self.processor)
+            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor)
             accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
             if share_rows:
                 rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
@@ -155,15 +155,6 @@ def inputs_of(batch):
     """Return what the model is given. The documents of packed rows are found by their positions, if there is no mask."""
     where = "position_ids" if "position_ids" in batch else "attention_mask"
     return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModelForCausalLM
-
-    model = accel_ddp.models.load(AutoModelForCausalLM, cfg, tokenizer)
-    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="CAUSAL_LM")
-    accel_ddp.model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
-    return model
 
 
 def main(cfg: Config):

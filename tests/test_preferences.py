@@ -14,7 +14,7 @@ import torch
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.sources.data import with_row_numbers
-from accel_ddp.tasks import preferences
+from accel_ddp.tasks import preference_losses, preferences
 from accel_ddp.training.losses import checked, numbers_of
 from accel_ddp.training.update import _Numbers
 from tests.conftest import PROGRAMS, ROOT, run_ranks
@@ -55,29 +55,29 @@ def formula(cfg, s, r, n, good=None, z=0.0):
 
 @pytest.mark.parametrize(
     "given",
-    [{"loss": "dpo"}, {"loss": "dpo", "label_smoothing": 0.2}, {"loss": "dpo", "sft_weight": 0.7}, {"loss": "ipo"}, {"loss": "orpo"},
-     {"loss": "simpo"}, {"loss": "kto"}, {"loss": "kto", "sft_weight": 0.7}],
+    [*({"loss": name} for name in preference_losses.LOSSES), {"loss": "dpo", "label_smoothing": 0.2},
+     {"loss": "dpo", "sft_weight": 0.7}, {"loss": "kto", "sft_weight": 0.7}],
     ids=lambda given: " ".join(map(str, given.values())),
 )  # fmt: skip
 def test_a_loss_and_its_gradient_are_the_formula_of_the_paper(given):
     torch.manual_seed(0)
-    cfg, number, is_kto = options(**given), 7, given["loss"] == "kto"
+    cfg, number, is_kto = options(**given), 7, given["loss"] in preference_losses.LABELED
     shape = (number,) if is_kto else (number, 2)
     tokens = torch.randint(1, 9, shape)
     policy = (-torch.rand(shape, dtype=torch.float64) * tokens).requires_grad_()
     reference, good, z = policy.detach() + torch.randn(shape, dtype=torch.float64), torch.arange(number) % 2, 0.37
     if is_kto:
-        losses, rewards = preferences.kto_losses(cfg, policy, reference, tokens, good, z)
+        losses, rewards = preference_losses.compute(cfg, policy, reference, tokens, good, z)
         more = [(good[i], z) for i in range(number)]
     else:
-        used = None if cfg.loss in ("orpo", "simpo") else reference
-        losses, rewards = preferences.pair_losses(cfg, policy, used, tokens)
+        used = None if cfg.loss in preference_losses.REFERENCE_FREE else reference
+        losses, rewards = preference_losses.compute(cfg, policy, used, tokens)
         more = [()] * number
     expected = torch.stack([formula(cfg, policy[i], reference[i], tokens[i], *more[i]) for i in range(number)])
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     found, wanted = (torch.autograd.grad(some.sum(), policy)[0] for some in (losses, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-    scale = policy.detach() / tokens if cfg.loss in ("orpo", "simpo") else (policy - reference).detach()
+    scale = policy.detach() / tokens if cfg.loss in preference_losses.REFERENCE_FREE else (policy - reference).detach()
     torch.testing.assert_close(rewards, cfg.beta * scale)
 
 
@@ -89,7 +89,7 @@ def test_the_numbers_of_a_step_are_those_counted_by_hand():
         "logps/chosen": -9, "logps/rejected": -12,
     }  # fmt: skip
     good = torch.tensor([1, 0, 0, 1])
-    found = preferences.kto_numbers(torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([0.6, 0.4, 0.5, 0.1]), good, 0.5)
+    found = preferences.label_numbers(torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([0.6, 0.4, 0.5, 0.1]), good, 0.5)
     assert found["rewards/accuracies"] == (2, 4), "the third reward is at the threshold"
     assert [tuple(map(float, found[name])) for name in ("rewards/chosen", "logps/rejected")] == [
         (pytest.approx(0.7), 2), (-5, 2)
@@ -98,7 +98,7 @@ def test_the_numbers_of_a_step_are_those_counted_by_hand():
 
 def test_the_probability_of_a_certain_answer_has_a_finite_gradient():
     policy = torch.zeros(1, 2, requires_grad=True)
-    losses, _ = preferences.pair_losses(options(loss="orpo"), policy, None, torch.ones(1, 2))
+    losses, _ = preference_losses.compute(options(loss="orpo"), policy, None, torch.ones(1, 2))
     assert torch.autograd.grad(checked(losses.sum()), policy)[0].isfinite().all()
 
 
@@ -397,7 +397,7 @@ def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file
     def dpo(model):
         with torch.no_grad():
             other = before(reference, batch)
-        return preferences.pair_losses(options(loss="dpo"), logps(model, batch), other, preferences.answer_tokens(batch))[
+        return preference_losses.compute(options(loss="dpo"), logps(model, batch), other, preferences.answer_tokens(batch))[
             0
         ].mean()
 
@@ -415,7 +415,7 @@ def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file
             return before(reference, batch)
 
     def kto(model):
-        loss = preferences.KtoLoss(options(loss="kto"), logps, old).for_step(Accelerator(cpu=True), model, [batch], 0)
+        loss = preferences.LabelLoss(options(loss="kto"), logps, old).for_step(Accelerator(cpu=True), model, [batch], 0)
         found, numbers = loss(model, batch)
         assert numbers["kl"] > 0
         return found / 6
@@ -436,8 +436,8 @@ def test_orpo_and_simpo_are_those_of_trl():
     cfg = options(loss="simpo", accelerator=SimpleNamespace(device="cpu"), alpha=0.0, loss_type="simpo", simpo_gamma=0.4)
     means, orpo = (policy / tokens).unbind(1), options(loss="orpo")
     for theirs, ours in (
-        (CPOTrainer.cpo_loss(cfg, *means)[0], preferences.pair_losses(cfg, policy, None, tokens)[0]),
-        (-ORPOTrainer.odds_ratio_loss(cfg, *means)[0], preferences.pair_losses(orpo, policy, None, tokens)[0] + means[0]),
+        (CPOTrainer.cpo_loss(cfg, *means)[0], preference_losses.compute(cfg, policy, None, tokens)[0]),
+        (-ORPOTrainer.odds_ratio_loss(cfg, *means)[0], preference_losses.compute(orpo, policy, None, tokens)[0] + means[0]),
     ):  # fmt: skip
         torch.testing.assert_close(ours, theirs)
         torch.testing.assert_close(*(torch.autograd.grad(some.sum(), policy, retain_graph=True)[0] for some in (ours, theirs)))

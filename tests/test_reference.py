@@ -44,7 +44,8 @@ def collate(rows):
     mask = pad([torch.ones_like(ids) for ids in texts])
     labels = torch.where(mask.bool(), pad(texts), -100)
     labels[:, :2] = -100
-    return {"input_ids": pad(texts), "attention_mask": mask, "labels": labels}
+    more = {name: torch.tensor([row[name] for row in rows]) for name in (reference.COLUMN,) if name in rows[0]}
+    return {"input_ids": pad(texts), "attention_mask": mask, "labels": labels, **more}
 
 
 class Setup:
@@ -76,11 +77,11 @@ class Setup:
         with torch.no_grad():
             for p in trained:
                 p.add_(torch.randn_like(p))
-        train = TrainBatches(made.rows[part], made.collate)
+        train = TrainBatches(made.rows[part], collate)
         batch = train.batch_of(list(range(len(made.rows[part]))), self.accelerator, self.cfg)
         with CurrentBatch(batch), torch.no_grad():
             before = self.logps(self.model, batch)
-            found = made.logps(self.model, batch)
+            found = made(self.model, batch)
             assert torch.equal(self.logps(self.model, batch), before), "the trained model has changed"
         assert [p for p in self.model.parameters() if p.requires_grad] == trained
         assert float((found - before).abs().min()) > 1e-3

@@ -41,3 +41,20 @@ class ChatConfig(RecipeConfig):
     def validate(self) -> None:
         super().validate()
         check_template(self.chat_template)
+
+
+@dataclass(kw_only=True)
+class PairConfig(ChatConfig):
+    """How rows with a chosen and a rejected answer are read and learned."""
+
+    dataset: str = "builtin:preferences"
+    prompt_column: str = option(
+        "", "column of prompts; default: prompt, instruction, question or conversations; chats may include their prompts"
+    )
+    chosen_column: str = option("chosen", "column of the better answers", group="data")
+    rejected_column: str = option("rejected", "column of the worse answers", group="data")
+    epochs: float = 1.0
+    lr: float | Literal["auto"] = option("auto", "peak learning rate; auto: by the size of the model and --lora_r", legacy="auto")
+    warmup_ratio: float = 0.1
+    train_on_prompts, train_on, packing = False, "all", "off"  # what `sft` has as options
+    texts_per_item = 2  # for the estimate of memory

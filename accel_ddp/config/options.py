@@ -36,8 +36,20 @@ class Properties:
     affects_result: bool = True  # a resumed run must keep the value; False: it changes only rounding or dropout masks
     per_node: bool = False  # nodes may have different values
     at_least: float | None = None
+    above: float | None = None
+    below: float | None = None
     legacy: Any = None  # the value of runs that are older than the option, or than its default `auto`; None: the default
     also: tuple[str, ...] = ()  # names that users of other toolkits type; OTHER_NAMES has those of the options of every run
+
+    def exceeded(self, value: Any) -> str:
+        """Return the limit that a number exceeds, as the end of "must be", or "". NaN exceeds each."""
+        if not isinstance(value, int | float):
+            return ""
+        if self.at_least is not None and not value >= self.at_least:
+            return f"{self.at_least} or more"
+        if self.above is not None and not value > self.above:
+            return f"above {self.above:g} ({self.help})"
+        return f"below {self.below:g} ({self.help})" if self.below is not None and not value < self.below else ""
 
 
 def option(
@@ -48,6 +60,8 @@ def option(
     affects_result: bool | None = None,
     per_node: bool | None = None,
     at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     legacy: Any = None,
     also: tuple[str, ...] | None = None,
 ) -> Any:
@@ -56,7 +70,7 @@ def option(
     - `help` and `group` (a key of GROUPS) are shown by `--help`.
     - `affects_result`: whether the option changes what is learned. `--resume` then refuses another value. Default: True.
     - `per_node`: whether nodes may have different values. Default: False.
-    - `at_least`: the smallest valid number.
+    - `at_least`: the smallest valid number. `above` and `below`: limits that are no valid numbers themselves.
     - `legacy`: the value of runs from before the option existed.
     - `also`: names of the option in other toolkits, for suggestions.
     """

@@ -167,7 +167,7 @@ NO_EQUIVALENT = {
     "discopop_tau use_weighting dpo_use_weighting use_dft_loss",
     "the reference is the model before training": "ref_model ref_model_path sync_ref_model ref_model_mixup_alpha "
     "ref_model_sync_steps ref_model_adapters ref_model_quantization_bit",
-    "reinforcement learning is missing; dpo, kto, orpo, simpo and reward models are there": "trl vllm process_reward_model "
+    "reinforcement learning is missing; preference losses (dpo --loss) and reward models are there": "trl vllm process_reward_model "
     "reward_model_type ppo_epochs",
     "a run stops for a loss that is not finite, and reports one that rises": "loss_watchdog_threshold",
     "the system text comes from the rows": "default_system_message default_system drop_system_message",

@@ -63,9 +63,8 @@ class TrainConfig(RunConfig, OptimizerConfig):
             given = f"--ddp_timeout_seconds or the variable DDP_TIMEOUT_SECONDS is {TIMEOUT_VARIABLE}"
             raise UserError(f"{given}. It must be a whole number of seconds, for example 600.")
         for name, properties in properties_of(type(self)).items():
-            value = getattr(self, name)
-            if isinstance(value, int | float) and properties.at_least is not None and not value >= properties.at_least:
-                raise UserError(f"--{name} {value}: must be {properties.at_least} or more.")
+            if limit := properties.exceeded(value := getattr(self, name)):
+                raise UserError(f"--{name} {value}: must be {limit}.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
         for tokens, items in (("micro_batch_tokens", "micro_batch_size"), ("global_batch_tokens", "global_batch_size")):

@@ -12,7 +12,7 @@ from typing import Any
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.other_names import COLUMNS, ELSEWHERE, FORMATS, INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES, ROLES, USUAL
 from accel_ddp.config.train_config import TABLE_FILES
-from accel_ddp.doctor.check_options import load_recipe_config
+from accel_ddp.doctor.check_options import load_recipe, load_recipe_config
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.recipe_files import recipe_path
 from accel_ddp.text import counted, shorten
@@ -21,12 +21,11 @@ TITLES = {"axolotl": "axolotl", "llama_factory": "LLaMA-Factory"}
 # What a toolkit uses if its file does not say so, and we do not.
 DEFAULTS = {
     "axolotl": {"lr_scheduler": "cosine", "num_epochs": 1.0, "sequence_len": 512, "warmup_ratio": 0.03, "micro_batch_size": 1,
-                "rl_beta": 0.1, "cpo_alpha": 1.0},
+                "rl_beta": 0.1},
     "llama_factory": {"lr_scheduler_type": "linear", "num_train_epochs": 3.0, "cutoff_len": 2048, "warmup_ratio": 0.0,
                       "learning_rate": 5e-5, "per_device_train_batch_size": 8, "save_steps": 500, "pref_beta": 0.1},
 }  # fmt: skip
-RECIPES = {"sft": "sft", "pt": "sft", "rm": "reward", "dpo": "dpo", "kto": "dpo", "ipo": "dpo", "orpo": "dpo", "simpo": "dpo"}
-LOSSES = {"sigmoid": "dpo", "dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
+RECIPES = {"sft": "sft", "pt": "sft", "rm": "reward"}  # and the preference losses
 OPTIMIZERS = {"adamw.*8bit": "adamw8bit", "adamw": "adamw", "adafactor": "adafactor", "muon": "muon", "^sgd$": "sgd"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
 SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
@@ -80,22 +79,26 @@ class Conversion:
     def _choose_recipe(self) -> str:
         key = "stage" if self.toolkit == "llama_factory" else "rl"
         method = self.take(key) or ("rm" if self.toolkit == "axolotl" and self.take("reward_model") else "sft")
-        if method not in RECIPES or self.left.get("process_reward_model"):
+        losses = load_recipe(recipe_path("dpo")).Config.losses
+        if method not in (*RECIPES, *losses) or self.left.get("process_reward_model"):
             raise UserError(
-                f"{self.file}: {key}: {method} has no recipe here. `convert` knows {', '.join(RECIPES)}. {TITLES[self.toolkit]} "
-                "can export what it trains, and sft, dpo and reward train that model further."
+                f"{self.file}: {key}: {method} has no recipe here. `convert` knows {', '.join((*RECIPES, *losses))}. "
+                f"{TITLES[self.toolkit]} can export what it trains, and sft, dpo and reward train that model further."
             )
         self.is_text = method == "pt" or bool(self.left.get("pretraining_dataset"))
-        if RECIPES[method] == "dpo":
+        if method in losses:
             given = self.take("pref_loss", "dpo_loss_type") if method == "dpo" else method
-            loss = LOSSES.get(given[0] if isinstance(given, list) else given or "dpo")
+            word = given[0] if isinstance(given, list) else given or "dpo"
+            loss = next((name for name, one in losses.items() if word in (name, *one.also)), "")
             self.put("loss", loss or "dpo")
             if not loss:
                 self.lose("pref_loss", given, "the loss is dpo; see docs/preferences.md")
-            if loss == "simpo":  # the defaults of the others are ours
-                self.put("beta", self.take("rl_beta", "pref_beta"))
-                self.put("sft_weight", self.take("cpo_alpha") if self.toolkit == "axolotl" else None)
-        return RECIPES[method]
+            beta, usual = "rl_beta" if self.toolkit == "axolotl" else "pref_beta", losses[loss or "dpo"]
+            if usual.beta != DEFAULTS[self.toolkit][beta]:
+                self.put("beta", self.take(beta))
+            for option, (name, default) in usual.elsewhere.get(self.toolkit, {}).items():
+                self.put(option, self.left.pop(name, default))
+        return RECIPES.get(method, "dpo")
 
     def _convert_model(self) -> None:
         self.put("model", self.take("base_model", "model_name_or_path"))

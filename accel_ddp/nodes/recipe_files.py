@@ -16,8 +16,6 @@ from accel_ddp.text import did_you_mean
 from accel_ddp.words import find_options, script_at, without
 
 _PACKAGE = Path(__file__).parents[1]
-LOSSES, PREFERENCES = ("kto", "orpo", "ipo", "simpo"), ("cpo", "prefer", "preferences", "rlhf")  # words for the recipe dpo
-
 _OF_RECIPES = "recipe|model|dataset|train_file|output_dir|lr|epochs|steps|global_batch_size"  # names in no accelerate config
 
 
@@ -43,10 +41,6 @@ def recipe_path(word: str) -> Path:
         name = Path(word).stem
         hint = f"To run the recipe that comes with accel_ddp, use `{name}`." if name in recipe_names() else "Check the path."
         raise UserError(f"{word}: there is no such file. {hint}")
-    if word in (*LOSSES, *PREFERENCES) and word not in recipe_names():
-        raise UserError(
-            f"{word!r} is not a recipe. Preferences are learned by `accel-ddp run dpo{f' --loss {word}' if word in LOSSES else ''}`."
-        )
     if word not in recipe_names():
         near = did_you_mean(word, [*recipe_names(), *examples()], "{!r}")
         raise UserError(f"{word!r} is not a recipe.{near} The recipes are: {', '.join(recipe_names())}.")

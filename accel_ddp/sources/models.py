@@ -237,6 +237,22 @@ def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
     return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 
 
+LORA_TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
+
+
+def build(name: str, cfg: RecipeConfig, accelerator: Accelerator, tokenizer: Any, **options: Any) -> nn.Module:
+    """Return the model of `--model` as this class of transformers, loaded and prepared. A head for other labels is replaced."""
+    import transformers
+
+    if name != "AutoModelForCausalLM":
+        options |= {"pad_token_id": tokenizer.pad_token_id, "ignore_mismatched_sizes": True}
+    model = load(getattr(transformers, name), cfg, tokenizer, **options)
+    model = prepare(model, cfg, accelerator, lora_task=LORA_TASKS[name])
+    if name == "AutoModelForCausalLM":
+        model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    return model
+
+
 def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_task: str = "") -> nn.Module:
     """Return the model with adapters, frozen parameters, gradient checkpointing and batch norm as the options define them.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_ddp.errors import UserError
 from accel_ddp.sources.data import describe_columns, require_columns, require_types
+from accel_ddp.tasks.preference_losses import LABELED
 from accel_ddp.text import nearest
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ def _refuse_preferences(rows: "datasets.Dataset", prompt: str) -> None:
     if (bad := values & {"false", "0", "0.0"}) and values <= {*bad, "true", "1", "1.0", "none", "nan"}:
         raise UserError(
             f"The data have answers that are labeled as good or bad (column {label}), and sft would train the answers whose {label} is "
-            f"{min(bad)} too. To learn the labels, run `accel-ddp run dpo --loss kto` with the same --train_file or --dataset. If the "
-            "column means something else, name the columns to train on (--messages_column, or --prompt_column and --answer_column)."
+            f"{min(bad)} too. To learn the labels, run `accel-ddp run dpo --loss {LABELED[0]}` with the same --train_file or "
+            "--dataset. If the column means something else, name the columns to train on (--messages_column, or --prompt_column and "
+            "--answer_column)."
         )
 
 
@@ -104,18 +106,17 @@ def choose_preference_columns(rows: "datasets.Dataset", cfg: Any) -> tuple[tuple
     prompt = prompt or (messages if is_pair or not answer else "")
     more = [name for name in INPUT_COLUMNS.get(prompt, ()) if name in names and name not in (answer, *pair)]
     prompts = (prompt, *more) if prompt else ()
-    if is_pair and not (cfg.loss == "kto" and (cfg.label_column or cfg.answer_column)):
+    if is_pair and not (cfg.loss in LABELED and (cfg.label_column or cfg.answer_column)):
         require_columns({"prompt_column": prompt, "chosen_column": pair[0], "rejected_column": pair[1]}, rows)
         return prompts, pair, ""
     has_labels = label and (answer or messages)
-    if cfg.loss == "kto" and has_labels:
+    if cfg.loss in LABELED and has_labels:
         read = {"prompt_column": prompt, "answer_column": answer} if answer else {"messages_column": messages}
         require_columns({**read, "label_column": label}, rows)
         return (prompts, (answer,), label) if answer else ((messages,), (ANSWER,), label)
-    what = "labeled answers (--answer_column, --label_column) or pairs" if cfg.loss == "kto" else "pairs of answers"
-    instead = (
-        "Labeled answers are learned with --loss kto" if has_labels else "To learn chats as they are, use `accel-ddp run sft`"
-    )
+    what = "labeled answers (--answer_column, --label_column) or pairs" if cfg.loss in LABELED else "pairs of answers"
+    learned = f"Labeled answers are learned with --loss {LABELED[0]}"
+    instead = learned if has_labels else "To learn chats as they are, use `accel-ddp run sft`"
     described = describe_columns(rows, {"chosen_column": pair[0], "rejected_column": pair[1]})
     raise UserError(f"--loss {cfg.loss}: needs {what} (--chosen_column, --rejected_column). {described} {instead}.")
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.config.choices import choose
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.process import links
@@ -28,6 +28,8 @@ from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
 from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
+from accel_ddp.tasks.preference_losses import LABELED, LOSSES, compute
+from accel_ddp.tasks.reference import COLUMN
 from accel_ddp.training.losses import CurrentBatch, next_tokens
 from accel_ddp.training.stream import CountingCollate, with_sizes
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
+LogpsOf = Callable[[nn.Module, Any], Tensor]  # of a model and a micro-batch: (items, texts of an item)
 TRUE, FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
 DISTANCE = 0.382  # of the other row of KTO, as a part of the table: neither the neighbor nor the other half has the same prompt
 METRICS = {  # of an evaluation, by the names of a step
@@ -49,17 +52,17 @@ class Preferences(chat.Format):
     kept = ("input_ids", "labels", "good")
 
     def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
-        self.is_kto = cfg.loss == "kto"
+        self.loss, self.learns_labels = cfg.loss, cfg.loss in LABELED
         self.prompts, self.answers, self.label = choose_preference_columns(rows, cfg)
-        if self.is_kto and not self.label:
-            log.info(f"--loss kto: each pair becomes two rows: {self.answers[0]} is desirable, {self.answers[1]} is not")
+        if self.learns_labels and not self.label:
+            log.info(f"--loss {self.loss}: each pair becomes two rows: {self.answers[0]} is desirable, {self.answers[1]} is not")
         # What is read of a whole chat has no column of its own.
         used = [name for name in (*self.prompts, *self.answers, self.label) if name in rows.column_names]
         return "instructions", (*used,)
 
     @property
     def identity(self) -> list[Any]:
-        return [*super().identity, self.prompts, self.answers, self.label, self.is_kto]
+        return [*super().identity, self.prompts, self.answers, self.label, self.learns_labels]
 
     def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
         return chat.Format.first_prompt(self._sides()[0], rows)
@@ -84,7 +87,7 @@ class Preferences(chat.Format):
             elif not any(problems) and texts[0]["input_ids"] == texts[1]["input_ids"]:
                 problems = [f"its {self.answers[0]} and {self.answers[1]} are the same"]
             problem = "\n".join(dict.fromkeys(filter(None, problems)))
-            for one, item in zip(good, [[text] for text in texts] if self.is_kto else [texts]):
+            for one, item in zip(good, [[text] for text in texts] if self.learns_labels else [texts]):
                 parts = [[text[name] for text in item] for name in ("input_ids", "labels")]
                 most = [max(text[name] for text in item) for name in ("length", "first", "last")]
                 for name, value in zip(names, (*parts, one, *most, item[0]["notes"] | item[-1]["notes"], problem, i)):
@@ -93,7 +96,7 @@ class Preferences(chat.Format):
 
     def finish(self, given: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
         done = super().finish(given, cfg)
-        if not self.is_kto:
+        if not self.learns_labels:
             return [with_row_numbers(rows.remove_columns("good"), row_numbers(rows)) for rows in done]
         if not cfg.evaluate_only:
             self._check_balance(np.array(done[0]["good"][:]), cfg)
@@ -104,7 +107,7 @@ class Preferences(chat.Format):
         number, others = int(good.sum()), int((1 - good).sum())
         if not number or not others:
             what = f"all {len(good):,} training rows are {'desirable' if number else 'undesirable'}"
-            raise UserError(f"--loss kto: {what}. KTO compares both kinds: add rows of the other.")
+            raise UserError(f"--loss {self.loss}: {what}. {self.loss.upper()} compares both kinds: add rows of the other.")
         least = cfg.undesirable_weight * others / number
         if not least <= cfg.desirable_weight <= 4 / 3 * least:
             advice = f"--desirable_weight {least:.3g} to {4 / 3 * least:.3g}, so that both kinds weigh about the same"
@@ -198,10 +201,12 @@ class ItemCollate(PadCollate):
         if "good" not in rows[0]:
             batch = super().__call__([text for item in texts for text in item])
             batch["shared"] = shared_tokens(batch["input_ids"], batch["attention_mask"])  # the layers compute them once
-            return batch
-        batch = super().__call__([item[0] for item in texts])
-        batch["good"] = torch.tensor([row["good"] for row in rows])
-        batch["other"] = CountingCollate(super().__call__)([item[1] for item in texts])
+        else:
+            batch = super().__call__([item[0] for item in texts])
+            batch["good"] = torch.tensor([row["good"] for row in rows])
+            batch["other"] = CountingCollate(super().__call__)([item[1] for item in texts])
+        if COLUMN in rows[0]:
+            batch[COLUMN] = torch.tensor([row[COLUMN] for row in rows])
         return batch
 
 
@@ -212,55 +217,21 @@ class TextLogps:
         self.head = head
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        if "other" not in batch:
-            return self.of_texts(model, batch).view(-1, 2)
-        return torch.stack([self.of_texts(model, batch), self.of_others(model, batch)], 1)
+        own = self.of_texts(model, batch)
+        return torch.stack([own, self.of_others(model, batch)], 1) if "other" in batch else own.view(-1, 2)
 
     def of_texts(self, model: nn.Module, batch: Any) -> Tensor:
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
         return self.head.row_logps(model, inputs, next_tokens(batch["labels"]), batch)
 
     def of_others(self, model: nn.Module, batch: Any) -> Tensor:
-        other = with_sizes(batch["other"])
-        with CurrentBatch(other):
+        with CurrentBatch(other := with_sizes(batch["other"])):
             return self.of_texts(model, other)
 
 
 def answer_tokens(batch: Any) -> Tensor:
     """Return the number of tokens of each answer: (items, 2), for KTO (items, 1)."""
     return (batch["labels"][:, 1:] != -100).sum(-1).view(-1, 1 if "other" in batch else 2)
-
-
-def pair_losses(cfg: Any, policy: Tensor, reference: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each pair, and the rewards of both answers: (pairs, 2). The first answer is the chosen one.
-
-    `policy` and `reference` are summed log-probabilities, and `tokens` are the lengths of the answers. The formulas are those of the
-    papers: IPO uses sums, ORPO's likelihood is over the chosen answer without its prompt, and label smoothing is cDPO.
-    """
-    means = policy / tokens
-    rewards = cfg.beta * (means if reference is None else policy - reference)
-    margins = rewards[:, 0] - rewards[:, 1]
-    if cfg.loss == "orpo":
-        a = means.clamp(max=-1e-7)  # an answer of probability 1 has infinite odds
-        odds = a - torch.log(-torch.expm1(a))
-        losses = -means[:, 0] - cfg.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
-    elif cfg.loss == "simpo":
-        losses = -F.logsigmoid(margins - cfg.gamma)
-    elif cfg.loss == "ipo":
-        losses = (margins / cfg.beta - 1 / (2 * cfg.beta)).square()
-    else:
-        losses = -(1 - cfg.label_smoothing) * F.logsigmoid(margins) - cfg.label_smoothing * F.logsigmoid(-margins)
-    return losses - cfg.sft_weight * means[:, 0] if cfg.sft_weight else losses, rewards.detach()
-
-
-def kto_losses(
-    cfg: Any, policy: Tensor, reference: Tensor, tokens: Tensor, good: Tensor, z: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    """Return the loss and the reward of each labeled answer. All are of shape (items,). `z` has no gradient."""
-    rewards, good = cfg.beta * (policy - reference), good.to(policy)
-    weights = cfg.desirable_weight * good + cfg.undesirable_weight * (1 - good)
-    losses = weights * torch.sigmoid((1 - 2 * good) * (rewards - cfg.beta * z))
-    return losses - cfg.sft_weight * good * policy / tokens if cfg.sft_weight else losses, rewards.detach()
 
 
 def pair_numbers(policy: Tensor, rewards: Tensor) -> dict[str, Tensor]:
@@ -270,7 +241,7 @@ def pair_numbers(policy: Tensor, rewards: Tensor) -> dict[str, Tensor]:
     return {**found, "rewards/rejected": worse, "logps/chosen": chosen, "logps/rejected": rejected}
 
 
-def kto_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tensor | float) -> dict[str, tuple[Tensor, Any]]:
+def label_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tensor | float) -> dict[str, tuple[Tensor, Any]]:
     """Return what is logged about labeled answers, as sums and numbers. A reward at the threshold counts as wrong."""
     found: dict[str, Any] = {"rewards/accuracies": (((2 * good - 1) * (rewards - threshold) > 0).sum(), len(good))}
     for name, part in (("chosen", good), ("rejected", 1 - good)):
@@ -279,22 +250,46 @@ def kto_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tensor
     return found
 
 
-class KtoLoss:
-    """The loss of KTO. `z`, the same for all items of a step, is estimated from their second texts before the first micro-batch.
+class PairLoss:
+    """The loss of pairs, and their numbers for the log and for evaluations.
+
+    `logps` and `reference` return the summed log-probabilities of a micro-batch under the model and under its reference.
+    """
+
+    def __init__(self, cfg: Any, logps: TextLogps, reference: LogpsOf | None):
+        self.cfg, self.logps, self.reference = cfg, logps, reference
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
+        sums = {name: values.sum() for name, values in self._of_pairs(model, batch).items()}
+        return sums.pop("loss"), sums
+
+    def _of_pairs(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        reference = self.reference(model, batch) if self.reference else None
+        policy = self.logps(model, batch)
+        losses, rewards = compute(self.cfg, policy, reference, answer_tokens(batch))
+        return {"loss": losses, **pair_numbers(policy, rewards)}
+
+    def measure(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Return one row per item."""
+        return {METRICS.get(name, name): values for name, values in self._of_pairs(model, batch).items()}
+
+    def summarize(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the metrics of all evaluation rows."""
+        return {name: float(values.mean(dtype="float64")) for name, values in rows.items()}
+
+
+class LabelLoss(PairLoss):
+    """The loss of labeled answers. `z`, the same for all items of a step, is estimated from their second texts before the first one.
 
     It is max(0, mean of log p - log p_reference) over the global batch, without gradient, so it depends neither on the number of ranks
     nor on the micro-batch size.
     """
 
-    def __init__(self, cfg: Any, logps: TextLogps, reference: Callable[[nn.Module, Any], Tensor]):
-        self.cfg, self.logps, self.reference = cfg, logps, reference
-
     def __call__(self, model: nn.Module, batch: Any, z: Tensor | float = 0.0, reference: Tensor | None = None) -> Any:
         reference = self.reference(model, batch) if reference is None else reference
         policy, good = self.logps.of_texts(model, batch), batch["good"]
-        losses, rewards = kto_losses(self.cfg, policy, reference[:, 0], answer_tokens(batch)[:, 0], good, z)
-        numbers = kto_numbers(policy, rewards, good, self.cfg.beta * z)
-        return losses.sum(), {**numbers, "kl": z * len(good)}
+        losses, rewards = compute(self.cfg, policy, reference[:, 0], answer_tokens(batch)[:, 0], good, z)
+        return losses.sum(), {**label_numbers(policy, rewards, good, self.cfg.beta * z), "kl": z * len(good)}
 
     @torch.no_grad()
     def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Any], seed: int) -> Callable:
@@ -313,17 +308,28 @@ class KtoLoss:
         z = (total[0] / total[1]).clamp(min=0)
         return lambda model, batch: self(model, batch, z, references[id(batch)])
 
+    def measure(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        reference, policy = self.reference(model, batch), self.logps(model, batch)
+        return {"policy": policy, "reference": reference, "tokens": answer_tokens(batch), "good": batch["good"]}
 
-def summarize_kto(cfg: Any, rows: dict[str, np.ndarray]) -> tuple[dict[str, float], np.ndarray]:
-    """Return the metrics of all evaluation rows, and their rewards. `z` is estimated from all of them."""
-    policy, reference, tokens, good = (torch.from_numpy(rows[n]).double() for n in ("policy", "reference", "tokens", "good"))
-    z = (policy - reference)[:, 1].mean().clamp(min=0)
-    losses, rewards = kto_losses(cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)
-    numbers = kto_numbers(policy[:, 0], rewards, good, cfg.beta * z)
-    found = {METRICS[name]: float(value / number) for name, (value, number) in numbers.items()}
-    found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
-    # Without a row of a kind there is no mean of its rewards.
-    return {"loss": float(losses.mean()), **{name: value for name, value in found.items() if value == value}}, rewards.numpy()
+    def summarize(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the metrics of all evaluation rows, from all of which `z` is estimated. The rewards become a column of them."""
+        policy, reference, tokens, good = (torch.from_numpy(rows[n]).double() for n in ("policy", "reference", "tokens", "good"))
+        z = (policy - reference)[:, 1].mean().clamp(min=0)
+        losses, rewards = compute(self.cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)
+        rows["reward"] = rewards.numpy()
+        numbers = label_numbers(policy[:, 0], rewards, good, self.cfg.beta * z)
+        found = {METRICS[name]: float(value / number) for name, (value, number) in numbers.items()}
+        found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
+        # Without a row of a kind there is no mean of its rewards.
+        return {"loss": float(losses.mean()), **{name: value for name, value in found.items() if value == value}}
+
+
+def build_loss(cfg: Any, logps: TextLogps, reference: LogpsOf | None = None) -> PairLoss:
+    """Return the loss of `--loss`, for pairs or for labeled answers. `--beta auto` is set here."""
+    if cfg.beta == "auto":
+        choose(cfg, "beta", LOSSES[cfg.loss].beta, f"usual for --loss {cfg.loss}")
+    return (LabelLoss if cfg.loss in LABELED else PairLoss)(cfg, logps, reference)
 
 
 def make_tables(rows: dict[str, np.ndarray], number: int, decode: Callable[[list[int], int], list[str]]) -> dict[str, Table]:

@@ -59,8 +59,8 @@ def choose_reference(cfg: Any, num_rows: int) -> None:
 class Reference:
     """Returns the log-probabilities of the texts of a micro-batch under the model as it was before training.
 
-    Make it after the model and before `fit`, on every rank. Train and evaluate on its `rows` with its `collate`: with
-    `--reference stored` they have one more column.
+    Make it after the model and before `fit`, on every rank. Train and evaluate on its `rows`: with
+    `--reference stored` they have one more column, which `collate` must return as a tensor.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reference:
         `logps(model, batch)` returns the log-probabilities of shape (items, texts of an item).
         """
         choose_reference(cfg, len(rows[0]))
-        self.cfg, self.accelerator, self.rows, self.collate, self._logps = cfg, accelerator, list(rows), collate, logps
+        self.cfg, self.accelerator, self.rows, self._collate, self._logps = cfg, accelerator, list(rows), collate, logps
         self._layers: list[Any] = []  # with adapters
         self._kept: list[tuple[nn.Parameter, Tensor]] = []  # trained parameters as they were
         if not getattr(model, "is_quantized", False) and not is_sharded(model):
@@ -84,9 +84,9 @@ class Reference:
         elif cfg.reference == "copy":
             self._kept = [(p, local(p).detach().clone()) for p in model.parameters() if p.requires_grad]
         else:
-            self.rows, self.collate = self._store(model, fingerprints), _Collate(collate)
+            self.rows = self._store(model, fingerprints)
 
-    def logps(self, model: nn.Module, batch: Any) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         """Return what `logps(model, batch)` returned before training. Call it before the forward pass of the model itself."""
         if COLUMN in batch:
             return batch[COLUMN]
@@ -131,7 +131,7 @@ class Reference:
                 values = broadcast_object(_read(file))
                 if values is None:
                     if speed is None:
-                        train = TrainBatches(self.rows[0], self.collate)
+                        train = TrainBatches(self.rows[0], self._collate)
                         speed = Speed(self.accelerator, cfg, model, train, lambda *given: self._logps(*given).sum())
                         speed.remove_padding()
                     values = self._compute(model, rows, file, what)
@@ -157,7 +157,7 @@ class Reference:
             drafts.append(file.with_name(f"{file.stem}.{first}.part.npy"))
             part = broadcast_object(_read(drafts[-1]))
             if part is None:
-                batches = EvalBatches(some, self.collate, self.cfg.eval_batch_size, self.accelerator, self.cfg)
+                batches = EvalBatches(some, self._collate, self.cfg.eval_batch_size, self.accelerator, self.cfg)
                 found: list[np.ndarray] = []  # on the main rank
                 with self.accelerator.autocast():  # which Accelerate adds to the model only later
                     measure = lambda model, batch: {"logps": self._logps(model, batch)}
@@ -174,18 +174,6 @@ class Reference:
         for draft in drafts if this_rank.is_main else ():
             draft.unlink(missing_ok=True)
         return np.concatenate(parts)
-
-
-class _Collate:
-    """Collates rows without their stored values, and adds these as one tensor."""
-
-    def __init__(self, collate: Callable[[list], Any]):
-        self.collate = collate
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        batch = self.collate([{name: value for name, value in row.items() if name != COLUMN} for row in rows])
-        batch[COLUMN] = torch.tensor([row[COLUMN] for row in rows])
-        return batch
 
 
 def _digest(model: nn.Module) -> str:

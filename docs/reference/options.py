@@ -4,12 +4,14 @@ import dataclasses
 import importlib
 import inspect
 import typing
+from fractions import Fraction
 from typing import Any, Literal
 
 from accel_ddp.config.options import GROUPS, properties_of
 from accel_ddp.config.parsing import own_options
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.nodes import recipe_files
+from accel_ddp.tasks.preference_losses import LOSSES
 from reference import mark, notice, table, wrap
 
 CHANGES, MAY_DIFFER = "●", "◇"
@@ -119,12 +121,22 @@ def recipe_page(recipe: str) -> str:
     return "\n".join(parts)
 
 
+def losses() -> str:
+    """Return the table of preference losses."""
+    rows = [
+        (f"`{name}`", one.formula, f"{one.beta:g}", str(Fraction(str(one.lr_part))), "yes" if one.has_reference else "no")
+        for name, one in LOSSES.items()
+    ]
+    return table(("`--loss`", "formula", "`--beta auto`", "`--lr auto`", "reference"), rows)
+
+
 def _options(cls: type, names: list[str]) -> str:
     types, properties, defaults = typing.get_type_hints(cls), properties_of(cls), _defaults(cls)
     rows = []
     for name in names:
-        least = properties[name].at_least
-        value = _value(types[name]) + (f" ≥ {least:g}" if least is not None else "")
+        found = properties[name]
+        limits = {"≥": found.at_least, ">": found.above, "<": found.below}
+        value = _value(types[name]) + ",".join(f" {sign} {limit:g}" for sign, limit in limits.items() if limit is not None)
         rows.append((_name(name, properties[name]), value, _code(defaults[name]), mark(properties[name].help)))
     return table(("option", "value", "default", "meaning"), rows)
 
