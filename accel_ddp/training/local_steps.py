@@ -14,6 +14,7 @@ A worker is a team of ranks, which use DDP, or one rank computes several workers
 between teams: the numbers of these steps, and votes to stop, travel at the next one.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -25,10 +26,12 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC, phase
 from accel_ddp.ranks.agreement import is_any
 from accel_ddp.ranks.process import Team, links, this_rank
 from accel_ddp.seeds import mixed
+from accel_ddp.training.ema import averages_itself
 from accel_ddp.training.update import UpdateStats
 
 MOST_AT_ONCE = 2**22  # numbers that are exchanged at once. The monitor sees progress after each: 3 s on a link of 100 Mbit/s
@@ -64,13 +67,19 @@ class Workers:
         self.model, self.optimizer = model, getattr(optimizer, "optimizer", optimizer)
         if not self.every:
             return {}
+        if averages_itself(self.optimizer):
+            raise UserError(
+                f"--sync_every {self.every}: workers exchange their weights only, and the optimizer {type(self.optimizer).__name__} "
+                "has averages of weights too. Use another optimizer, or leave --sync_every out."
+            )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         saved = model.state_dict()
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
         self._sizes = {name: tensor.numel() for name, tensor in {**trained, **buffers}.items()}
         self._num_trained = sum(self._sizes[name] for name in trained)
         self._momentum = torch.zeros_like(self._flat(self._tensors()))
-        self._states: list[Any] = [self.optimizer.state, *(defaultdict(dict) for _ in self.own[1:])]
+        others = [(defaultdict(dict), copy.deepcopy(self._options())) for _ in self.own[1:]]
+        self._states: list[Any] = [(self.optimizer.state, self._options()), *others]
         parts = self._momentum.split([*self._sizes.values()])
         return {name: part.view(p.shape) for part, (name, p) in zip(parts, trained.items())}
 
@@ -119,7 +128,25 @@ class Workers:
             return
         _copy(self._tensors(), self._copies[self._place])
         _copy(self._copies[place], self._tensors())
-        self._place, self.optimizer.state = place, self._states[place]
+        self._keep_state()
+        self._place = place
+        self._use_state()
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Return the values of the optimizer's groups. An optimizer may count in them."""
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "lr")} for group in self.optimizer.param_groups
+        ]
+
+    def _keep_state(self) -> None:
+        self._states[self._place] = (self.optimizer.state, self._options())
+
+    def _use_state(self) -> None:
+        self.optimizer.state, options = self._states[self._place]
+        for group, own in zip(self.optimizer.param_groups, options):
+            for key in group.keys() - {"params", "lr", *own}:  # another worker has added it
+                del group[key]
+            group |= own
 
     def syncs(self, step: int) -> bool:
         """Return whether all workers have the same weights after a step."""
@@ -228,11 +255,15 @@ class Workers:
         if not self.every:
             yield ""
             return
+        current = self._place
+        self._keep_state()
         for place, worker in enumerate(self.own):
-            self.optimizer.state = self._states[place]
+            self._place = place
+            self._use_state()
             yield f"@{worker}"
-            self._states[place] = self.optimizer.state  # loading replaces it
-        self.optimizer.state = self._states[self._place]
+            self._keep_state()  # loading replaces it
+        self._place = current
+        self._use_state()
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
