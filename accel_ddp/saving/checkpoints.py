@@ -114,9 +114,8 @@ class Checkpoints:
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not stop the run."""
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
-        captured = {
-            suffix: capture(self.model, self.optimizer, self.built, suffix) for suffix in self.states()
-        }  # refuses everywhere
+        # On every rank, because it refuses state that cannot be stored.
+        captured = {suffix: capture(self.model, self.optimizer, self.built, suffix) for suffix in self.states()}
         self.averages()
         if not self._is_due(step, is_last):
             return
