@@ -130,11 +130,6 @@ class OptimizerConfig:
             raise UserError(f"--optimizer {self.optimizer}: needs {entry.package}. Install it: pip install {entry.package}")
 
 
-def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, is_hidden: bool = True) -> int:
-    """Return the bytes that the optimizer stores for a parameter of `itemsize` bytes per value, which Muon steps if `is_hidden`."""
-    return OPTIMIZERS[cfg.optimizer].bytes_of(itemsize * math.prod(shape), shape, is_hidden, cfg.momentum)
-
-
 def ema_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4) -> int:
     """Return how many bytes the average of a trained parameter takes. It has 32 bits or more."""
     return max(4, itemsize) * math.prod(shape) if cfg.ema_decay else 0

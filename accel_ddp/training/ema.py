@@ -80,11 +80,13 @@ class Ema:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Replace the weights by their averages inside the block. It needs memory for a copy of the weights."""
-        weights = self._copy()
-        self._load(self.current())
+        weights = {name: local(self._weights[name].detach()).clone() for name in self.averages}
+        self.apply()
         try:
             yield
         finally:
+            if self._computes():
+                self._optimizer.train()
             self._load(weights)
 
     @torch.no_grad()
@@ -100,20 +102,14 @@ class Ema:
     def current(self) -> dict[str, Tensor]:
         """Return the averages of the weights as they are now."""
         if self._computes():
-            weights = self._copy()
-            self._optimizer.eval()
-            for name, average in self.averages.items():
-                local(average).copy_(local(self._weights[name].detach()))
-            self._optimizer.train()
-            self._load(weights)
+            with self.applied():
+                for name, average in self.averages.items():
+                    local(average).copy_(local(self._weights[name]))
         return self.averages
 
     def _computes(self) -> bool:
         """Return whether the averages are those of the optimizer now. Without state, as with --evaluate_only, they were loaded."""
         return bool(self._optimizer) and any(self._optimizer.state.values())  # a look at it adds empty ones
-
-    def _copy(self) -> dict[str, Tensor]:
-        return {name: local(self._weights[name].detach()).clone() for name in self.averages}
 
     def _load(self, values: dict[str, Tensor]) -> None:
         if not values:

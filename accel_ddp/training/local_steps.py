@@ -78,8 +78,10 @@ class Workers:
         self._sizes = {name: tensor.numel() for name, tensor in {**trained, **buffers}.items()}
         self._num_trained = sum(self._sizes[name] for name in trained)
         self._momentum = torch.zeros_like(self._flat(self._tensors()))
-        others = [(defaultdict(dict), copy.deepcopy(self._options())) for _ in self.own[1:]]
-        self._states: list[Any] = [(self.optimizer.state, self._options()), *others]
+        groups = self.optimizer.param_groups  # an optimizer may count in them
+        own = lambda group: {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        others = [(defaultdict(dict), [*map(own, groups)]) for _ in self.own[1:]]
+        self._states: list[Any] = [(self.optimizer.state, groups), *others]
         parts = self._momentum.split([*self._sizes.values()])
         return {name: part.view(p.shape) for part, (name, p) in zip(parts, trained.items())}
 
@@ -128,25 +130,14 @@ class Workers:
             return
         _copy(self._tensors(), self._copies[self._place])
         _copy(self._copies[place], self._tensors())
-        self._keep_state()
         self._place = place
-        self._use_state()
+        self._use_state(place)
 
-    def _options(self) -> list[dict[str, Any]]:
-        """Return the values of the optimizer's groups. An optimizer may count in them."""
-        return [
-            {key: value for key, value in group.items() if key not in ("params", "lr")} for group in self.optimizer.param_groups
-        ]
-
-    def _keep_state(self) -> None:
-        self._states[self._place] = (self.optimizer.state, self._options())
-
-    def _use_state(self) -> None:
-        self.optimizer.state, options = self._states[self._place]
-        for group, own in zip(self.optimizer.param_groups, options):
-            for key in group.keys() - {"params", "lr", *own}:  # another worker has added it
-                del group[key]
-            group |= own
+    def _use_state(self, place: int) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.state, self.optimizer.param_groups = self._states[place]
+        for group, lr in zip(self.optimizer.param_groups, rates):
+            group["lr"] = lr
 
     def syncs(self, step: int) -> bool:
         """Return whether all workers have the same weights after a step."""
@@ -255,15 +246,11 @@ class Workers:
         if not self.every:
             yield ""
             return
-        current = self._place
-        self._keep_state()
         for place, worker in enumerate(self.own):
-            self._place = place
-            self._use_state()
+            self._use_state(place)
             yield f"@{worker}"
-            self._keep_state()  # loading replaces it
-        self._place = current
-        self._use_state()
+            self._states[place] = (self.optimizer.state, self.optimizer.param_groups)  # loading replaces both
+        self._use_state(self._place)
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.config import optimizer_options
+from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
@@ -249,9 +249,9 @@ def _rates_of_parameters(model: nn.Module, cfg: TrainConfig) -> dict[nn.Paramete
 
 def state_bytes(model: nn.Module, cfg: TrainConfig) -> int:
     """Return how many bytes the optimizer stores for the trained parameters of a model, which may be on the meta device."""
-    hidden = hidden_matrices(model)
+    hidden, bytes_of = hidden_matrices(model), OPTIMIZERS[cfg.optimizer].bytes_of
     trained = [p for p in model.parameters() if p.requires_grad]
-    return sum(optimizer_options.state_bytes(cfg, p.shape, p.element_size(), p in hidden) for p in trained)
+    return sum(bytes_of(p.numel() * p.element_size(), p.shape, p in hidden, cfg.momentum) for p in trained)
 
 
 def freeze(model: nn.Module, words: tuple[str, ...]) -> None:
