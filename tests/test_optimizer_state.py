@@ -79,4 +79,8 @@ def test_what_cannot_be_stored_is_refused_on_every_rank_with_its_name_and_type(o
         "group": f"The optimizer Counting stores a Box in a parameter group (box). {allowed}",
         "later": f"The optimizer BoxesGroup stores a Box in a parameter group (box). {allowed}",
         "state": f"The optimizer BoxesState stores a Box for each parameter (box). {allowed}",
+        "elsewhere": "The optimizer Elsewhere has state of no parameter, which cannot be stored: 'all'.",
+        "extended": "The optimizer Extended has state that a checkpoint cannot store: seen.",
     }
+    assert own[1]["flat"] == "", "a whole tensor may have any shape"
+    assert "The optimizer Flat stores a tensor of its own for the part of a parameter that a rank holds (flat)." in own[2]["flat"]

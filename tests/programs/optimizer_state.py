@@ -114,6 +114,30 @@ class BoxesGroup(Counting):
         self.param_groups[0]["box"] = Box()
 
 
+class Elsewhere(Counting):
+    """Has state that belongs to no parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        self.state["all"] = {"k": 1}
+
+
+class Extended(Counting):
+    """Has state outside of groups and parameters."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": 1}
+
+
+class Flat(Counting):
+    """Has state of another shape than the parameter."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["flat"] = p.detach().flatten()
+
+
 def build(kind, model, cfg, **options) -> torch.optim.Optimizer:
     groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) == whole]} for whole in (True, False)]
     if "." in kind:  # an installed one, to try it by hand
@@ -195,7 +219,12 @@ def main(cfg: Config) -> None:
             "group": refusal(accelerator, cfg, "Counting", {"box": Box()}, output_dir=f"{folder}_group"),
             "later": refusal(accelerator, cfg, "BoxesGroup", output_dir=f"{folder}_later"),
             "state": refusal(accelerator, cfg, "BoxesState", output_dir=f"{folder}_state"),
+            "elsewhere": refusal(accelerator, cfg, "Elsewhere", output_dir=f"{folder}_elsewhere"),
+            "extended": refusal(accelerator, cfg, "Extended", output_dir=f"{folder}_extended"),
         }
+        links.sharding = ShardingPlan() if accelerator.num_processes > 1 else None
+        results["flat"] = refusal(accelerator, cfg, "Flat", output_dir=f"{folder}_flat")
+        links.sharding = None
     if accelerator.is_main_process:
         torch.save(results, cfg.out)
 
