@@ -25,7 +25,7 @@ class Config(base.Config):
     kinds: tuple[str, ...] = option((), "names of optimizers", affects_result=False)
     of_one_rank: str = option("", "folder of the runs on one rank", affects_result=False)
     save_every: int = 3
-    eval_every: int = 3
+    eval_every: int = 1
     eval_first: bool = False
 
 
@@ -193,7 +193,9 @@ def main(cfg: Config) -> None:
         if cfg.of_one_rank:
             other = {"output_dir": f"{folder}_of_one", "resume": f"{cfg.of_one_rank}/{kind}/step_00000003"}
             results[f"{kind}, of one rank"] = train(accelerator, cfg, kind, **other)
-        results[f"{kind}, rarely evaluated"] = train(accelerator, cfg, kind, output_dir=f"{folder}_rarely", eval_every=6)
+        results[f"{kind}, rarely evaluated"] = train(
+            accelerator, cfg, kind, output_dir=f"{folder}_rarely", eval_every=6, save_every=6
+        )
         if accelerator.num_processes > 1 and "." not in kind:
             links.sharding = ShardingPlan()
             results[f"{kind}, sharded"] = train(accelerator, cfg, kind, output_dir=f"{folder}_sharded")
