@@ -81,7 +81,8 @@ def fit(
     changes it by rounding at most. To stop the run on request, every rank raises `Stopped` after the same checkpoint.
 
     - `loss_sum(model, batch)` returns the loss summed over the items of a micro-batch, and `count(batch)` their number.
-    - `evaluate(model)` returns metrics. With `cfg.ema_decay` it gets the averaged weights, and so does the model at the end.
+    - `evaluate(model)` returns metrics. It gets the averages of `cfg.ema_decay`, or those of an
+      optimizer with `eval` and `train`, and so does the model at the end.
     - `tables()` returns the tables of the last evaluation. Only rank 0 calls it, and an error in it does not stop the run.
     - `files` are stored in every checkpoint, for its export.
     - `speedups=None` computes the model as it is.
@@ -154,9 +155,9 @@ class TrainingRun:
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
         momentum = self.workers.attach(accelerator.unwrap_model(self.model), self.optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
-        self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
+        self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay, self.optimizer)
         identity = train.identity | ({"tokens": self.epoch_size} if cfg.global_batch_tokens else {})
-        facts = {"data": identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.averages}
+        facts = {"data": identity, "total_steps": self.total_steps, "files": files, "averages": self.ema.current}
         facts |= {"momentum": momentum, "states": self.workers.states, "before_save": self.check.require}
         self.saved = Checkpoints(accelerator, cfg, self.model, self.optimizer, **facts)
         self.saved.more = lambda: {"stream": train.state, **self.balance.state}

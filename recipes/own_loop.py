@@ -26,8 +26,8 @@ def main(cfg: Config):
     model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
     files = accel_ddp.export.files_of(task.model, task.processor)
     check = accel_ddp.divergence.ParameterCheck(accelerator, cfg, model)
-    ema = accel_ddp.ema.Ema(task.model, cfg.ema_decay)
-    facts = {"data": task.train.identity, "files": files, "averages": ema.averages}
+    ema = accel_ddp.ema.Ema(task.model, cfg.ema_decay, optimizer)
+    facts = {"data": task.train.identity, "files": files, "averages": ema.current}
     saved = accel_ddp.checkpoints.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     first = saved.restore()
     speed.choose_micro_batch_size(model, optimizer)

@@ -189,7 +189,7 @@ def test_an_impossible_value_is_refused(argv, message):
         ("--micro_batch_size few", "--micro_batch_size few: must be a whole number or auto. For example: --micro_batch_size 8."),
         (
             "--optimizer adam",
-            "--optimizer adam: must be one of adamw, sgd, adamw8bit, adafactor, muon. Did you mean --optimizer adamw?",
+            "--optimizer adam: must be one of adamw, adamw8bit, adafactor, muon, sgd. Did you mean --optimizer adamw?",
         ),
         ("--preflight never", "--preflight never: must be one of on, off."),
         ("--no_tf32 false", "--no_tf32 false: --no_tf32 takes no value. Use --no_tf32 or --tf32."),

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accel_ddp.config.optimizer_options import ema_bytes
+from accel_ddp.config.optimizer_options import OPTIMIZERS, ema_bytes
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
@@ -25,8 +25,6 @@ from accel_ddp.training.ema import Ema
 from accel_ddp.training.optim import hidden_matrices, lr_at, orthogonalize, set_lr
 from accel_ddp.training.update import update
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
-
-OPTIMIZERS = ["adamw", "sgd", "muon", "adafactor", "adamw8bit"]
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +327,12 @@ def test_the_averages_and_the_weights_of_a_checkpoint_can_be_exported(tmp_path, 
 
 def test_every_optimizer_has_a_row_in_the_docs():
     page = (ROOT / "docs" / "optimizers.md").read_text()
-    assert [name for name in ("adamw", "sgd", "muon", "adafactor", "adamw8bit") if f"| `{name}` |" not in page] == []
+    rows = {line.split("`")[1]: line.split(" | ") for line in page.splitlines() if line.startswith("| `")}
+    for name, entry in OPTIMIZERS.items():
+        *_, options, shards, _ = rows[name]
+        named = options.replace("those of `adamw`", "`--beta1` `--beta2` `--eps`")
+        assert [f"--{option}" for option in entry.uses] == named.replace("and ", "").replace("`", "").replace("none", "").split()
+        assert (shards == "refused") == bool(entry.not_sharded)
 
 
 def test_an_import_of_torchao_prints_nothing():

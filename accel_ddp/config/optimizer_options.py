@@ -4,27 +4,47 @@ This module needs the standard library only, so a wrong option is reported befor
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from accel_ddp.config.options import of_group, option
 from accel_ddp.errors import UserError
 
-# Which of these options each optimizer uses.
-USES = {
-    "adamw": ("beta1", "beta2", "eps"),
-    "adamw8bit": ("beta1", "beta2", "eps"),
-    "muon": ("momentum", "beta1", "beta2", "eps"),
-    "sgd": ("momentum",),
-    "adafactor": (),
-}
-# Why an optimizer cannot step the shards of FSDP.
-NOT_SHARDED = {
-    "adamw8bit": "it quantizes blocks of 256 values, and another number of ranks would have other blocks",
-    "adafactor": "the Adafactor of torch cannot step sharded parameters",
-}
+ADAM = ("beta1", "beta2", "eps")
+
+
+class Optimizer(NamedTuple):
+    """What options, messages, `convert` and the estimate know of an optimizer. `training.optim.build` makes it."""
+
+    bytes_of: Callable[..., int]  # of its state, from the bytes of a parameter, its shape, whether it is hidden, and --momentum
+    others: str  # its names in other toolkits, a regular expression
+    uses: tuple[str, ...] = ()  # which of the options of optimizers
+    usual_lr: float = 0.0  # if it is unlike that of AdamW
+    package: str = ""  # that it needs
+    not_sharded: str = ""  # why it cannot step the shards of FSDP
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(lambda weights, *_: 2 * weights, "adamw(?!.*8bit)", ADAM),
+    "adamw8bit": Optimizer(
+        lambda weights, shape, *_: 2 * weights if (size := math.prod(shape)) < 4096 or size % 256 else
+        2 * (size + 4 * size // 256 + 4 * 256),  # codes, the scale of each block, and a table of 256 values
+        "adamw.*8bit", ADAM, package="torchao",
+        not_sharded="it quantizes blocks of 256 values, and another number of ranks would have other blocks",
+    ),
+    "adafactor": Optimizer(
+        lambda weights, shape, *_: weights // shape[-1] + weights // shape[-2] if len(shape) > 1 else weights,
+        "adafactor", usual_lr=1e-3, not_sharded="the Adafactor of torch cannot step sharded parameters",
+    ),
+    "muon": Optimizer(lambda weights, _, is_hidden, *__: weights * (2 - is_hidden), "muon", ("momentum", *ADAM)),
+    "sgd": Optimizer(lambda weights, _, __, momentum: weights * (momentum > 0), "^sgd$", ("momentum",), usual_lr=1e-2),
+}  # fmt: skip
+
+
+def _using(option: str) -> list[str]:
+    return [name for name, entry in OPTIMIZERS.items() if option in entry.uses]
 
 
 @dataclass(kw_only=True)
@@ -32,7 +52,7 @@ NOT_SHARDED = {
 class OptimizerConfig:
     """The options that decide how gradients change the weights."""
 
-    optimizer: Literal["adamw", "sgd", "adamw8bit", "adafactor", "muon"] = option(
+    optimizer: Literal[tuple(OPTIMIZERS)] = option(  # type: ignore[valid-type]
         "adamw", "optimizer (docs/optimizers.md compares their memory); adamw8bit needs torchao"
     )
     lr: float = option(2e-5, "peak learning rate")
@@ -47,10 +67,10 @@ class OptimizerConfig:
     min_lr_ratio: float = option(0.0, "final learning rate as a fraction of --lr; not with --lr_schedule constant")
     decay_ratio: float = option(0.1, "fraction of all steps in which --lr_schedule wsd decays")
     weight_decay: float = option(0.01, "weight decay of weight matrices; biases and norms have none")
-    momentum: float = option(0.9, "momentum of --optimizer sgd and muon")
-    beta1: float = option(0.9, "decay of the first moment in adamw, adamw8bit and muon")
+    momentum: float = option(0.9, f"momentum of --optimizer {', '.join(_using('momentum'))}")
+    beta1: float = option(0.9, f"decay of the first moment in {', '.join(_using('beta1'))}")
     beta2: float = option(0.999, "decay of the second moment")
-    eps: float = option(1e-8, "term added to the denominator in adamw, adamw8bit and muon")
+    eps: float = option(1e-8, f"term added to the denominator in {', '.join(_using('eps'))}")
     ema_decay: float = option(
         0.0, "evaluate and export an exponential moving average of the weights with this decay, such as 0.999; 0: off"
     )
@@ -68,8 +88,8 @@ class OptimizerConfig:
             if not is_valid:
                 raise UserError(f"--{name} {getattr(self, name)}: must be {expected}.")
         for name in ("momentum", "beta1", "beta2", "eps"):
-            if getattr(self, name) != getattr(type(self), name) and name not in USES[self.optimizer]:
-                instead = f"Leave it out, or use --optimizer {' or '.join(other for other, used in USES.items() if name in used)}"
+            if getattr(self, name) != getattr(type(self), name) and name not in OPTIMIZERS[self.optimizer].uses:
+                instead = f"Leave it out, or use --optimizer {' or '.join(_using(name))}"
                 raise UserError(f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. {instead}.")
         if self.min_lr_ratio != type(self).min_lr_ratio and self.lr_schedule == "constant":
             raise UserError(
@@ -99,33 +119,15 @@ class OptimizerConfig:
 
     def check_installed(self, is_sharded: bool) -> None:
         """Raise UserError if the optimizer needs a package that is missing, or if it cannot be used with FSDP."""
-        if is_sharded and self.optimizer in NOT_SHARDED:
+        entry = OPTIMIZERS[self.optimizer]
+        if is_sharded and entry.not_sharded:
             raise UserError(
-                f"--optimizer {self.optimizer} cannot be used with FSDP, because {NOT_SHARDED[self.optimizer]}. Use --optimizer adamw, "
-                "muon or sgd, whose state is sharded too. Or train with DDP: accelerate_configs/1node.yaml or 2node.yaml."
+                f"--optimizer {self.optimizer} cannot be used with FSDP, because {entry.not_sharded}. Use --optimizer "
+                f"{', '.join(name for name, one in OPTIMIZERS.items() if not one.not_sharded)}, whose state is sharded too. Or train "
+                "with DDP: accelerate_configs/1node.yaml or 2node.yaml."
             )
-        if self.optimizer == "adamw8bit" and find_spec("torchao") is None:
-            raise UserError("--optimizer adamw8bit: needs torchao. Install it: pip install torchao")
-
-
-def state_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4, is_hidden: bool = True) -> int:
-    """Return the bytes that the optimizer stores for a parameter of `itemsize` bytes per value, which Muon steps if `is_hidden`."""
-    size = math.prod(shape)
-    if cfg.optimizer == "adamw8bit" and is_quantized(size):
-        return 2 * (size + 4 * size // BLOCK + 4 * 256)  # codes, the scale of each block, and a table of 256 values
-    if cfg.optimizer == "adafactor":
-        return itemsize * (size // shape[-1] + size // shape[-2] if len(shape) > 1 else size)
-    if cfg.optimizer == "sgd":
-        return itemsize * size if cfg.momentum else 0
-    return itemsize * size if cfg.optimizer == "muon" and is_hidden else 2 * itemsize * size
-
-
-BLOCK = 256  # values that share a scale in adamw8bit
-
-
-def is_quantized(size: int) -> bool:
-    """Return whether torchao stores the state of a parameter of so many values in 8 bits. It keeps the others as they are."""
-    return size >= 4096 and size % BLOCK == 0
+        if entry.package and find_spec(entry.package) is None:
+            raise UserError(f"--optimizer {self.optimizer}: needs {entry.package}. Install it: pip install {entry.package}")
 
 
 def ema_bytes(cfg: OptimizerConfig, shape: Sequence[int], itemsize: int = 4) -> int:

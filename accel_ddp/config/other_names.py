@@ -144,8 +144,8 @@ NO_EQUIVALENT = {
     "a Space or bucket of trackio is not created; --report_to trackio writes locally": "trackio_space_id trackio_bucket_id "
     "trackio_static_space_id",
     "hooks have no state of their own": "restore_callback_states_from_checkpoint",
-    "these optimizers are missing; --optimizer has adamw, adamw8bit, adafactor, muon and sgd": "optim_target_modules use_galore "
-    "galore_rank use_apollo use_badam badam_mode use_adam_mini lisa_n_layers",
+    "these optimizers are missing; own_model takes any": "optim_target_modules use_galore galore_rank use_apollo use_badam "
+    "badam_mode use_adam_mini lisa_n_layers",
     "all adapters have one learning rate": "loraplus_lr_ratio loraplus_lr_embedding embedding_lr embedding_lr_scale",
     "only plain LoRA is trained": "use_dora use_rslora peft_use_dora peft_use_rslora pissa_init relora peft "
     "peft_init_lora_weights oft_rank gptq use_llama_pro",

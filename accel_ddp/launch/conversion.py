@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.other_names import COLUMNS, ELSEWHERE, FORMATS, INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES, ROLES, USUAL
 from accel_ddp.config.train_config import TABLE_FILES
@@ -26,7 +27,6 @@ DEFAULTS = {
                       "learning_rate": 5e-5, "per_device_train_batch_size": 8, "save_steps": 500, "pref_beta": 0.1},
 }  # fmt: skip
 RECIPES = {"sft": "sft", "pt": "sft", "rm": "reward"}  # and the preference losses
-OPTIMIZERS = {"adamw.*8bit": "adamw8bit", "adamw": "adamw", "adafactor": "adafactor", "muon": "muon", "^sgd$": "sgd"}
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
 SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 
@@ -187,7 +187,7 @@ class Conversion:
         self.put("weight_decay", self.take("weight_decay") or 0.0)
         self.put("seed", self.left.pop("seed", 42))
         optimizer = str(self.take("optimizer", "optim") or "adamw_torch")
-        known = next((ours for name, ours in OPTIMIZERS.items() if re.search(name, optimizer)), "")
+        known = next((ours for ours, entry in OPTIMIZERS.items() if re.search(entry.others, optimizer)), "")
         if known not in ("", "adamw"):
             self.put("optimizer", known)
         if not known:
@@ -425,8 +425,8 @@ class Conversion:
 
     def differences(self) -> list[str]:
         """Return what the run needs, and what has no equivalent or is done in another way."""
-        wanted = ["bitsandbytes"] * ("quantize" in self.options) + ["torchao"] * (self.options.get("optimizer") == "adamw8bit")
-        wanted += [name for name in self.options.get("report_to", "").split(",") if name not in ("", "all")]
+        more = [OPTIMIZERS[self.options.get("optimizer", "adamw")].package, *self.options.get("report_to", "").split(",")]
+        wanted = ["bitsandbytes"] * ("quantize" in self.options) + [name for name in more if name not in ("", "all")]
         lines = [f"Needs: pip install {' '.join(wanted)}"] if wanted else []
         if self.has_chats and "chat_template" not in self.options:
             lines.append("If the model has no chat template, the run stops: add chat_template: chatml, llama3 or gemma.")

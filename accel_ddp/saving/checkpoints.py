@@ -28,7 +28,7 @@ from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, pieces, restart_record, resume
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
-from accel_ddp.saving.state_tensors import EMA, OUTER, capture, digest_of_frozen, own_pieces, to_save, versions
+from accel_ddp.saving.state_tensors import EMA, OUTER, capture, digest_of_frozen, options_of, own_pieces, to_save, versions
 
 Metrics = dict[str, float]
 
@@ -52,16 +52,16 @@ class Checkpoints:
         data: dict[str, Any] | None = None,
         total_steps: int = 0,
         files: dict[str, bytes] | None = None,
-        averages: dict[str, Tensor] | None = None,
+        averages: Callable[[], dict[str, Tensor]] = dict,
         momentum: dict[str, Tensor] | None = None,
         states: Callable[[], Iterable[str]] = lambda: ("",),
         before_save: Callable[[int], None] = lambda step: None,
     ):
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
-        `averages` are the averages of weights by name (see `training.ema`), and `momentum` belongs to the weights of local workers
-        (see `training.local_steps`). Both are saved and restored in place. `states` lets the optimizer have the state of each
-        worker of this rank in turn, and yields what the names of its tensors end with.
+        `averages()` are the averages of weights by name, always in the same memory (see `training.ema`), and `momentum` belongs to the
+        weights of local workers (see `training.local_steps`). Both are saved and restored in place. `states` lets the optimizer have
+        the state of each worker of this rank in turn, and yields what the names of its tensors end with.
 
         `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
         """
@@ -69,7 +69,9 @@ class Checkpoints:
         self.model = accelerator.unwrap_model(model)
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
-        self.kept = {f"{name}/{EMA}": average for name, average in (averages or {}).items()}
+        self.built = options_of(self.optimizer)
+        self.averages = averages
+        self.kept = {f"{name}/{EMA}": average for name, average in averages().items()}
         self.kept |= {f"{name}/{OUTER}": one for name, one in (momentum or {}).items()}
         self.states = states
         self.more: Callable[[], dict[str, Any]] = dict  # for run.json: the place in data that are read in order, shares
@@ -112,6 +114,9 @@ class Checkpoints:
     def save(self, step: int, is_last: bool = False) -> None:
         """Pass the state after `step` updates to the writer. A save that fails is reported and does not stop the run."""
         self.before_save(step)  # first, because it is a collective, and only the main rank stores in `failed` that a save failed
+        # On every rank, because it refuses state that cannot be stored.
+        captured = {suffix: capture(self.model, self.optimizer, self.built, suffix) for suffix in self.states()}
+        self.averages()
         if not self._is_due(step, is_last):
             return
         self.newest = step
@@ -119,8 +124,7 @@ class Checkpoints:
         if self.in_parts:
             groups = {group: own_pieces(tensors) for group, tensors in groups.items()}
         values: dict[str, dict[str, Any]] = {}
-        for suffix in self.states():
-            tensors, more = capture(self.model, self.optimizer, suffix)
+        for suffix, (tensors, more) in captured.items():
             groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if links.team.rank == 0 or not suffix else {}
             values |= more
         for others in gather_everywhere(values) if self.in_parts and not self.is_sharded else ():

@@ -1,12 +1,16 @@
 """The state of a model and an optimizer as named tensors."""
 
+import copy
 import hashlib
 import math
 import platform
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -31,37 +35,101 @@ def versions() -> dict[str, str]:
 
 
 # NAME/ema is the average of a weight, and NAME/outer its momentum over local workers. They are stored among the optimizer's tensors.
-# NAME/KEY@3 belongs to the optimizer of the local worker 3.
-EMA, OUTER = "ema", "outer"
+# NAME/KEY@3 belongs to the optimizer of the local worker 3. NAME/group.KEY is of the optimizer's group that has the parameter.
+EMA, OUTER, GROUP = "ema", "outer", "group."
+# Values of groups that do not change in place, but are no numbers.
+CONSTANTS = (
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    np.generic,
+    Enum,
+    FunctionType,
+    BuiltinFunctionType,
+    type,
+)
+
+Options = list[dict[str, Any]]
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer, suffix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def options_of(optimizer: torch.optim.Optimizer) -> Options:
+    """Return a copy of the numbers in each group except learning rates. Those that differ later are state of the optimizer.
+
+    Raise UserError for objects, because nothing shows whether they change, and for state outside of groups and parameters.
+    """
+    if more := [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]:
+        raise UserError(f"The optimizer {type(optimizer).__name__} has state that a checkpoint cannot store: {', '.join(more)}.")
+    groups = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
+    for key, value in (item for group in groups for item in group.items()):
+        if not all(isinstance(one, (Tensor, *CONSTANTS)) for one in (value if isinstance(value, list | tuple) else [value])):
+            _as_json(value, optimizer, "in a parameter group", key)
+    return copy.deepcopy(groups)
+
+
+def _as_json(value: Any, optimizer: torch.optim.Optimizer, place: str, key: str) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) in (list, tuple):
+        values = [_as_json(one, optimizer, place, key) for one in value]
+        return values if isinstance(value, list) else {"tuple": values}
+    raise UserError(
+        f"The optimizer {type(optimizer).__name__} stores a {type(value).__name__} {place} ({key}). A checkpoint can store tensors, "
+        "numbers and strings, and lists and tuples of numbers and strings only."
+    )
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple(_from_json(value["tuple"]))
+    return [*map(_from_json, value)] if isinstance(value, list) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(local(one), local(other))
+    return type(one) is type(other) and bool(one == other)
+
+
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer, built: Options, suffix: str = ""
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizer's tensors and its other values, by the names of parameters with `suffix`.
 
-    Names are stable, while the parameter groups of an optimizer may change. Tensors may be spread over ranks. An optimizer whose
-    state has tensor subclasses converts it to plain tensors with its method `to_plain`, and back with `from_plain`.
+    Names are stable, while the parameter groups of an optimizer may change, so each parameter has what differs in its group from
+    `options_of` the optimizer when it was `built`. Tensors may be spread over ranks. An optimizer whose state has tensor subclasses
+    converts it to plain tensors with its method `to_plain`, and back with `from_plain`.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
+    if others := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        raise UserError(
+            f"The optimizer {type(optimizer).__name__} has state of no parameter, which cannot be stored: {others[0]!r}."
+        )
     to_plain = getattr(optimizer, "to_plain", dict)
-    for i, parameter in enumerate(parameters(optimizer)):
+    of_groups = [
+        {f"{GROUP}{key}": value for key, value in group.items()
+         if key not in ("params", "lr") and not (key in options and _is_same(value, options[key]))}
+        for group, options in zip(optimizer.param_groups, built)
+    ]  # fmt: skip
+    of_parameters = [of_group for of_group, group in zip(of_groups, optimizer.param_groups) for _ in group["params"]]
+    for i, (parameter, of_group) in enumerate(zip(parameters(optimizer), of_parameters)):
         name = names.get(id(parameter), f"#{i}")
-        for key, value in to_plain(optimizer.state.get(parameter, {})).items():
+        for key, value in {**to_plain(optimizer.state.get(parameter, {})), **of_group}.items():
             if isinstance(value, Tensor):
-                if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                is_own = value.shape != parameter.shape if isinstance(value, DTensor) else value.numel() > 1
+                if isinstance(parameter, DTensor) and is_own:
                     raise UserError(
                         f"The optimizer {type(optimizer).__name__} stores a tensor of its own for the part of a parameter that a "
-                        f"rank holds ({key}). A checkpoint of a sharded run can store it only if it is a DTensor like the parameter."
+                        f"rank holds ({key}). A checkpoint of a sharded run can store it only if it is a DTensor of the shape of the "
+                        "parameter. Train with DDP: accelerate_configs/1node.yaml or 2node.yaml."
                     )
                 tensors[f"{name}/{key}{suffix}"] = value
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                values.setdefault(f"{name}{suffix}", {})[key] = value
             else:
-                raise UserError(
-                    f"The optimizer {type(optimizer).__name__} stores a {type(value).__name__} for each parameter ({key}). A "
-                    "checkpoint can store tensors, numbers and strings only."
-                )
+                place = "in a parameter group" if key.startswith(GROUP) else "for each parameter"
+                plain = _as_json(value, optimizer, place, key.removeprefix(GROUP))
+                values.setdefault(f"{name}{suffix}", {})[key] = plain
     return tensors, values
 
 
@@ -165,9 +233,18 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    """Load the state of each parameter into the optimizer. Learning rate and other options stay as they are."""
+    """Load the state of each parameter and its group into the optimizer. Learning rates and other options stay as they are."""
     names = {id(p): name for name, p in model.named_parameters()}
-    order = [names.get(id(p), f"#{i}") for i, p in enumerate(parameters(optimizer))]
     from_plain = getattr(optimizer, "from_plain", lambda plain, parameter: plain)
-    found = {i: from_plain(state[name], p) for i, (name, p) in enumerate(zip(order, parameters(optimizer))) if name in state}
+    every = [state.get(names.get(id(p), f"#{i}"), {}) for i, p in enumerate(parameters(optimizer))]
+    own = [{key: _from_json(value) for key, value in one.items() if not key.startswith(GROUP)} for one in every]
+    found = {i: from_plain(plain, p) for i, (plain, p) in enumerate(zip(own, parameters(optimizer))) if plain}
+    rest = iter(every)
+    for group in optimizer.param_groups:
+        for one in [next(rest) for _ in group["params"]]:
+            group |= {key.removeprefix(GROUP): _from_json(value) for key, value in one.items() if key.startswith(GROUP)}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": found})
+    for i, p in enumerate(parameters(optimizer)):  # torch has given floating-point state the type of the parameter
+        for key, value in found.get(i, {}).items():
+            if isinstance(value, Tensor) and (loaded := optimizer.state[p][key]).dtype != value.dtype:
+                optimizer.state[p][key] = value.to(loaded.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_ddp import compat
 from accel_ddp.config.choices import choose, was_auto
+from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import together
@@ -110,7 +111,6 @@ def weights_dtype(cfg: RecipeConfig, config: Any, is_adapted: bool, precision: s
 # whole models; 2e-4, and 1e-4 from 30 billion parameters on, are those of the QLoRA paper.
 WHOLE_LR, ADAPTER_LR = {1e9: 5e-5, 14e9: 2e-5, math.inf: 1e-5}, {1e9: 5e-4, 30e9: 2e-4, math.inf: 1e-4}
 NEW_MODELS, NEW_LR = f"{PREFIX}tiny-", 2e-3  # the built-in models with random weights
-OTHER_LR = {"sgd": 1e-2, "adafactor": 1e-3}  # usual values of optimizers whose learning rates are unlike those of AdamW
 
 
 def default_lr(name: str, size: int, is_adapted: bool, part: float = 1.0, loss: str = "") -> tuple[float, str]:
@@ -138,8 +138,8 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         options.pop("pad_token_id", None)
     adapters = find_adapters(cfg.model, cfg.cache_dir)
     name = adapters.base if adapters else cfg.model
-    if cfg.lr == "auto" and cfg.optimizer in OTHER_LR and not cfg.model.startswith(NEW_MODELS):
-        instead = f"Give one, for example --lr {OTHER_LR[cfg.optimizer]:g}"
+    if cfg.lr == "auto" and (usual := OPTIMIZERS[cfg.optimizer].usual_lr) and not cfg.model.startswith(NEW_MODELS):
+        instead = f"Give one, for example --lr {usual:g}"
         raise UserError(f"--optimizer {cfg.optimizer} --lr auto: auto knows the learning rates of AdamW only. {instead}.")
     is_adapted = bool(cfg.lora_r or adapters)
     new_tokens = _find_new_tokens(cfg, tokenizer, adapters)

@@ -57,7 +57,7 @@ def choose(
             trained = [p for p in module.parameters() if p.requires_grad]
             share = sum(local(p).numel() for p in trained if p.is_cuda) / max(1, sum(p.numel() for p in trained))
             workers = len(links.team.workers) if cfg.sync_every else 1  # their weights are counted in `held`
-            later = 0 if optimizer.state else share * state_bytes(module, cfg) * workers
+            later = 0 if any(optimizer.state.values()) else share * state_bytes(module, cfg) * workers
             try:
                 rehearse(module, train.sample(size, accelerator, cfg, longest=True), loss_sum)
             finally:

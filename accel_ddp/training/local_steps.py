@@ -14,6 +14,7 @@ A worker is a team of ranks, which use DDP, or one rank computes several workers
 between teams: the numbers of these steps, and votes to stop, travel at the next one.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -25,10 +26,12 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC, phase
 from accel_ddp.ranks.agreement import is_any
 from accel_ddp.ranks.process import Team, links, this_rank
 from accel_ddp.seeds import mixed
+from accel_ddp.training.ema import averages_itself
 from accel_ddp.training.update import UpdateStats
 
 MOST_AT_ONCE = 2**22  # numbers that are exchanged at once. The monitor sees progress after each: 3 s on a link of 100 Mbit/s
@@ -64,13 +67,21 @@ class Workers:
         self.model, self.optimizer = model, getattr(optimizer, "optimizer", optimizer)
         if not self.every:
             return {}
+        if averages_itself(self.optimizer):
+            raise UserError(
+                f"--sync_every {self.every}: workers exchange their weights only, and the optimizer {type(self.optimizer).__name__} "
+                "has averages of weights too. Use another optimizer, or leave --sync_every out."
+            )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         saved = model.state_dict()
         buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()}
         self._sizes = {name: tensor.numel() for name, tensor in {**trained, **buffers}.items()}
         self._num_trained = sum(self._sizes[name] for name in trained)
         self._momentum = torch.zeros_like(self._flat(self._tensors()))
-        self._states: list[Any] = [self.optimizer.state, *(defaultdict(dict) for _ in self.own[1:])]
+        groups = self.optimizer.param_groups  # an optimizer may count in them
+        own = lambda group: {key: value if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+        others = [(defaultdict(dict), [*map(own, groups)]) for _ in self.own[1:]]
+        self._states: list[Any] = [(self.optimizer.state, groups), *others]
         parts = self._momentum.split([*self._sizes.values()])
         return {name: part.view(p.shape) for part, (name, p) in zip(parts, trained.items())}
 
@@ -119,7 +130,14 @@ class Workers:
             return
         _copy(self._tensors(), self._copies[self._place])
         _copy(self._copies[place], self._tensors())
-        self._place, self.optimizer.state = place, self._states[place]
+        self._place = place
+        self._use_state(place)
+
+    def _use_state(self, place: int) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.state, self.optimizer.param_groups = self._states[place]
+        for group, lr in zip(self.optimizer.param_groups, rates):
+            group["lr"] = lr
 
     def syncs(self, step: int) -> bool:
         """Return whether all workers have the same weights after a step."""
@@ -229,10 +247,10 @@ class Workers:
             yield ""
             return
         for place, worker in enumerate(self.own):
-            self.optimizer.state = self._states[place]
+            self._use_state(place)
             yield f"@{worker}"
-            self._states[place] = self.optimizer.state  # loading replaces it
-        self.optimizer.state = self._states[self._place]
+            self._states[place] = (self.optimizer.state, self.optimizer.param_groups)  # loading replaces both
+        self._use_state(self._place)
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

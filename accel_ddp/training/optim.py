@@ -7,13 +7,13 @@ the number of ranks changes the result by rounding in that precision only, and a
 import contextlib
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.config import optimizer_options
+from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
@@ -188,7 +188,6 @@ def build_adamw8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim
 
 
 PARTS = ("codes", "scale", "qmap")  # of a state of torchao
-LEAST_LR_OF_ADAFACTOR = 1e-4
 
 
 def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -202,21 +201,20 @@ def build(model: nn.Module, cfg: TrainConfig) -> torch.optim.Optimizer:
     # On a CPU the fused kernel is as exact and about twice as fast. It needs floating-point tensors.
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     adam: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
-    if cfg.optimizer == "sgd":
-        fused = fused and links.sharding is None  # torch has no fused SGD for shards
-        return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=fused)
-    if cfg.optimizer == "adafactor":
-        if cfg.lr < LEAST_LR_OF_ADAFACTOR:
-            print_on_main(
-                f"--optimizer adafactor --lr {cfg.lr}: Adafactor multiplies the learning rate by the size of the weights, so the "
-                "model will hardly learn. Usual values are from 1e-3 to 1e-2."
-            )
-        return torch.optim.Adafactor(groups, lr=cfg.lr)
-    if cfg.optimizer == "adamw8bit":
-        return build_adamw8bit(groups, **adam)
-    if cfg.optimizer == "muon":
-        return Muon(groups, **adam, fused=fused)
-    return AdamW(groups, **adam, fused=fused)
+    if cfg.optimizer == "adafactor" and cfg.lr < 1e-4:
+        print_on_main(
+            f"--optimizer adafactor --lr {cfg.lr}: Adafactor multiplies the learning rate by the size of the weights, so the model "
+            "will hardly learn. Usual values are from 1e-3 to 1e-2."
+        )
+    make: dict[str, Callable[[], torch.optim.Optimizer]] = {
+        "adamw": lambda: AdamW(groups, **adam, fused=fused),
+        "adamw8bit": lambda: build_adamw8bit(groups, **adam),
+        "adafactor": lambda: torch.optim.Adafactor(groups, lr=cfg.lr),
+        "muon": lambda: Muon(groups, **adam, fused=fused),
+        # torch has no fused SGD for shards.
+        "sgd": lambda: torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=fused and links.sharding is None),
+    }
+    return make[cfg.optimizer]()
 
 
 def _groups(model: nn.Module, cfg: TrainConfig) -> list[dict[str, Any]]:
@@ -251,9 +249,9 @@ def _rates_of_parameters(model: nn.Module, cfg: TrainConfig) -> dict[nn.Paramete
 
 def state_bytes(model: nn.Module, cfg: TrainConfig) -> int:
     """Return how many bytes the optimizer stores for the trained parameters of a model, which may be on the meta device."""
-    hidden = hidden_matrices(model)
+    hidden, bytes_of = hidden_matrices(model), OPTIMIZERS[cfg.optimizer].bytes_of
     trained = [p for p in model.parameters() if p.requires_grad]
-    return sum(optimizer_options.state_bytes(cfg, p.shape, p.element_size(), p in hidden) for p in trained)
+    return sum(bytes_of(p.numel() * p.element_size(), p.shape, p in hidden, cfg.momentum) for p in trained)
 
 
 def freeze(model: nn.Module, words: tuple[str, ...]) -> None:

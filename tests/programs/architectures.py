@@ -252,11 +252,12 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_sharded: bool = False) -> dict[str, Tensor]:
     """Return the weights after all updates on all ranks. With `is_resumed`, the state moves to a new model before the last one."""
     task, plain = copy_of(initial, accelerator.device if is_sharded else None)
+    built = state_tensors.options_of(plain)
     model, optimizer = (task.model, plain) if is_sharded else accelerator.prepare(task.model, plain)
     ranks, rank = accelerator.num_processes, accelerator.process_index
     for step in range(STEPS):
         if is_resumed and step == STEPS - 1:
-            saved, (moments, values) = state_tensors.to_save(task.model), state_tensors.capture(task.model, plain)
+            saved, (moments, values) = state_tensors.to_save(task.model), state_tensors.capture(task.model, plain, built)
             task, plain = copy_of(initial)
             task.model.load_state_dict(saved, strict=False)  # tied weights are saved once
             state = {name: dict(found) for name, found in values.items()}
