@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.training.isolation import unknown_arguments
 from accel_ddp.training.losses import CurrentBatch
 
 log = logging.getLogger(__name__)
@@ -336,10 +337,9 @@ def attention(
         if is_active.get():  # without segments, texts would attend to each other
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
-    if unknown := [name for name in ("softcap", "s_aux") if others.get(name) is not None]:
-        raise NeedsPadding(
-            f"its attention has {', '.join(unknown)}, which torch's attention over texts of different lengths lacks"
-        )
+    rest = {name: value for name, value in others.items() if name not in ("position_bias", "sliding_window")}
+    if reason := unknown_arguments(module, attention_mask, rest):
+        raise NeedsPadding(reason)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal and (segments.second is not None or segments.keys is not None):
         raise NeedsPadding("its texts share their beginnings, and its attention is not causal")

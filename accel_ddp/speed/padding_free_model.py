@@ -1,15 +1,19 @@
 """A transformers model whose layers compute without padding, if that gives the same result as padding."""
 
+import copy
 import functools
+import inspect
 import itertools
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.layer_stacks import (
     BIASES,
@@ -23,8 +27,10 @@ from accel_ddp.speed.layer_stacks import (
     pad_around,
 )  # fmt: skip
 from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.training import isolation
 from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
+from accel_ddp.training.stream import CountingCollate, with_sizes
 
 
 def small_tables(model: nn.Module) -> list[nn.Embedding]:
@@ -354,57 +360,118 @@ class PaddingFree:
             self.known[id(value)] = value, pack(value, at)  # holding the value keeps its id unique
         return self.known[id(value)][1]
 
-    def check(self, loss: Callable[[Any], Tensor], batch: Any, allowed: float) -> str:
-        """Return "" if the last layer's output and the loss are the same with and without padding, or else why not.
+    def check(self, loss: Callable[[Any], Any], batch: Any, allowed: float = 1e-4, exact: list[Tensor] | None = None) -> str:
+        """Return "" if a row gives each text the result that it has with padding, and no text changes another one, or else why not.
 
-        `allowed` is a fraction of the largest value. An out-of-memory error is raised.
+        `allowed` is a fraction of the largest value of each channel. With `exact`, the hidden states in float32, the difference may be
+        that of padding in the precision of this pass. It costs four forward passes, and four over texts that are made if the batch
+        does not reach a window or a block of the config. An out-of-memory error is raised.
         """
-        was_training = self.model.training
+        was_training, longest, seen = self.model.training, self.longest, set[int]()
         self.model.eval()
-        results, longest = [], self.longest
-        self.longest, self.mask = 1 << 30, None
-        seen: set[int] = set()
+        self.longest, self.mask, self.apart = 1 << 30, None, math.inf
         token = padding_free.windows_seen.set(seen)
         try:
             with torch.no_grad(), without_tf32():
-                for self.is_enabled in (False, True):
-                    self.outputs = []
-                    with CurrentBatch(batch):
-                        value = float(loss(batch))
-                    if not self.outputs:
-                        return "its last layer is not called"
-                    last = self.outputs[-1]
-                    out = last[0] if isinstance(last, tuple) else last
-                    results.append((value, out.float()))
-            if self.mask is None:
-                return "its attention mask is not the mask of the batch"
+                if reason := self._problem(loss, batch, allowed, exact):
+                    return reason
+                reached = int(self.mask.sum(1).max()) if not self.is_fixed else 1 << 30
+                # Windows that layers pass on, which the attention computes: their size, one more, or one more than a half of it.
+                limits = isolation.limits_of(self.owner.config) | self.windows
+                limits = {w for w in limits if w >= reached and not {w, w + 1, w // 2 + 1} & seen}
+                makes = len(self.stacks) == 1 and not is_sharded(self.model)  # the root of a sharded model must be called
+                if made := max((w for w in limits if makes and w < isolation.LONGEST_MADE), default=0):
+                    self.mask = None
+                    texts = _batch_of(isolation.made_texts(self.owner.config, made + made // 4 + 2), self.owner.device)
+                    more = (
+                        {"logits_to_keep": 1}
+                        if "logits_to_keep" in inspect.signature(type(self.owner).forward).parameters
+                        else {}
+                    )
+                    call = lambda some: self.owner(some["input_ids"], attention_mask=some["attention_mask"], **more)[0].sum()
+                    if reason := self._problem(call, texts, allowed, None if exact is None else []):
+                        return f"{reason}, in texts of {texts.sizes.width} tokens"
+                    limits -= {w for w in limits if w <= made}
+            longest = min((w // 2 for w in limits), default=1 << 30)
+            return ""
         except torch.OutOfMemoryError:
             raise
         except NeedsPadding as error:
             return str(error)
         except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            return (
-                f"its layers cannot compute without padding ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
-                    :200
-                ]
-            )
+            first = next(iter(str(error).splitlines()), "")
+            return f"its layers cannot compute without padding ({type(error).__name__}: {first})"[:200]
         finally:
             padding_free.windows_seen.reset(token)
             self.is_enabled, self.outputs, self.longest = True, None, longest
             self._clear()
             self.model.train(was_training)
-        (padded, before), (packed, after) = results
-        before, after = before[self.mask], after[self.mask]
-        of_tokens = (before - after).abs().amax(-1)
-        # Rounding in half precision sends a few tokens to other experts, whose results differ.
-        largest = of_tokens.quantile(0.9) if self.expert_configs and allowed > 1e-3 else of_tokens.max()
-        apart = float(largest / before.abs().max().clamp(min=1e-12))
-        if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
-            return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
-        # Texts may be longer than the windows that the layers have passed on: its size, one more, or one more than a half of it.
-        unseen = {w for w in self.windows if not {w, w + 1, w // 2 + 1} & seen}
-        self.longest = min((window // 2 for window in unseen), default=1 << 30)
-        return ""
+
+    def _problem(self, loss: Callable[[Any], Any], batch: Any, allowed: float, exact: list[Tensor] | None) -> str:
+        """Return why a batch has another result without padding, or "". A leak between its texts is the first of two reasons.
+
+        With an empty `exact`, only leaks are looked for.
+        """
+        (padded, before), (packed, after) = [self._pass(loss, batch, is_packed) for is_packed in (False, True)]
+        if self.mask is None:
+            return "its attention mask is not the mask of the batch"
+        self.of_padding, texts, unit = self._texts(before, batch), self._texts(after, batch), "of the largest value of a channel"
+        self.apart, losses = 0.0, f"a loss of {packed:.6g} instead of {padded:.6g}"
+        if exact is None:
+            self.apart = isolation.channel_distance(self.of_padding, texts)
+        elif exact:
+            allowed, unit = isolation.TIMES_ROUNDING, "times the rounding of padding"
+            self.apart = isolation.rounding_distance(exact, self.of_padding, texts, bool(self.expert_configs))
+        is_near = self.apart <= allowed and abs(padded - packed) <= 10 * min(allowed, 0.05) * max(abs(padded), 1e-3)
+        differs = (
+            "" if is_near or exact == [] else f"its result differs without padding: by {self.apart:.1e} {unit}, with {losses}"
+        )
+        name = self.owner.main_input_name
+        given = batch.get(name) if isinstance(batch, Mapping) else None
+        if not isinstance(given, Tensor):
+            return f"its batches have no {name}, in which another text could be put"
+        own = batch["attention_mask"].bool() if not self.is_fixed else None
+
+        def forward(some: list[Tensor]) -> list[Tensor]:
+            rows = torch.stack(some) if own is None else given.masked_scatter(own, torch.cat(some))
+            other = copy.copy(batch)
+            other[name] = rows
+            return self._texts(self._pass(loss, other, True)[1], batch)
+
+        texts = list(given) if own is None else list(given[own].split(_lengths(batch, own)))
+        # The positions of tokens in a row are known if there is one stack, and no text shares its beginning.
+        named = self.owner if own is not None and len(self.stacks) == 1 and "shared" not in batch else None
+        return isolation.isolation_problem(forward, texts, self.owner.config, named) or differs
+
+    def _pass(self, loss: Callable[[Any], Any], batch: Any, is_packed: bool) -> tuple[float, Tensor]:
+        """Return the loss and the output of the last layer."""
+        self.is_enabled, self.outputs = is_packed, []
+        with CurrentBatch(batch):
+            value = float(loss(batch))
+        if not self.outputs:
+            raise NeedsPadding("its last layer is not called")
+        last = self.outputs[-1]
+        return value, last[0] if isinstance(last, tuple) else last
+
+    def _texts(self, output: Tensor, batch: Any) -> list[Tensor]:
+        """Return the output of each text without padding. A decoder has other tokens than its encoder."""
+        is_own = not self.is_fixed and len(self.stacks) == 1
+        return list(output[self.mask].split(_lengths(batch, self.mask) if is_own else self.mask.sum(1).tolist()))
+
+
+def _lengths(batch: Any, mask: Tensor) -> list[int]:
+    """Return the length of each text in a batch without padding. Two texts that share tokens count as one."""
+    if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # rows of several texts
+        starts = (positions[mask] == 0).nonzero().flatten().tolist()
+        return [end - start for start, end in itertools.pairwise([*starts, int(mask.sum())])]
+    lengths = mask.sum(1).tolist()
+    return [a + b for a, b in zip(lengths[::2], lengths[1::2])] if "shared" in batch else lengths
+
+
+def _batch_of(texts: list[Tensor], device: torch.device) -> Any:
+    pad = lambda rows: nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
+    rows = {"input_ids": pad(texts), "attention_mask": pad([torch.ones_like(text) for text in texts])}
+    return with_sizes(CountingCollate(lambda _: rows)([]))
 
 
 def _for_attention(at: Segments) -> Segments:
