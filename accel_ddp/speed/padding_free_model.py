@@ -388,7 +388,9 @@ class PaddingFree:
                         if "logits_to_keep" in inspect.signature(type(self.owner).forward).parameters
                         else {}
                     )
-                    call = lambda some: self.owner(some["input_ids"], attention_mask=some["attention_mask"], **more)[0].sum()
+                    call = lambda some: (
+                        self.owner(some["input_ids"], attention_mask=some["attention_mask"], **more) and 0.0
+                    )  # only hidden states count
                     if reason := self._problem(call, texts, allowed, None if exact is None else []):
                         return f"{reason}, in texts of {texts.sizes.width} tokens"
                     limits -= {w for w in limits if w <= made}

@@ -95,10 +95,9 @@ def isolation_problem(forward: Forward, texts: list[Tensor], config: Any, model:
             seen.append((forward(some), sums.found))
     (before, calls), (after, again) = seen
     same = [a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(before, after, strict=True)]
-    if same[at]:
-        return "" if torch.equal(texts[at], others[at]) else "the result of a text does not depend on its tokens"
     if all(same[:at] + same[at + 1 :]):
-        return ""
+        is_deaf = torch.equal(before[at], after[at]) and not torch.equal(texts[at], others[at])
+        return "the result of a text does not depend on its tokens" if is_deaf else ""
     both = zip(calls, again)
     name = next((a[0] for a, b in both if a[:1] == b[:1] and torch.equal(a[1], b[1]) and not torch.equal(a[2], b[2])), "")
     return LEAKS + f" in {name}" * bool(name)
