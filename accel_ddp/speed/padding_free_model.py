@@ -369,7 +369,7 @@ class PaddingFree:
         """
         was_training, longest, seen = self.model.training, self.longest, set[int]()
         self.model.eval()
-        self.longest, self.mask, self.apart = 1 << 30, None, math.inf
+        self.longest, self.mask, self.apart, self.of_padding = 1 << 30, None, math.inf, []
         token = padding_free.windows_seen.set(seen)
         try:
             with torch.no_grad(), without_tf32():
@@ -379,10 +379,13 @@ class PaddingFree:
                 # Windows that layers pass on, which the attention computes: their size, one more, or one more than a half of it.
                 limits = isolation.limits_of(self.owner.config) | self.windows
                 limits = {w for w in limits if w >= reached and not {w, w + 1, w // 2 + 1} & seen}
+                positions = getattr(self.owner.config, "max_position_embeddings", None) or 1 << 30
                 makes = len(self.stacks) == 1 and not is_sharded(self.model)  # the root of a sharded model must be called
-                if made := max((w for w in limits if makes and w < isolation.LONGEST_MADE), default=0):
+                if made := max((w for w in limits if makes and w < min(positions, isolation.LONGEST_MADE)), default=0):
                     self.mask = None
-                    texts = _batch_of(isolation.made_texts(self.owner.config, made + made // 4 + 2), self.owner.device)
+                    texts = _batch_of(
+                        isolation.made_texts(self.owner.config, min(positions, made + made // 4 + 2)), self.owner.device
+                    )
                     more = (
                         {"logits_to_keep": 1}
                         if "logits_to_keep" in inspect.signature(type(self.owner).forward).parameters
@@ -394,7 +397,7 @@ class PaddingFree:
                     if reason := self._problem(call, texts, allowed, None if exact is None else []):
                         return f"{reason}, in texts of {texts.sizes.width} tokens"
                     limits -= {w for w in limits if w <= made}
-            longest = min((w // 2 for w in limits), default=1 << 30)
+            longest = min((w // 2 if w < positions else positions for w in limits), default=1 << 30)
             return ""
         except torch.OutOfMemoryError:
             raise
