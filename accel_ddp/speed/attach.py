@@ -369,11 +369,9 @@ class Speed:
                 sizes = self.train.sample(64, accelerator, self.cfg).sizes
                 padding_free.shares = sizes.shared >= LEAST_SHARED * sizes.tokens
             padding_free.install()
-            per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
-            loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
-            reason = "" if sharded else self._compare(padding_free, loss, batch)
+            reason = "" if sharded else self._compare(padding_free, batch)
         if sharded:  # a collective, and so outside of the block
-            reason = self._compare(padding_free, loss, batch)
+            reason = self._compare(padding_free, batch)
             sharding.recover(model)  # the forward pass may have raised an error
         if reason:
             padding_free.remove()
@@ -381,13 +379,22 @@ class Speed:
         self.padding_free = padding_free
         return ""
 
-    def _compare(self, layers: PaddingFree, loss: Callable[[Any], Any], batch: Any) -> str:
+    def problem_of_rows(self) -> str:
+        """Return why the layers must not compute without padding after all, or "": weights that were 0 may now have an effect."""
+        if not self.padding_free:
+            return ""
+        with self._plain_layers():
+            return self._compare(self.padding_free, self.train.sample(4, self.accelerator, self.cfg))
+
+    def _compare(self, layers: PaddingFree, batch: Any) -> str:
         """Compare in float32, and as the run computes it if that is another precision, which uses another attention.
 
         A difference that rounding may explain is computed in float64 too. All ranks of a sharded model compute the same batch and go on
         alike, because each forward pass gathers weights.
         """
         model, exact = self.model, torch.float32
+        per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
+        loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
         agreed = lambda found: next(filter(None, gather_everywhere(found)), "") if is_sharded(model) else found
         with padding_check.computed_exactly(model, exact):
             reason = agreed(layers.check(loss, batch))
