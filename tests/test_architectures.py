@@ -58,6 +58,7 @@ UNSHARDED = {
     "Albert": "no list of layers",
     "BigBird, sparse": "in bf16: scatter(): Expected self.dtype to be equal to src.dtype",
     "Deberta": "in bf16: value cannot be converted to type c10::BFloat16",
+    "Doge": "in bf16: value cannot be converted to type c10::BFloat16",
     "Funnel": "no list of layers",
     "SqueezeBert": "calls the `forward` method of a layer",
 }

@@ -48,6 +48,18 @@ def test_a_leak_behind_a_large_channel_is_found_and_the_layer_named(precision):
     assert found == f"{isolation.LEAKS} in model.layers.0.linear_attn"
 
 
+def test_a_leak_into_a_projection_that_is_still_zero_is_found():
+    """The hidden states are those of padding, and the gradients are not."""
+    torch.manual_seed(0)
+    model = qwen()
+    for layer in model.model.layers[:2]:
+        torch.nn.init.zeros_(layer.linear_attn.out_proj.weight)
+    layers = PaddingFree(model)
+    layers.install()
+    found = layers.check(lambda batch: loss_of(model, batch), a_batch(), 1e-4)
+    assert found == f"{isolation.LEAKS} in model.layers.0.linear_attn.out_proj"
+
+
 @pytest.mark.parametrize(("make", "argument"), [(minimax, "block_indices"), (doge, "attention_mask")])
 def test_an_argument_that_the_attention_would_ignore_is_refused_though_short_texts_give_the_same(make, argument):
     torch.manual_seed(0)

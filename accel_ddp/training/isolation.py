@@ -7,7 +7,7 @@ And each channel of the hidden states is compared with padding by its own scale.
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +81,10 @@ def vocabulary_of(config: Any) -> int:
 def isolation_problem(forward: Forward, texts: list[Tensor], config: Any, model: nn.Module | None = None) -> str:
     """Return "" if no bit of a result changes with the tokens of another text in the row, or else a sentence.
 
-    The longest text but the last is replaced. With `model` the sentence names the first module whose result for the others changes
-    though its inputs do not. The choice of experts is held, because the number of tokens of an expert chooses its kernel. Two
-    passes, the same on all ranks; a kernel that is tuned in its first call needs one before them.
+    The longest text but the last is replaced. With `model`, no input of a linear layer may change either, and the sentence names the
+    first module whose result for the others changes though its inputs do not. The choice of experts is held, because the number of
+    tokens of an expert chooses its kernel. Two passes, the same on all ranks. A kernel that is tuned in its first call needs one
+    before them.
     """
     at = max(range(len(texts) - 1), key=lambda i: len(texts[i]), default=0)
     others = [*texts[:at], other_text(texts[at], config), *texts[at + 1 :]]
@@ -95,12 +96,23 @@ def isolation_problem(forward: Forward, texts: list[Tensor], config: Any, model:
             seen.append((forward(some), sums.found))
     (before, calls), (after, again) = seen
     same = [a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(before, after, strict=True)]
-    if all(same[:at] + same[at + 1 :]):
-        is_deaf = torch.equal(before[at], after[at]) and not torch.equal(texts[at], others[at])
-        return "the result of a text does not depend on its tokens" if is_deaf else ""
-    both = zip(calls, again)
-    name = next((a[0] for a, b in both if a[:1] == b[:1] and torch.equal(a[1], b[1]) and not torch.equal(a[2], b[2])), "")
-    return LEAKS + f" in {name}" * bool(name)
+    pairs = [(a, b) for a, b in zip(calls, again) if a.name == b.name]
+    mixing = [a.name for a, b in pairs if torch.equal(a.given, b.given) and not torch.equal(a.made, b.made)]
+    # A projection that is still 0 hides what it gets.
+    hidden = [a.name for a, b in pairs if a.is_linear and not torch.equal(a.given, b.given)]
+    if not all(same[:at] + same[at + 1 :]) or hidden:
+        return LEAKS + "".join(f" in {name}" for name in (mixing or hidden)[:1])
+    is_deaf = torch.equal(before[at], after[at]) and not torch.equal(texts[at], others[at])
+    return "the result of a text does not depend on its tokens" if is_deaf else ""
+
+
+class _Call(NamedTuple):
+    """The sums of the bits of what a module got and returned for all texts but one."""
+
+    name: str
+    is_linear: bool
+    given: Tensor
+    made: Tensor
 
 
 class _Choices(TorchFunctionMode):
@@ -129,12 +141,12 @@ class _Choices(TorchFunctionMode):
 
 
 class _Checksums:
-    """Records for each call of a module in a row the sums of the bits of its inputs and outputs, without one text."""
+    """Records the calls of modules on a row of texts."""
 
     def __init__(self, model: nn.Module | None, start: int, behind: int, tokens: int):
         self.modules = dict(model.named_modules()) if model is not None else {}
         self.start, self.behind, self.tokens = start, behind, tokens
-        self.found: list[tuple[str, Tensor, Tensor]] = []
+        self.found: list[_Call] = []
         self.hooks: list[Any] = []
 
     def __enter__(self) -> "_Checksums":
@@ -150,7 +162,7 @@ class _Checksums:
         def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             given, made = self._sums((*args, *kwargs.values())), self._sums(output if isinstance(output, tuple) else (output,))
             if len(given) and len(made):
-                self.found.append((name, given, made))
+                self.found.append(_Call(name, isinstance(module, nn.Linear), given, made))
 
         return record
 
