@@ -384,8 +384,8 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
     batch = a_batch()
     padded, layers = compute(model, batch), PaddingFree(model)
     layers.install()
-    for chunk, longest in ((12, 1 << 30), (2000, 1000)):
-        model.config.attention_chunk_size = chunk
+    for chunk, positions, longest in ((12, 64, 1 << 30), (2000, 4096, 1000), (2000, 64, 64)):
+        model.config.attention_chunk_size, model.config.max_position_embeddings = chunk, positions
         assert layers.check(lambda batch: loss_of(model, batch), a_batch(lengths=[2, 5]), 1e-4) == ""
         assert layers.longest == longest
     layers.longest = 29
