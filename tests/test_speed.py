@@ -453,8 +453,9 @@ def test_fit_without_speedups_learns_the_same_weights(trained):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fit_without_speedups_computes_the_padding_too(trained, ranks):
     plain, fast = trained[ranks]["plain"]["positions"], trained[ranks]["fast"]["positions"]
-    # First `fit` compares three texts alone and padded, and then `attach` compares a sample with and without padding.
-    plain, fast = plain[6:], fast[8:]
+    # First `fit` compares three texts alone and padded, and then `attach` compares a sample with and without padding,
+    # and with another text in it.
+    plain, fast = plain[6:], fast[10:]
     assert len(plain) == len(fast)
     assert all(a >= b for a, b in zip(plain, fast))
     assert sum(plain) > 1.2 * sum(fast)

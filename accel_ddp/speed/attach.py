@@ -400,7 +400,9 @@ class Speed:
             reason = agreed(layers.check(loss, batch))
         of_padding = layers.of_padding
         if reason and agreed("rounding" * (1e-4 < layers.apart < 1e-2)):
-            with contextlib.suppress(MemoryError, torch.OutOfMemoryError), padding_check.computed_exactly(model, torch.float64):
+            # A rank of a sharded model that is out of memory ends the run, because the others wait for its gathers.
+            full = () if is_sharded(model) else (MemoryError, torch.OutOfMemoryError)
+            with contextlib.suppress(*full), padding_check.computed_exactly(model, torch.float64):
                 reason = agreed(layers.check(loss, batch, 1e-6))
         if not reason and (self.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4):
             with self.accelerator.autocast():
