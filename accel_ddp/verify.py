@@ -7,6 +7,7 @@ samples its data loaders read. Then these samples and the files of the last chec
 import functools
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,7 @@ class _Verification:
         if ranks:
             lines.append(self.within(f"{_describe(ranks)} and 1 rank", one, ranks))
         lines += self.compare_sharded(one, ranks, gpus) if ranks and self.shards else []
+        lines += self.isolated(one)
         lines.append(self.identical(straight, killed))
         last_two = checkpoint_format.list_checkpoints(one.path.parent)[-2:]
         device = torch.cuda.get_device_name() if gpus else "CPU"
@@ -228,6 +230,16 @@ class _Verification:
         what = f"{'FSDP, ' * bool(b.run.get('shards'))}killed at step {b.killed_at}, resumed"
         return self.row(what, a, b, largest_difference(a.path, b.path)[0], "0", problem)
 
+    def isolated(self, one: "VerifiedRun") -> list[Row]:
+        """Return whether texts that are computed without padding are isolated from each other after the last step."""
+        found = self.place / "one" / "samples" / "rows"
+        if not found.is_file():
+            return []
+        problem, numbers = found.read_text(), (str(one.run["num_ranks"]), str(one.run["config"]["micro_batch_size"]))
+        return [
+            (("another text in a row", *numbers, "", "some" if problem else "0", "0", "FAIL" if problem else "PASS"), problem)
+        ]
+
     def row(
         self, what: str, a: "VerifiedRun", b: "VerifiedRun", difference: float, allowed: str, problem: str, since: int = 0
     ) -> Row:
@@ -253,6 +265,9 @@ class _Verification:
         )
         if not self.has_log:
             print("Items, loss and gradient norm were not compared, because the recipe writes no log.jsonl (hooks.standard).")
+        padded = re.findall(r"^texts are padded: .*", (self.place / "one.txt").read_text(), flags=re.MULTILINE)
+        for line in padded[:1]:
+            print(f"T{line[1:]}")
         for row, problem in lines:
             if problem:
                 print(f"FAIL: {row[0]}: {problem}")

@@ -1,4 +1,4 @@
-"""Tiny models of 63 architectures learn the same on one rank and on two, in any micro-batches, and after a resume.
+"""Tiny models of 83 architectures learn the same on one rank and on two, in any micro-batches, and after a resume.
 
 One launch of two ranks computes all that were selected. By default these are the most different ones. All others are slow:
 `pytest -m "slow or not slow" tests/test_architectures.py`. After an update of transformers, the names of the failing tests show
@@ -28,14 +28,27 @@ DEPENDENT = {
 # Why a run computes them with padding. docs/models.md shows these texts.
 PADDED = {
     "Albert": "its layers were not found",
-    "ConvBert": "its result differs without padding",
+    "Bamba": "a text in a row changes the result of the others in model.layers.0.mamba",
+    "ConvBert": "a text in a row changes the result of the others in convbert.encoder.layer.0.attention.self",
+    "Doge": "DogeAttention of layer 0 passes attention_mask to its attention, which would be ignored",
     "Falcon": "its layers cannot compute without padding",
     "FNet": "its attention is eager, not sdpa",
+    "FalconH1": "a text in a row changes the result of the others in model.layers.0.mamba",
     "Funnel": "its layers were not found",
     "Gemma2": "its attention is eager, not sdpa",
+    "GptOss": "its attention is eager, not sdpa",
+    "GraniteMoeHybrid": "a text in a row changes the result of the others in model.layers.0.mamba",
+    "Jamba": "its layers have different types",
+    "KimiLinear": "a text in a row changes the result of the others in model.layers.0.self_attn",
+    "Lfm2": "a text in a row changes the result of the others in model.layers.0.conv",
+    "MiniMaxM3VL": "MiniMaxM3VLAttention of layer 1 passes block_indices to its attention, which would be ignored",
     "Mpt": "its layers cannot compute without padding",
     "MPNet": "its layers were not found",
-    "Nystromformer": "its result differs without padding",
+    "Nystromformer": "a text in a row changes the result of the others in nystromformer.encoder.layer.0.attention.self",
+    "OlmoHybrid": "its layers have different types",
+    "Qwen3Next": "a text in a row changes the result of the others in model.layers.0.linear_attn",
+    "Qwen3_5": "a text in a row changes the result of the others in model.layers.0.linear_attn",
+    "Qwen3_5Moe": "a text in a row changes the result of the others in model.layers.0.linear_attn",
     "SqueezeBert": "its layers were not found",
     "StableLm": "its layers do not pass their arguments on to the attention",
     "XLNet": "its layers were not found",
@@ -45,19 +58,21 @@ UNSHARDED = {
     "Albert": "no list of layers",
     "BigBird, sparse": "in bf16: scatter(): Expected self.dtype to be equal to src.dtype",
     "Deberta": "in bf16: value cannot be converted to type c10::BFloat16",
+    "Doge": "in bf16: value cannot be converted to type c10::BFloat16",
     "Funnel": "no list of layers",
     "SqueezeBert": "calls the `forward` method of a layer",
 }
 DEFAULT = {
     "Bert", "DebertaV2", "FNet", "ModernBert",  # of encoders: absolute and relative positions, no attention, no padding
     "Gemma3", "GPT2", "Llama", "Llama, classes", "Llama, dynamic rope", "Mamba", "Mixtral",  # of decoders: windows, states, experts
+    "DeepseekV3", "Doge", "FalconH1", "MiniMaxM3VL", "Olmo3", "Qwen3_5",  # latent attention, masks of a layer, hybrids, blocks
     "Bart", "T5", "ConvNext", "ViT",
 }  # fmt: skip
 
 
 def names() -> list[str]:
     """Return the names in the tables of the program, which is not imported, because that takes seconds."""
-    tables = ("ENCODERS", "DECODERS", "SEQ2SEQ", "IMAGES", "SPECIAL")
+    tables = ("ENCODERS", "DECODERS", "RECENT", "SEQ2SEQ", "IMAGES", "SPECIAL")
     tree = ast.parse(Path(PROGRAM).read_text())
     found = {
         node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign) and hasattr(node.targets[0], "id")
@@ -92,6 +107,9 @@ def test_an_architecture_learns_the_same_however_its_items_are_spread(facts, nam
     assert found["resumed"] == 0, "a resumed run has other weights"
     assert PADDED.get(name, "") in found["padded"], "a run is padded for another reason"
     assert bool(found["padded"]) == (name in PADDED), f"a run is padded: {found['padded']!r}. Change PADDED."
+    assert found["depends"] > 1e-2, "the scores of an item do not depend on its tokens"
+    assert found["isolated"] <= (1e-6 if "Moe" in name or "Mixtral" in name else 0), "an item changes the scores of the others"
+    assert found["apart"] < 1e-5, "the scores of a run are not those of the plain model"
     if name in DEPENDENT:
         assert found["micro"] > 1e-5, f"the weights of {name} do not depend on padding any more. Remove it from DEPENDENT."
         assert "computes a different result" in found["padding"], "the padding check does not detect it"

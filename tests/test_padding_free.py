@@ -19,7 +19,7 @@ from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.speed.layer_stacks import SmallTable
 from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.row_model import FixedModel, RowModel
-from accel_ddp.training import losses
+from accel_ddp.training import isolation, losses
 from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
 from tests.conftest import ROOT
@@ -329,18 +329,18 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
         total = sum(loss.backward() or loss.detach() for loss in losses)
         return {"loss": total} | {name: value.grad.clone() for name, value in model.named_parameters()}
 
-    def loss_of_packed():
+    def loss_of_packed(batch):
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
         with CurrentBatch(batch):
             return losses.of_tokens(model(**inputs).logits, losses.next_tokens(batch["labels"]))
 
     alone = lambda ids: losses.of_tokens(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
     wanted = gradients(*(alone(torch.tensor([ids])) for ids in documents))
-    found = {"padded": gradients(loss_of_packed())}
+    found = {"padded": gradients(loss_of_packed(batch))}
     layers = without_padding(model)
     layers.install()
-    assert layers.check(lambda _: loss_of_packed(), batch, 1e-6) == ""
-    found["padding-free"] = gradients(loss_of_packed())
+    assert layers.check(loss_of_packed, batch, 1e-6) == ""
+    found["padding-free"] = gradients(loss_of_packed(batch))
     with CurrentBatch(batch) as current:
         row = layers._row(current, {"position_ids": batch["position_ids"]})
     # What flash attention is given on a GPU: starts, then the end of the last document, then empty ones.
@@ -393,14 +393,16 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
             model.config._attn_implementation = "flex_attention"
         with pytest.raises(padding_free.NeedsPadding, match=why):
             without_padding(model)
-    # Texts that are longer than a window that the layers do not pass on are computed with padding.
+    # Texts cross a window that the layers do not pass on. Above LONGEST_MADE they do not, and longer ones are padded.
     model = FAMILIES["mistral, a window"]().eval()
-    model.config.attention_chunk_size = 12
     batch = a_batch()
     padded, layers = compute(model, batch), without_padding(model)
     layers.install()
-    assert layers.check(lambda batch: loss_of(model, batch), a_batch(lengths=[2, 5]), 1e-4) == ""
-    assert layers.longest == 6
+    for chunk, positions, longest in ((12, 64, 1 << 30), (2000, 4096, 1000), (2000, 64, 64)):
+        model.config.attention_chunk_size, model.config.max_position_embeddings = chunk, positions
+        assert layers.check(lambda batch: loss_of(model, batch), a_batch(lengths=[2, 5]), 1e-4) == ""
+        assert layers.longest == longest
+    layers.longest = 29
     assert difference(padded, compute(model, batch)) == 0
     # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
     torch.manual_seed(0)
@@ -429,7 +431,7 @@ def test_the_check_compares_hidden_states_and_not_only_the_loss(monkeypatch):
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
 
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, padding_free.NAME, attend_to_all)
-    assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
+    assert isolation.LEAKS in layers.check(lambda batch: loss_of(model, batch).detach() * 0 + 1, a_batch(), 1e-4)
 
 
 def test_the_check_does_not_accept_values_that_are_not_numbers(monkeypatch):

@@ -137,7 +137,7 @@ def test_verify_compares_sharded_models(precision, allowed):
     for row, beginning in zip(
         rows,
         ["2 ranks and 1 rank", "FSDP on 2 ranks and 1 rank", "2 copies (HSDP) on 4 ranks and 1 rank", "FSDP until step 2, then DDP",
-         "DDP until step 2, then FSDP", "FSDP, killed at step "],
+         "DDP until step 2, then FSDP", "another text in a row", "FSDP, killed at step "],
         strict=True,
     ):  # fmt: skip
         assert row.startswith(beginning), row

@@ -29,9 +29,8 @@ from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
 from accel_ddp.speed.row_model import CalledModel, FixedModel, RowModel
-from accel_ddp.training import sharding
+from accel_ddp.training import padding_check, sharding
 from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
-from accel_ddp.training.padding_check import forget_peak, in_float32
 from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.update import rehearse
@@ -390,8 +389,7 @@ class Speed:
             return str(reason)
         found.shares = found.shares and shares
         found.install()
-        per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
-        reason = self._compare(found, lambda batch: loss_of(per_batch(model, batch)).double().sum(), batch)
+        reason = self._compare(found, batch)
         if is_sharded(model):
             sharding.recover(model)  # the forward pass may have raised an error
         if reason:
@@ -405,23 +403,35 @@ class Speed:
         """The type of autocast."""
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.float32)
 
-    def _compare(self, layers: CalledModel | PackedLayers, loss: Callable[[Any], Any], batch: Any) -> str:
-        """Compare in the precision of the weights, and under autocast, because half precision uses another attention.
+    def problem_of_rows(self) -> str:
+        """Return why the layers must not compute without padding after all, or "": weights that were 0 may now have an effect."""
+        if not self.padding_free:
+            return ""
+        with self._plain_layers():
+            return self._compare(self.padding_free, self.train.sample(4, self.accelerator, self.cfg))
 
-        The layers of a sharded model are gathered in half precision, so they compute under autocast only. All of its ranks compute
-        the same batch, because each forward pass gathers weights.
+    def _compare(self, layers: CalledModel | PackedLayers, batch: Any) -> str:
+        """Compare in float32, and as the run computes it if that is another precision, which uses another attention.
+
+        A difference that rounding may explain is computed in float64 too. All ranks of a sharded model compute the same batch and go on
+        alike, because each forward pass gathers weights.
         """
-        half, reason = self.accelerator.mixed_precision != "no", ""
-        if not (half and is_sharded(self.model)):
-            is_wide = next(self.model.parameters()).dtype in (torch.float32, torch.float64)
-            reason = layers.check(loss, batch, 1e-4 if is_wide else _rounding(layers, 3e-2))
-            if reason and not is_wide and not is_sharded(self.model):  # by rounding in 16 bits, or for another reason
-                with contextlib.suppress(torch.OutOfMemoryError), in_float32(self.model):
-                    reason = layers.check(loss, batch, 1e-4)
-                forget_peak(self.accelerator.device)
-        if half and not reason:
+        model, exact = self.model, torch.float32
+        per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
+        loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
+        agreed = lambda found: next(filter(None, gather_everywhere(found)), "") if is_sharded(model) else found
+        with padding_check.computed_exactly(model, exact):
+            reason = agreed(layers.check(loss, batch))
+        of_padding = layers.of_padding
+        if reason and agreed("rounding" * (1e-4 < layers.apart < 1e-2)):
+            # A rank of a sharded model that is out of memory ends the run, because the others wait for its gathers.
+            full = () if is_sharded(model) else (MemoryError, torch.OutOfMemoryError)
+            with contextlib.suppress(*full), padding_check.computed_exactly(model, torch.float64):
+                reason = agreed(layers.check(loss, batch, 1e-6))
+        if not reason and (self.accelerator.mixed_precision != "no" or next(model.parameters()).dtype.itemsize < 4):
             with self.accelerator.autocast():
-                reason = layers.check(loss, batch, _rounding(layers, 5e-2))
+                reason = agreed(layers.check(loss, batch, exact=of_padding))
+        padding_check.forget_peak(self.accelerator.device)
         return reason
 
     def capture_layers(self) -> None:
@@ -466,11 +476,6 @@ class Speed:
         self.softmax = softmax
         for head in self.heads:
             head.softmax = softmax
-
-
-def _rounding(layers: CalledModel | PackedLayers, allowed: float) -> float:
-    """Return the difference that rounding in half precision explains. The errors of layers add up like a random walk."""
-    return allowed * max(1.0, layers.depth / 12) ** 0.5
 
 
 class _Fallback:

@@ -267,7 +267,7 @@ def _tensors_of(target: Any) -> list[tuple[str, Tensor]]:
 
 
 def _without_wrapper(target: Any) -> Any:
-    """Return a layer as it was before `LayerCalls` or `PaddingFree`."""
+    """Return a layer as it was before `LayerCalls` or `PackedLayers`."""
     if isinstance(target, nn.Module):
         state = {name: value for name, value in vars(target).items() if name not in ("forward", "_dispatch")}
         target = plain_class(target).__new__(plain_class(target))

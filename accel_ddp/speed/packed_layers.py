@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp.speed import padding_free
+from accel_ddp.speed.comparison import Compared
 from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
 from accel_ddp.speed.layer_stacks import (
     BIASES,
@@ -29,13 +30,12 @@ from accel_ddp.speed.layer_stacks import (
 )
 from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.training.losses import CurrentBatch, current_batch
-from accel_ddp.training.padding_check import without_tf32
 
 
-class PackedLayers:
+class PackedLayers(Compared):
     """Lets the layers of `model` compute without padding whenever its attention mask belongs to the current batch."""
 
-    is_fixed = is_plain = False  # items have a mask, and layers get more than the arguments that the model gives them
+    is_plain = False  # layers get more than the arguments that the model gives them
     why_plain = ""
 
     def __init__(self, model: nn.Module, is_sharded: bool = False):
@@ -75,16 +75,14 @@ class PackedLayers:
         self.calls = self.plain
         self.run: Call | None = None  # calls a layer instead of `calls`, see `capture`
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
-        self.is_enabled, self.depth = True, len(self.layers)
+        self.is_single = len(stacks) == 1
         self.shares = True  # compute tokens that two texts share once, in all micro-batches
         self.last_batch: CurrentBatch | None = None
-        self.outputs: list[Any] | None = None  # of the last layer, while `check` runs
-        self.mask: Tensor | None = None  # of the last layer's output
         self.hooks: list[Any] = []
         self.token: Any = None
-        self._clear()
+        self.forget_pass()
 
-    def _clear(self) -> None:
+    def forget_pass(self) -> None:
         self.is_packed = False
         self.known: dict[int, tuple[Tensor, Tensor]] = {}
         for stack in self.stacks:
@@ -116,7 +114,7 @@ class PackedLayers:
         restore_layers(self.layers)
         for stack in self.stacks:
             stack.remove(self.attentions)
-        self._clear()
+        self.forget_pass()
 
     def capture(self, graphs_of: Callable[[list[nn.Module], list[Call]], Any]) -> list[Any]:
         """Call the layers of each stack through `graphs_of(layers, calls)`, which captures them as CUDA graphs, and return these."""
@@ -150,7 +148,7 @@ class PackedLayers:
                 "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
                 "Add --padding_free off."
             )
-        self._clear()
+        self.forget_pass()
         for stack, of_stack in zip(self.stacks, rows):
             stack.row = of_stack
         self.is_packed = bool(rows)
@@ -163,7 +161,7 @@ class PackedLayers:
             is_active.reset(self.token)
             self.token = None
         if not self._is_checkpointed():
-            self._clear()
+            self.forget_pass()
 
     def _is_checkpointed(self) -> bool:
         """Return whether layers are called again in the backward pass, after the call of the model, and need the same `at`."""
@@ -282,49 +280,3 @@ class PackedLayers:
         if id(value) not in self.known:
             self.known[id(value)] = value, pack(value, at)  # holding the value keeps its id unique
         return self.known[id(value)][1]
-
-    def check(self, loss: Callable[[Any], Tensor], batch: Any, allowed: float) -> str:
-        """Return "" if the last layer's output and the loss are the same with and without padding, or else why not.
-
-        `allowed` is a fraction of the largest value. An out-of-memory error is raised.
-        """
-        was_training = self.model.training
-        self.model.eval()
-        results = []
-        self.mask = None
-        try:
-            with torch.no_grad(), without_tf32():
-                for self.is_enabled in (False, True):
-                    self.outputs = []
-                    with CurrentBatch(batch):
-                        value = float(loss(batch))
-                    if not self.outputs:
-                        return "its last layer is not called"
-                    last = self.outputs[-1]
-                    out = last[0] if isinstance(last, tuple) else last
-                    results.append((value, out.float()))
-            if self.mask is None:
-                return "its attention mask is not the mask of the batch"
-        except torch.OutOfMemoryError:
-            raise
-        except NeedsPadding as error:
-            return str(error)
-        except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            return (
-                f"its layers cannot compute without padding ({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"[
-                    :200
-                ]
-            )
-        finally:
-            self.is_enabled, self.outputs = True, None
-            self._clear()
-            self.model.train(was_training)
-        (padded, before), (packed, after) = results
-        before, after = before[self.mask], after[self.mask]
-        of_tokens = (before - after).abs().amax(-1)
-        # Rounding in half precision sends a few tokens to other experts, whose results differ.
-        largest = of_tokens.quantile(0.9) if self.expert_configs and allowed > 1e-3 else of_tokens.max()
-        apart = float(largest / before.abs().max().clamp(min=1e-12))
-        if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
-            return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
-        return ""

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.training.isolation import unknown_arguments
 from accel_ddp.training.losses import CurrentBatch
 
 log = logging.getLogger(__name__)
@@ -382,6 +383,10 @@ def attention(
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return replaced(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     softcap, sinks = others.get("softcap"), others.get("s_aux")
+    rest = {name: value for name, value in others.items() if name not in ("position_bias", "sliding_window", "softcap", "s_aux")}
+    is_marker = attention_mask is not None and attention_mask.numel() == 1
+    if reason := unknown_arguments(module, None if is_marker else attention_mask, rest):
+        raise NeedsPadding(reason)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     if not causal and (segments.second is not None or segments.keys is not None):
         raise NeedsPadding("its texts share their beginnings, and its attention is not causal")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ddp.speed import padding_free
+from accel_ddp.speed.comparison import FAR, Compared, Loss
 from accel_ddp.speed.layer_calls import LayerCalls
 from accel_ddp.speed.layer_stacks import (
     DROPPED,
@@ -28,19 +29,16 @@ from accel_ddp.speed.layer_stacks import (
     windows_of,
 )
 from accel_ddp.speed.padding_free import NAME, NAME_OF_EAGER, NeedsPadding, Row, Segments, is_active, pack, unpack
-from accel_ddp.text import first_line
 from accel_ddp.training import sharding
 from accel_ddp.training.losses import CurrentBatch, current_batch
-from accel_ddp.training.padding_check import without_tf32
 
 # Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
 MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")
 
 
-class CalledModel(LayerCalls):
+class CalledModel(LayerCalls, Compared):
     """A model of transformers whose attention and whose layers can be replaced."""
 
-    is_fixed = False  # items have no mask, because all of them have one length
     shares = False  # whether tokens that two texts share are computed once, in all micro-batches
     why_plain = ""  # why the layers are neither captured nor compiled
 
@@ -58,12 +56,9 @@ class CalledModel(LayerCalls):
         if any(getattr(config, name, 0) for config, _ in self.configs.values() for name in DROPPED):
             raise NeedsPadding("it skips layers at random (layerdrop)")
         self.expert_configs = expert_configs(owner, [config for config, _ in self.configs.values()])
-        self.depth = max((len(m) for m in owner.modules() if isinstance(m, nn.ModuleList)), default=1)
         super().__init__(*self._find_layers())
         padding_free.register()
-        self.is_enabled = True
         self.last_batch: CurrentBatch | None = None
-        self.outputs: list[Tensor] | None = None  # while `check` runs
 
     def _find_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the layers and the rotary embeddings that alternate, both empty if layers cannot be captured."""
@@ -163,6 +158,7 @@ class RowModel(CalledModel):
         if row is None:
             return None
         self.at = padding_free.segments_of(row, self._has_flash(row.mask.device), has_mixers=bool(self.mixers))
+        self.mask = self.at.mask.view(self.at.shape)
         self.is_open, self.token = True, is_active.set(True)
         return (), self._inputs(given, self.at)
 
@@ -238,99 +234,14 @@ class RowModel(CalledModel):
         is_narrow = narrow in (torch.bfloat16, torch.float16) and kind == "cuda" and not is_bounded
         return is_narrow and flash_size(self.base.config, device) > 0
 
-    # ---- the comparison
-
-    def check(self, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        """Return "" if rows compute what padding does and texts do not see each other, or else why not.
-
-        `allowed` is a fraction of the values of a channel. An out-of-memory error is raised.
-        """
-        was_training, longest = self.model.training, self.longest
-        self.longest = 1 << 30
-        seen: set[int] = set()
-        token = padding_free.windows_seen.set(seen)
-        self.model.eval()
-        try:
-            with torch.no_grad(), without_tf32():
-                reason = self._compare(loss, batch, allowed)
-                if reason and self.has_marker:
-                    self.has_marker = False
-                    if self.is_sharded:
-                        sharding.recover(self.model)  # the forward pass may have raised an error
-                    reason = self._compare(loss, batch, allowed)
-        finally:
-            padding_free.windows_seen.reset(token)
-            self.is_enabled, self.outputs, self.longest = True, None, longest
-            self.model.train(was_training)
-        # Texts may be longer than the windows that the layers have passed on: its size, one more, or one more than a half of it.
-        unseen = {w for w in self.windows if not {w, w + 1, w // 2 + 1} & seen}
-        self.longest = min((window // 2 for window in unseen), default=1 << 30)
-        return reason
-
-    def _compare(self, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        results = []
-        try:
-            for self.is_enabled in (False, True):
-                results.append(_compute(self, loss, batch))
-            if self.at is None:
-                return "its attention mask is not the mask of the batch"
-            others, changed = _with_other_text(batch)
-            _, hidden = _compute(self, loss, others)
-        except torch.OutOfMemoryError:
-            raise
-        except NeedsPadding as error:
-            return str(error)
-        except Exception as error:  # of many kinds: layers with other outputs, indices out of range
-            return f"it cannot compute a row of texts ({type(error).__name__}: {first_line(error)})"[:200]
-        (padded, before), (packed, after) = results
-        mask = (batch["attention_mask"] if "attention_mask" in batch else batch["position_ids"] >= 0).bool()
-        apart = _distance(before[mask], after[mask], bool(self.expert_configs) and allowed > 1e-3)
-        if not apart <= allowed or not abs(padded - packed) <= 10 * allowed * max(abs(padded), 1e-3):
-            return f"its result differs without padding: by {apart:.1e}, with a loss of {packed:.6g} instead of {padded:.6g}"
-        same = mask & ~changed
-        if not torch.equal(after[same], hidden[same]):
-            # Another text may send other numbers of tokens to an expert, which chooses its kernel.
-            leak = _distance(after[same], hidden[same], False)
-            if not self.expert_configs or leak > max(1e-6, allowed if allowed > 1e-3 else 0):
-                return f"a text changes if the text before it does: by {leak:.1e}"
-        return ""
-
-
-def _compute(model: CalledModel, loss: Callable[[Any], Any], batch: Any) -> tuple[float, Tensor]:
-    """Return the loss and what the base model or the last layer has returned."""
-    model.outputs = []
-    with CurrentBatch(batch):
-        value = float(loss(batch))
-    if not model.outputs:
-        raise NeedsPadding("its base model or its last layer is not called")
-    return value, model.outputs[-1].float()
-
-
-def _with_other_text(batch: Any) -> tuple[Any, Tensor]:
-    """Return the batch with other tokens in its first texts, and where they are."""
-    ids = batch["input_ids"].clone()
-    number = 2 if "shared" in batch else 1  # both texts of a pair, which begin with the same tokens
-    changed = torch.zeros_like(ids, dtype=torch.bool)
-    changed[:number] = True
-    if "position_ids" in batch:  # rows of several texts: the first of the first row
-        changed[0, 1:] &= (batch["position_ids"][0, 1:] == 0).cumsum(0) == 0
-    swapped = ids.flatten().unique()
-    other = swapped[(torch.searchsorted(swapped, ids) + 1) % len(swapped)]
-    found = type(batch)(batch)
-    found.sizes = batch.sizes
-    found["input_ids"] = torch.where(changed, other, ids)
-    return found, changed
-
-
-def _distance(before: Tensor, after: Tensor, has_outliers: bool) -> float:
-    """Return the largest difference of a token as a fraction of the values of its channel.
-
-    Channels with small values are compared with a hundredth of the usual ones. `has_outliers`: rounding in half precision sends a few
-    tokens to other experts, whose results differ.
-    """
-    sizes = before.abs().amax(0)
-    of_tokens = ((before - after).abs() / sizes.clamp(min=max(float(sizes.median()) / 100, 1e-12))).amax(-1)
-    return float(of_tokens.quantile(0.9) if has_outliers else of_tokens.max())
+    def check(self, loss: Loss, batch: Any, allowed: float = 1e-4, exact: list[Tensor] | None = None) -> str:
+        reason = super().check(loss, batch, allowed, exact)
+        if not reason or not self.has_marker or self.apart < FAR:
+            return reason
+        self.has_marker = False  # some models read their mask themselves
+        if self.is_sharded:
+            sharding.recover(self.model)  # the forward pass may have raised an error
+        return super().check(loss, batch, allowed, exact)
 
 
 def _map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -376,31 +287,9 @@ class FixedModel(CalledModel):
 
     def _segments(self, hidden: Tensor) -> Segments:
         number, self.width = hidden.shape[:2]
+        self.mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         kind = hidden.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         is_flash = kind == "cuda" and narrow.itemsize == 2 and flash_size(self.owner.config, hidden.device) > 0
         starts = torch.arange(0, (number + 1) * self.width, self.width, dtype=torch.int32, device=hidden.device)
         return Segments(starts, self.width, None, None, None, None, None, is_flash)
-
-    def check(self, loss: Callable[[Any], Any], batch: Any, allowed: float) -> str:
-        """Return "" if the last layer's output and the loss are those of the model as it is, or else why not."""
-        was_training, results = self.model.training, []
-        self.model.eval()
-        try:
-            with torch.no_grad(), without_tf32():
-                for self.is_enabled in (False, True):
-                    results.append(_compute(self, loss, batch))
-        except torch.OutOfMemoryError:
-            raise
-        except NeedsPadding as error:
-            return str(error)
-        except Exception as error:  # of many kinds: layers with other arguments
-            return f"its layers get other arguments ({type(error).__name__}: {first_line(error)})"[:200]
-        finally:
-            self.is_enabled, self.outputs = True, None
-            self.model.train(was_training)
-        (plain, before), (called, after) = results
-        apart = float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))
-        if apart <= allowed and abs(plain - called) <= 10 * allowed * max(abs(plain), 1e-3):
-            return ""
-        return f"its result differs: by {apart:.1e}, with a loss of {called:.6g} instead of {plain:.6g}"

@@ -118,7 +118,7 @@ def _distance_in(dtype: torch.dtype, compute: "_Compute", groups: list[list[int]
     """
     model, sharded, found, error = compute.model, is_sharded(compute.model), (0.0, groups[0]), ""
     try:
-        with without_tf32(), computed_in(model, dtype) if sharded else _computed_alone_in(model, dtype):
+        with computed_exactly(model, dtype):
             # The padded texts come first, because some models (BigBird) change for good when they get a short text.
             padded = [compute(group) for group in groups]
             apart = [_distance(compute(group[:1]), before) for group, before in zip(groups, padded)]
@@ -141,6 +141,13 @@ def forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextlib.contextmanager
+def computed_exactly(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Compute without rounding to less than `dtype` inside the block: float32, or float64, which needs memory for the weights."""
+    with without_tf32(), computed_in(model, dtype) if is_sharded(model) else _computed_alone_in(model, dtype):
+        yield
 
 
 @contextlib.contextmanager

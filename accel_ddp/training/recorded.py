@@ -1,7 +1,8 @@
 """A recipe whose data loaders record which items they read: `python recorded.py FOLDER RECIPE OPTIONS`, for `accel-ddp verify`.
 
 The recipe runs as if it was started itself. Each process that reads items of the training stream appends to its own file in FOLDER
-one line per item: its position in the stream and its index in the dataset.
+one line per item: its position in the stream and its index in the dataset. A rank that trains alone compares texts in a row with
+padding once more at the end, and writes what it finds to `rows`.
 """
 
 import importlib.util
@@ -9,9 +10,10 @@ import os
 import runpy
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
-_STREAM = "accel_ddp.training.stream"
+_STREAM, _SPEED = "accel_ddp.training.stream", "accel_ddp.speed.attach"
 
 
 class RecordedItems:
@@ -30,28 +32,42 @@ class RecordedItems:
 
 
 class RecordOnImport:
-    """Lets TrainBatches record as soon as the recipe imports it.
+    """Lets TrainBatches record, and the layers be compared, as soon as the recipe imports them.
 
     An import here would be earlier than in other runs: before the preflight, and before the number of CPU threads is set.
     """
 
     def __init__(self, folder: str):
         self.folder = folder
+        self.changes = {_STREAM: self._record, _SPEED: self._compare}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != _STREAM:
+        change = self.changes.pop(name, None)
+        if change is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def execute_and_wrap(module: Any) -> None:
+        def execute_and_change(module: Any) -> None:
             execute(module)
-            items_of = module.TrainBatches.items
-            module.TrainBatches.items = lambda batches, seed: RecordedItems(items_of(batches, seed), self.folder)
+            change(module)
 
-        spec.loader.exec_module = execute_and_wrap
+        spec.loader.exec_module = execute_and_change
         return spec
+
+    def _record(self, module: Any) -> None:
+        items_of = module.TrainBatches.items
+        module.TrainBatches.items = lambda batches, seed: RecordedItems(items_of(batches, seed), self.folder)
+
+    def _compare(self, module: Any) -> None:
+        close = module.Speed.close
+
+        def compare_and_close(speed: Any) -> None:
+            if speed.padding_free and speed.accelerator.num_processes == 1 and not speed.padding_free.is_fixed:
+                Path(self.folder, "rows").write_text(speed.problem_of_rows())
+            close(speed)
+
+        module.Speed.close = compare_and_close
 
 
 if __name__ == "__main__":

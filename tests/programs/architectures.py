@@ -27,6 +27,8 @@ from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.shards import full
 from accel_ddp.saving import state_tensors
 from accel_ddp.training import padding_check, sharding
+from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.training.stream import CountingCollate, with_sizes
 
 VOCABULARY, LABELS, LONGEST, STEPS = 96, 3, 24, 2
 SIZE = {
@@ -113,6 +115,40 @@ DECODERS = {
     "SmolLM3": GROUPED,
     "StableLm": GROUPED,
 }  # fmt: skip
+HEADS = {**GROUPED, "head_dim": 8}
+LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR = {**HEADS, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_heads": 4, "mamba_d_head": 8}
+RECENT = {  # decoders of 2025 and 2026
+    "Bamba": {**HEADS, **MAMBA, "attn_layer_indices": [1]},
+    "DeepseekV3": {**HEADS, **ROUTED, **LATENT, "num_key_value_heads": 2, "q_lora_rank": 8, "n_group": 1, "topk_group": 1},
+    "Doge": {**GROUPED, "keep_window_size": 64},
+    "Exaone4": HEADS,
+    "FalconH1": {**HEADS, **MAMBA, "mamba_d_ssm": 32},
+    "Glm4Moe": {**HEADS, **ROUTED},
+    "GptOss": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "GraniteMoeHybrid": {**HEADS, **MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16,
+                         "layer_types": ["mamba", "attention"]},
+    "Jamba": {**HEADS, "num_experts": 4, "mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "KimiLinear": {**HEADS, **LATENT, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16,
+                   "linear_head_dim": 8, "linear_num_heads": 2, "num_hidden_layers": 4},
+    "Lfm2": {**HEADS, "block_ff_dim": 32, "full_attn_idxs": [1]},
+    "Mamba2": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 8, "num_heads": 4, "head_dim": 8, "n_groups": 1,
+               "chunk_size": 8},
+    "MiniMaxM3VL": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 32, "rotary_dim": 4,
+                    "shared_intermediate_size": 16, "index_n_heads": 1, "index_head_dim": 8, "index_block_size": 4,
+                    "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "Ministral3": HEADS,
+    "Olmo3": {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "OlmoHybrid": LINEAR,
+    "Qwen3Moe": {**HEADS, **MOE},
+    "Qwen3Next": {**LINEAR, **MOE},
+    "Qwen3_5": LINEAR,
+    "Qwen3_5Moe": {**LINEAR, **MOE},
+}  # fmt: skip
 SEQ2SEQ = {"Bart": BART, "Marian": BART, "MBart": BART, "MT5": T5, "Pegasus": BART, "T5": T5}
 IMAGES = {
     "ConvNext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 4, "image_size": 16},
@@ -129,6 +165,7 @@ SPECIAL = {  # other heads and settings of some of these models: the kind of the
 ALL = {
     **{name: ("texts", name, options) for name, options in ENCODERS.items()},
     **{name: ("tokens", name, options) for name, options in DECODERS.items()},
+    **{name: ("tokens", name, options) for name, options in RECENT.items()},
     **{name: ("pairs", name, options) for name, options in SEQ2SEQ.items()},
     **{name: ("images", name, options) for name, options in IMAGES.items()},
     **SPECIAL,
@@ -141,7 +178,7 @@ ENDINGS = {
 
 def build(kind: str, name: str, options: dict[str, Any]) -> nn.Module:
     """Return the model with random weights and without dropout. All models of a kind have the same vocabulary and labels."""
-    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     more = {"num_labels": LABELS} if kind == "images" else {"vocab_size": VOCABULARY, **tokens, "num_labels": LABELS}
     more |= {"decoder_start_token_id": 0, "forced_eos_token_id": None} if kind == "pairs" else {}
@@ -192,14 +229,16 @@ class Task:
     def __init__(self, kind: str, model: nn.Module):
         self.kind, self.model = kind, model
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def scores(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        labels = batch["labels"]
         if self.kind == "pairs":
-            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels)
+            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         if self.kind in ("tokens", "pairs"):
             inputs["use_cache"] = False
-        scores = model(**inputs).logits
+        return model(**inputs).logits
+
+    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        scores, labels = self.scores(model, batch), batch["labels"]
         labels = accel_ddp.losses.next_tokens(labels) if self.kind == "tokens" else labels
         return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
@@ -289,17 +328,44 @@ def facts_of(accelerator, cfg, name: str) -> dict[str, Any]:
         "micro": distance(train(accelerator, initial, micro=1), whole),
         "resumed": distance(train(accelerator, initial, micro=8 // accelerator.num_processes, is_resumed=True), whole),
         "padding": padding_check.difference(accelerator, cfg, copy.deepcopy(initial.model), data, initial.loss_sum),
-        "padded": why_padded(accelerator, cfg, initial, data),
+        **facts_without_padding(accelerator, cfg, initial, data),
     }
 
 
-def why_padded(accelerator, cfg, initial: Task, data: accel_ddp.TrainBatches) -> str:
-    """Return why the layers compute on padding, as a run prints it, or ""."""
-    task = Task(initial.kind, copy.deepcopy(initial.model))
+def facts_without_padding(accelerator, cfg, initial: Task, data: accel_ddp.TrainBatches) -> dict[str, Any]:
+    """Return why the layers compute on padding, as a run prints it, or "", and how exact the scores of a run are.
+
+    `apart`: how far they are from those of the plain model. `isolated`: how much those of all items but the first change with its
+    tokens, and `depends` its own. All are fractions of the largest score of a class.
+    """
+    task, plain = Task(initial.kind, copy.deepcopy(initial.model)), copy.deepcopy(initial.model).eval()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         accel_ddp.attach(accelerator, cfg, task.model, data, task.loss_sum, STEPS)
-    return "".join(re.findall(r"texts are padded: (.*)\.$", printed.getvalue(), flags=re.MULTILINE))
+    task.model.eval()
+    items, name = items_of(0, task.kind), "pixel_values" if task.kind == "images" else "input_ids"
+    other = -items[0][name] if task.kind == "images" else (items[0][name] + 7) % (VOCABULARY - 5) + 5
+    before, row, after = [
+        scores_of_items(task, model, some)
+        for model, some in ((plain, items), (task.model, items), (task.model, [{**items[0], name: other}, *items[1:]]))
+    ]
+    scale = torch.cat(before).abs().amax(0)
+    apart = lambda a, b: float(((torch.cat(a) - torch.cat(b)).abs() / scale).max())
+    return {
+        "padded": "".join(re.findall(r"texts are padded: (.*)\.$", printed.getvalue(), flags=re.MULTILINE)),
+        "apart": apart(before, row),
+        "isolated": apart(row[1:], after[1:]),
+        "depends": apart(row[:1], after[:1]),
+    }
+
+
+@torch.no_grad()
+def scores_of_items(task: Task, model: nn.Module, items: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Return the scores of each item without padding: [tokens, classes]."""
+    batch = with_sizes(CountingCollate(collate)(items))
+    with CurrentBatch(batch):
+        scores = task.scores(model, batch)
+    return [found[: len(item["labels"])] if scores.ndim == 3 else found[None] for found, item in zip(scores, items)]
 
 
 def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
