@@ -6,6 +6,7 @@ that it is shared. Apart from the heartbeat in `accel_ddp.phases`, no other modu
 
 import contextlib
 import enum
+import gc
 import os
 import signal
 import socket
@@ -198,6 +199,29 @@ class Ending:
 
 this_rank = RankPlace.read()
 links = Connections(this_rank)
+
+# A forked process must not destroy what it inherits. CUDA does not work in it, so the end of a pinned tensor, a graph or a process group
+# is an exception in a destructor, which aborts: "DataLoader worker is killed by signal: Aborted". What an earlier `fit` has left in
+# reference cycles ends in the first collection after the fork, so no collection runs before these objects are frozen.
+_forking = threading.local()  # each thread may fork
+
+
+def _pause_collection() -> None:
+    _forking.was_enabled = gc.isenabled()
+    gc.disable()
+
+
+def _resume_collection() -> None:
+    if _forking.was_enabled:
+        gc.enable()
+
+
+def _keep_inherited() -> None:
+    gc.freeze()
+    _resume_collection()
+
+
+os.register_at_fork(before=_pause_collection, after_in_parent=_resume_collection, after_in_child=_keep_inherited)
 ending = Ending()
 
 
