@@ -80,7 +80,7 @@ from tests import conftest, forking
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 started = conftest.Running([sleep], [conftest.clean_environment()]).processes[0]
 server = forking.Server(conftest.clean_environment(), libraries="loop")
-forked = server.fork([str(conftest.PROGRAMS / "as_started.py"), "SIGSTOP"], conftest.clean_environment(), conftest.ROOT, True)
+forked = server.fork([str(conftest.PROGRAMS / "as_started.py"), "sleep"], conftest.clean_environment(), conftest.ROOT, True)
 print(started.pid, forked.pid, flush=True)
 time.sleep(600)
 """
