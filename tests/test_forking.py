@@ -81,7 +81,7 @@ sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
 started = conftest.Running([sleep], [conftest.clean_environment()]).processes[0]
 server = forking.Server(conftest.clean_environment(), libraries="loop")
 forked = server.fork([str(conftest.PROGRAMS / "as_started.py"), "sleep"], conftest.clean_environment(), conftest.ROOT, True)
-forked.stdout.read(1)  # now it sleeps
+forked.stdout.readline()  # it has written everything, and sleeps
 print(started.pid, forked.pid, flush=True)
 time.sleep(600)
 """
