@@ -88,7 +88,9 @@ time.sleep(600)
 
 
 def test_processes_of_a_session_of_tests_end_when_it_is_killed():
-    session = subprocess.Popen([sys.executable, "-c", SESSION], env=clean_environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE)
+    session = subprocess.Popen(
+        [sys.executable, "-c", SESSION], env=clean_environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE
+    )
     processes = [psutil.Process(int(pid)) for pid in session.stdout.readline().split()]
     assert len(processes) == 2
     session.send_signal(signal.SIGKILL)

@@ -200,9 +200,9 @@ class Ending:
 this_rank = RankPlace.read()
 links = Connections(this_rank)
 
-# A forked process must not destroy what it inherits. CUDA does not work in it, so the end of a pinned tensor, a graph or a process group
-# is an exception in a destructor, which aborts: "DataLoader worker is killed by signal: Aborted". What an earlier `fit` has left in
-# reference cycles ends in the first collection after the fork, so no collection runs before these objects are frozen.
+# A forked process must not destroy what it inherits. CUDA does not work there, so the destructor of a pinned tensor or a process group
+# raises, which aborts: "DataLoader worker is killed by signal: Aborted". The first collection after the fork would destroy what an
+# earlier `fit` or a trial step has left in reference cycles, so none runs before these objects are frozen.
 _forking = threading.local()  # each thread may fork
 
 
