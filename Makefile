@@ -19,9 +19,10 @@ test:
 gpu:
 	$(MAKE) --no-print-directory -k gpu-shared gpu-alone
 
+GPU_WORKERS ?= 8
 GPU_TESTS = tests/test_gpu.py tests/test_gpu_sharding.py tests/test_compat.py
 gpu-shared:
-	pytest -n 6 -m "gpu and not gpu_alone and not gpu_slow" $(GPU_TESTS)
+	pytest -n $(GPU_WORKERS) -m "gpu and not gpu_alone and not gpu_slow" $(GPU_TESTS)
 
 gpu-alone:
 	pytest -m "gpu_alone and not gpu_slow" $(GPU_TESTS)
