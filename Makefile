@@ -1,5 +1,5 @@
 # What a contributor runs before a commit; CI runs `make test` through .ci/run.
-.PHONY: check lint types test gpu docs
+.PHONY: check lint types test gpu gpu-shared gpu-alone gpu-slow docs
 check: lint
 	$(MAKE) --no-print-directory --jobs 2 types test
 
@@ -15,8 +15,20 @@ WORKERS ?= 4
 test:
 	pytest -n $(WORKERS)
 
+# Every promise about GPUs, once: less than 10 minutes on an H200 with 16 cores. -k: the second part runs if the first one fails.
 gpu:
-	pytest -m gpu
+	$(MAKE) --no-print-directory -k gpu-shared gpu-alone
+
+GPU_WORKERS ?= 8
+GPU_TESTS = tests/test_gpu.py tests/test_gpu_sharding.py tests/test_compat.py
+gpu-shared:
+	pytest -n $(GPU_WORKERS) -m "gpu and not gpu_alone and not gpu_slow" $(GPU_TESTS)
+
+gpu-alone:
+	pytest -m "gpu_alone and not gpu_slow" $(GPU_TESTS)
+
+gpu-slow:
+	pytest -m gpu_slow $(GPU_TESTS)
 
 # The documentation site: open build/site/index.html. A warning, such as a broken link, is an error.
 # BUILDER=dummy checks everything and writes nothing.

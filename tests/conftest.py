@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.nodes.spawn import die_with_parent
 from tests import forking
 
 pytest_plugins = ["tests.nodes", "tests.parallel", "tests.ssh_nodes", "tests.slurm_cluster"]
@@ -109,8 +110,9 @@ def started(
     is_script = [command[0] == sys.executable and command[1].endswith(scripts) for command in commands]
     if not fresh and all(is_script) and all(fork_server().fits(env) for env in environments):
         return [fork_server().fork(command[1:], env, cwd, new_session) for command, env, cwd in starts]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen(command, env=env, cwd=cwd, start_new_session=new_session, **pipes) for command, env, cwd in starts]
+    # A session of tests that is killed ends its processes: those of `Running` have their own sessions, and would train on.
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "preexec_fn": die_with_parent}
+    return [subprocess.Popen(command, env=env, cwd=cwd, start_new_session=new_session, **options) for command, env, cwd in starts]
 
 
 def run_all(

@@ -57,7 +57,7 @@ class Server:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Kill the server. Its forks continue."""
+        """Kill the server, and with it its forks."""
         self.process.kill()
         self.process.wait()
 

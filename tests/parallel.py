@@ -17,8 +17,8 @@ LONGEST = [
     "test_builtin", "test_sharded_loading", "test_cli", "test_progress", "test_contrastive", "test_unequal_nodes",
     "test_sharding_config", "test_packaging", "test_vision", "test_sharded_speed",
 ]  # fmt: skip
-# The tests of these files share no launch, so that each of them may run on any worker.
-INDEPENDENT = {"test_docs", "test_launch", "test_recipes"}
+# The tests of these files share no launch, or only a short one, so that each of them may run on any worker.
+INDEPENDENT = {"test_docs", "test_launch", "test_recipes", "test_gpu", "test_gpu_sharding"}
 
 
 def file_of(nodeid: str) -> str:

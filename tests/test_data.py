@@ -1,14 +1,17 @@
 """The order of items, fingerprints, the tokenization cache and losses."""
 
 import contextlib
+import gc
 import itertools
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -311,6 +314,37 @@ def test_workers_accept_a_collate_function_that_cannot_be_pickled():
     finally:
         multiprocessing.set_start_method(usual, force=True)
     assert sorted(seen.tolist()) == list(range(8))
+
+
+class EndsInItsProcess:
+    """As CUDA's objects: a process that only inherited it aborts when it destroys it. In a reference cycle, as after a `fit`."""
+
+    def __init__(self):
+        self.pid, self.cycle = os.getpid(), self
+
+    def __del__(self):
+        if os.getpid() != self.pid:
+            os.abort()
+
+
+def collects(rows: list[int]) -> torch.Tensor:
+    gc.collect()
+    return torch.tensor(rows)
+
+
+def test_forked_workers_never_destroy_what_they_inherit():
+    """Both the workers of a first and of a second run, and the process itself still collects what it has left."""
+    from accelerate import Accelerator
+
+    cfg, accelerator = TrainConfig(global_batch_size=4, micro_batch_size=4, num_workers=1), Accelerator(cpu=True)
+    for _ in range(2):
+        left = weakref.ref(EndsInItsProcess())
+        steps = TrainBatches(list(range(8)), collects).starting_at(0, accelerator, cfg)
+        assert sorted(torch.cat([next(steps)[0], next(steps)[0]]).tolist()) == list(range(8))
+        steps.close()
+        assert gc.isenabled()
+        gc.collect()
+        assert left() is None
 
 
 # ---------------------------------------------------------------------------------------------- samples

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -71,3 +72,30 @@ def test_a_killed_server_raises_an_error_instead_of_a_hang():
     os.close(writer)  # as if the server, which has this end, were killed
     with pytest.raises(RuntimeError, match="has ended"):
         forking.Forked(server, os.getpid(), os.open(os.devnull, os.O_RDONLY), reader).wait()
+
+
+SESSION = """
+import sys, time
+from tests import conftest, forking
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+started = conftest.Running([sleep], [conftest.clean_environment()]).processes[0]
+server = forking.Server(conftest.clean_environment(), libraries="loop")
+forked = server.fork([str(conftest.PROGRAMS / "as_started.py"), "sleep"], conftest.clean_environment(), conftest.ROOT, True)
+forked.stdout.readline()  # it has written everything, and sleeps
+print(started.pid, forked.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_of_a_session_of_tests_end_when_it_is_killed():
+    session = subprocess.Popen(
+        [sys.executable, "-c", SESSION], env=clean_environment(), cwd=ROOT, text=True, stdout=subprocess.PIPE
+    )
+    processes = [psutil.Process(int(pid)) for pid in session.stdout.readline().split()]
+    assert len(processes) == 2
+    session.send_signal(signal.SIGKILL)
+    _, left = psutil.wait_procs(processes, timeout=30)
+    for process in left:
+        process.kill()
+    assert left == []
+    session.wait()

@@ -1,6 +1,7 @@
-"""Tests that need a GPU: `pytest -m gpu`.
+"""Tests that need a GPU: `make gpu`, which covers every promise once, and `make gpu-slow`: further cases and `accel-ddp tune`.
 
-Two NCCL nodes share one GPU. Each has its own NCCL_HOSTID, so that NCCL treats them as two hosts and connects them over TCP.
+Two NCCL nodes share one GPU. Each has its own NCCL_HOSTID, so that NCCL treats them as two hosts and connects them over TCP. Several
+tests share the GPU too, apart from those that measure it (`gpu_alone`).
 """
 
 import contextlib
@@ -21,7 +22,18 @@ from safetensors.numpy import load_file
 
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.records.run_log import read_log
-from tests.conftest import BIN, PROGRAMS, ROOT, Ended, Running, clean_environment, free_port, rank_environments, run_all
+from tests.conftest import (
+    BIN,
+    PROGRAMS,
+    ROOT,
+    Ended,
+    Running,
+    clean_environment,
+    free_port,
+    node_environments,
+    rank_environments,
+    run_all,
+)
 from tests.test_comm_hooks import COMPRESSED, assert_compressed
 
 pytestmark = pytest.mark.gpu
@@ -31,6 +43,7 @@ HOST = socket.gethostname()
 # Without TF32 and with SGD: AdamW enlarges rounding errors where a gradient consists of them (biases of keys).
 EXACT = ["--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.01", "--steps", "20", "--micro_batch_size", "4"]
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
+OF_484 = ["--global_batch_size", "484", "--micro_batch_size", "484"]
 
 
 def on_gpu(**more: str) -> dict[str, str]:
@@ -40,16 +53,26 @@ def on_gpu(**more: str) -> dict[str, str]:
     return env
 
 
-def one_node(*arguments: object) -> Ended:
-    return run_all([[*LAUNCH, "--config_file", "accelerate_configs/local.yaml", CLASSIFY, *arguments]], [on_gpu()]).well()
+def one_rank(script: Path, *arguments: object) -> Ended:
+    """Run a script without a launcher, whose start would take 5 s."""
+    return run_all([[sys.executable, script, *arguments]], [on_gpu()])
+
+
+def two_ranks(script: Path, *arguments: object) -> tuple[list[list], list[dict[str, str]]]:
+    """Return the commands and environments of two NCCL ranks on two nodes, without launchers."""
+    environments = node_environments(2, NCCL_SOCKET_IFNAME="lo", ACCELERATE_MIXED_PRECISION="no")
+    for rank, env in enumerate(environments):
+        del env["CUDA_VISIBLE_DEVICES"]
+        env["NCCL_HOSTID"] = f"node{rank}"
+    return [[sys.executable, script, *arguments]] * 2, environments
 
 
 def two_nodes(script: Path, *arguments: object) -> Ended:
-    return run_all(*nodes(script, *arguments))
+    return run_all(*two_ranks(script, *arguments))
 
 
 def nodes(script: Path, *arguments: object) -> tuple[list[list], list[dict[str, str]]]:
-    """Return the commands and environments of two NCCL nodes that share the GPU."""
+    """Return the commands and environments of `accelerate launch` on two NCCL nodes that share the GPU."""
     port = str(free_port())
     commands = [
         [*LAUNCH, "--config_file", "accelerate_configs/2node.yaml", "--main_process_port", port, "--machine_rank", str(node),
@@ -63,22 +86,45 @@ def weights(folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+# One process for each group, because each model is compiled for half a minute. The longest tests come first.
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["bert", "dropout"], ["llama", "packed"], ["pairs", "vit"],
+        *(pytest.param(kinds, marks=pytest.mark.gpu_slow) for kinds in (["deberta", "modernbert"], ["bart", "t5"])),
+        *(pytest.param(kinds, marks=pytest.mark.gpu_slow) for kinds in (["window", "gemma3"], ["mixtral"])),
+        ["quick", "window", "gemma3", "modernbert", "mixtral", "bart", "t5", "deberta"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain_ones(kinds):
+    """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
+    ended = one_rank(PROGRAMS / "fast_layers.py", *kinds).well()
+    found = json.loads(ended.text.strip().splitlines()[-1])
+    for kind in (kind for kind in found if kind != "dropout"):
+        is_equal = kind != "deberta"  # sums its position biases in another order each time, so it is not captured by default
+        most = {"mixtral": 0.3, "t5": 0.1}.get(kind, 0.05)  # rounding changes experts; a position bias is a sum over all texts
+        assert found[kind]["padding-free"] < most, found
+        assert (found[kind]["captured"] == 0) == is_equal, found
+        for other in ("accumulated", "smaller") if kind != "vit" else ():  # a smaller batch is captured when it occurs
+            assert (found[kind][other] == 0) == is_equal, found
+        assert found[kind]["default"] == ("graphs" if is_equal else "off"), found
+        if "quick" not in kinds:
+            assert found[kind]["compiled"] < most, found
+            assert found[kind]["compiled again"] == 0 or not is_equal, found
+    if "dropout" in kinds:
+        assert found["dropout"] == {"captured": 0, "compiled": 0}, found
+
+
 def test_classify_computes_in_bf16_by_default(tmp_path):
     """`accelerate launch` sets ACCELERATE_MIXED_PRECISION=no, although our config states no precision."""
-    ended = one_node("--output_dir", tmp_path / "run")
+    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", CLASSIFY, "--output_dir", tmp_path / "run"]
+    ended = run_all([command], [on_gpu()]).well()
     assert "mixed_precision bf16: every GPU has it" in ended.text
     assert "mixed precision: bf16" in ended.text
     before, accuracy = map(float, ended.text.split("\naccuracy ")[1].split()[:2])
     assert accuracy > before
     assert accuracy > 0.7
-
-
-def test_two_nccl_nodes_learn_what_one_learns(tmp_path):
-    one_node(*EXACT, "--output_dir", tmp_path / "one")
-    ended = two_nodes(CLASSIFY, *EXACT, "--output_dir", tmp_path / "two").well()
-    assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.texts[0]
-    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
-    assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
 
 
 def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_path):
@@ -88,7 +134,7 @@ def test_one_command_starts_two_nccl_nodes_and_stops_them_with_a_checkpoint(tmp_
     description = tmp_path / "cluster.yaml"
     description.write_text(yaml.safe_dump(keys))
     launch = [BIN / "accel-ddp", "launch"]
-    one_node(*EXACT, "--output_dir", tmp_path / "one")
+    one_rank(CLASSIFY, *EXACT, "--output_dir", tmp_path / "one").well()
     ended = run_all([[*launch, "--name", "two", description, CLASSIFY, *EXACT]], [on_gpu()]).well()
     assert "2 nodes x 1 rank x 4 per micro-batch x 2 micro-batches" in ended.text
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
@@ -126,8 +172,7 @@ def test_other_recipes_on_two_nccl_nodes_learn_what_one_learns(tmp_path, recipe,
         "--global_batch_size", "16", "--micro_batch_size", "4", "--max_eval_items", "50", "--no_eval_first", *options,
     ]  # fmt: skip
     script = ROOT / "recipes" / f"{recipe}.py"
-    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", script, *exact, "--output_dir", tmp_path / "one"]
-    run_all([command], [on_gpu()]).well()
+    one_rank(script, *exact, "--output_dir", tmp_path / "one").well()
     two_nodes(script, *exact, "--output_dir", tmp_path / "two").well()
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert max(np.abs(one[name] - two[name]).max() for name in one) < 1e-5
@@ -143,9 +188,7 @@ def test_synchronised_batch_norm_of_two_ranks_equals_that_of_one_rank_with_the_w
         "--no_tf32", "--mixed_precision", "no", "--optimizer", "sgd", "--lr", "0.05", "--steps", "3",
         "--global_batch_size", "16", "--eval_every", "100", "--no_eval_first",
     ]  # fmt: skip
-    whole = ["--micro_batch_size", "16", "--output_dir", tmp_path / "whole"]
-    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", IMAGES, *exact, *whole]
-    run_all([command], [on_gpu()]).well()
+    one_rank(IMAGES, *exact, "--micro_batch_size", "16", "--output_dir", tmp_path / "whole").well()
     difference = {}
     for name, more in (("synchronised", ["--sync_batchnorm"]), ("separate", [])):
         folder = tmp_path / name
@@ -159,41 +202,24 @@ def test_synchronised_batch_norm_of_two_ranks_equals_that_of_one_rank_with_the_w
     assert difference["separate"] > 1e-2, "the comparison does not detect statistics of half of the batch"
 
 
-@pytest.fixture(scope="module")
-def uncompressed(tmp_path_factory) -> dict:
-    """Return the result of tests/programs/compressed.py without compression."""
-    folder = tmp_path_factory.mktemp("uncompressed")
-    two_nodes(COMPRESSED, "--out", folder / "out.pt", "--output_dir", folder / "run").well()
-    return torch.load(folder / "out.pt")
-
-
-@pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd"])
-def test_compressed_gradients_over_nccl_converge(tmp_path, uncompressed, hook):
-    two_nodes(COMPRESSED, "--comm_hook", hook, "--out", tmp_path / "out.pt", "--output_dir", tmp_path / "run").well()
-    assert_compressed(hook, torch.load(tmp_path / "out.pt"), uncompressed)
+def test_compressed_gradients_over_nccl_converge(tmp_path):
+    """All four runs at the same time."""
+    runs = {}
+    for hook in ("none", "bf16", "fp16", "powersgd"):
+        runs[hook] = Running(
+            *two_ranks(COMPRESSED, "--comm_hook", hook, "--out", tmp_path / f"{hook}.pt", "--output_dir", tmp_path / hook)
+        )
+    for running in runs.values():
+        running.ended().well()
+    learned = {hook: torch.load(tmp_path / f"{hook}.pt") for hook in runs}
+    for hook in ("bf16", "fp16", "powersgd"):
+        assert_compressed(hook, learned[hook], learned["none"])
 
 
 def test_a_recipe_trains_with_compressed_gradients_over_nccl(tmp_path):
     ended = two_nodes(CLASSIFY, "--comm_hook", "powersgd", "--steps", "60", "--output_dir", tmp_path / "run").well()
     before, accuracy = map(float, ended.texts[0].split("\naccuracy ")[1].split()[:2])
     assert accuracy > before
-
-
-def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain_ones():
-    """Results with and without padding differ by the rounding of bf16. Results with and without CUDA graphs are equal."""
-    ended = run_all([[sys.executable, PROGRAMS / "fast_layers.py"]], [on_gpu()]).well()
-    found = json.loads(ended.text.strip().splitlines()[-1])
-    for kind in (kind for kind in found if kind != "dropout"):
-        is_equal = kind != "deberta"  # sums its position biases in another order each time, so it is not captured by default
-        most = {"mixtral": 0.3, "t5": 0.1}.get(kind, 0.05)  # rounding changes experts; a position bias is a sum over all texts
-        assert found[kind]["padding-free"] < most, found
-        assert (found[kind]["captured"] == 0) == is_equal, found
-        for other in ("accumulated", "smaller") if kind != "vit" else ():  # a smaller batch is captured when it occurs
-            assert (found[kind][other] == 0) == is_equal, found
-        assert found[kind]["default"] == ("graphs" if is_equal else "off"), found
-        assert found[kind]["compiled"] < most, found
-        assert found[kind]["compiled again"] == 0 or not is_equal, found
-    assert found["dropout"] == {"captured": 0, "compiled": 0}, found
 
 
 @pytest.mark.parametrize(("heads", "groups", "size", "causal"), [(12, 2, 128, True), (12, 12, 64, False), (3, 1, 32, True)])
@@ -282,14 +308,15 @@ def test_a_run_whose_fp16_gradients_are_never_finite_ends_with_an_error(tmp_path
     options = ["--mixed_precision", "fp16", "--steps", 200, "--finite_steps", 20, "--output_dir", tmp_path / "run"]
     ended = two_nodes(PROGRAMS / "overflow.py", *options)
     assert "the fp16 scaler has skipped the last 25 steps" in ended.texts[0]
-    assert ended.codes == [2, 2], "torchrun returns the exit code of the ranks"
+    assert ended.codes == [2, 2]
 
 
 def test_a_skipped_step_changes_nothing_on_a_gpu(tmp_path):
     """Compare with a loop that never computes these steps. A run that stops may have done one more step, with finite numbers."""
     script = PROGRAMS / "nonfinite.py"
-    run_all([[sys.executable, script, "--out", tmp_path / "1.pt", "--output_dir", tmp_path / "one"]], [on_gpu()]).well()
+    one = Running([[sys.executable, script, "--out", tmp_path / "1.pt", "--output_dir", tmp_path / "one"]], [on_gpu()])
     two_nodes(script, "--out", tmp_path / "2.pt", "--output_dir", tmp_path / "two").well()
+    one.ended().well()
     for ranks in (1, 2):
         results = torch.load(tmp_path / f"{ranks}.pt", weights_only=False)
         for name, result in results.items():
@@ -402,8 +429,8 @@ def saved(folder: Path, step: int) -> list[bytes]:
     [
         ["bf16"],
         ["bf16", "--compile", "on"],
-        ["bf16", "--compile", "on", "--global_batch_size", "484", "--micro_batch_size", "484"],
-        ["bf16", "--compile", "12"],
+        pytest.param(["bf16", "--compile", "on", *OF_484], marks=pytest.mark.gpu_slow),
+        pytest.param(["bf16", "--compile", "12"], marks=pytest.mark.gpu_slow),
         ["fp16", "--deterministic"],
     ],
 )
@@ -413,31 +440,30 @@ def test_a_resumed_run_is_bit_identical_on_one_gpu(tmp_path, options):
     Steps of 484 texts are on both sides of a limit of torch's compiler, see `compat.compile_options`. Step 1 and step 8, which is the
     first one after the resume, are below it and have different shapes.
     """
-    common = ["--mixed_precision", *options, "--num_workers", "2", "--steps", "20", "--eval_every", "100"]
-    assert "compile layers again" not in one_node(*common, "--output_dir", tmp_path / "uninterrupted").text
-    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", CLASSIFY, *common, "--output_dir", tmp_path / "resumed"]
-    stopped = run_all([[*command, "--stop_after", "7"]], [on_gpu()])
-    assert "Step 7 of 20 is saved" in stopped.text
-    assert "resumed at step 7" in run_all([[*command, "--resume"]], [on_gpu()]).well().text
-    assert saved(tmp_path / "uninterrupted", 20) == saved(tmp_path / "resumed", 20)
+    common = ["--mixed_precision", *options, "--num_workers", "2", "--eval_every", "100"]
+    assert "compile layers again" not in resumed_and_uninterrupted(tmp_path, CLASSIFY, common)
 
 
 def test_the_second_run_loads_compiled_layers_within_5_seconds(tmp_path):
     for name in ("first", "second"):
         options = ["--mixed_precision", "bf16", "--compile", "on", "--steps", "4", "--cache_dir", tmp_path / "cache"]
-        one_node(*options, "--output_dir", tmp_path / name)
+        one_rank(CLASSIFY, *options, "--output_dir", tmp_path / name).well()
     (seconds,) = [event["seconds"] for event in read_log(tmp_path / "second" / "log.jsonl") if event["event"] == "warm_up"]
     assert seconds < 5
 
 
-def resumed_and_uninterrupted(tmp_path: Path, script: Path, options: list[object], steps: int) -> str:
-    """Run a recipe once, and again with a stop and a resume. Return the output of the first run. Their checkpoints must be equal."""
-    command = [*LAUNCH, "--config_file", "accelerate_configs/local.yaml", script, *options, "--steps", steps, "--output_dir"]
-    whole = run_all([[*command, tmp_path / "uninterrupted"]], [on_gpu()]).well()
-    run_all([[*command, tmp_path / "resumed", "--stop_after", "7"]], [on_gpu()])
+def resumed_and_uninterrupted(tmp_path: Path, script: Path, options: list[object]) -> str:
+    """Run a recipe for 20 steps, and at the same time again with a stop and a resume. Their checkpoints must be equal.
+
+    Return the output of the first run.
+    """
+    command = [sys.executable, script, *options, "--steps", "20", "--output_dir"]
+    whole = Running([[*command, tmp_path / "uninterrupted"]], [on_gpu()])
+    assert "Step 7 of 20 is saved" in run_all([[*command, tmp_path / "resumed", "--stop_after", "7"]], [on_gpu()]).text
     assert "resumed at step 7" in run_all([[*command, tmp_path / "resumed", "--resume"]], [on_gpu()]).well().text
-    assert saved(tmp_path / "uninterrupted", steps) == saved(tmp_path / "resumed", steps)
-    return whole.text
+    text = whole.ended().well().text
+    assert saved(tmp_path / "uninterrupted", 20) == saved(tmp_path / "resumed", 20)
+    return text
 
 
 def assert_learned(folder: Path) -> None:
@@ -458,7 +484,7 @@ def test_other_optimizers_learn_on_a_gpu_and_a_resumed_run_is_bit_identical(tmp_
     if options[0] == "adamw8bit":
         pytest.importorskip("torchao")
     common = ["--optimizer", *options, "--mixed_precision", "bf16", "--eval_every", "100", "--log_every", "1"]
-    resumed_and_uninterrupted(tmp_path, CLASSIFY, common, steps=20)
+    resumed_and_uninterrupted(tmp_path, CLASSIFY, common)
     assert_learned(tmp_path / "uninterrupted")
 
 
@@ -480,7 +506,7 @@ def test_adapters_above_4_bit_weights_learn_resume_and_are_exported(tmp_path, op
         "--no_eval_first",
         *options,
     ]
-    text = resumed_and_uninterrupted(tmp_path, ROOT / "recipes" / "sft.py", [*common, "--max_eval_items", "20"], steps=20)
+    text = resumed_and_uninterrupted(tmp_path, ROOT / "recipes" / "sft.py", [*common, "--max_eval_items", "20"])
     assert "It contains only the adapters" in text
     assert_learned(tmp_path / "uninterrupted")
     config = json.loads((tmp_path / "uninterrupted" / "model" / "base" / "config.json").read_text())
@@ -503,8 +529,9 @@ def test_sigterm_to_one_of_two_nccl_nodes(tmp_path):
     assert 5 <= int(path.name[5:]) < 60
     for text in ended.texts:
         assert f"stopped: requested by SIGTERM on rank 1 ({HOST}). Step {int(path.name[5:])} of 60 is saved" in text
+    whole = Running(*two_ranks(CLASSIFY, *common, "--output_dir", tmp_path / "uninterrupted"))
     two_nodes(CLASSIFY, *common, "--resume", "--output_dir", tmp_path / "run").well()
-    two_nodes(CLASSIFY, *common, "--output_dir", tmp_path / "uninterrupted").well()
+    whole.ended().well()
     assert saved(tmp_path / "run", 60) == saved(tmp_path / "uninterrupted", 60)
 
 
@@ -523,6 +550,7 @@ def doctors(*options: object) -> tuple[list[list], list[dict[str, str]]]:
     return commands, [on_gpu(NCCL_HOSTID=f"node{node}", NCCL_SOCKET_IFNAME="lo") for node in (0, 1)]
 
 
+@pytest.mark.gpu_alone
 def test_the_doctor_reports_the_transport_and_the_speed_of_nccl():
     reports = [json.loads(text) for text in run_all(*doctors("--json")).well().texts]
     assert reports[0]["findings"] == reports[1]["findings"]
@@ -552,6 +580,7 @@ def test_a_rank_that_is_stuck_in_nccl_is_reported_on_both_nodes():
         assert re.search(r"^E_COLLECTIVE_(STUCK|FAILED)  \[\S+, machine_rank 1, rank 1\] ", text, re.MULTILINE), text
 
 
+@pytest.mark.gpu_alone
 def test_a_gpu_that_another_process_uses_is_reported():
     hold = "import torch, time; x = torch.zeros(1 << 30, device='cuda'); print('held', flush=True); time.sleep(60)"
     other = Running([[sys.executable, "-c", hold]], [on_gpu()])
@@ -567,6 +596,7 @@ def test_a_gpu_that_another_process_uses_is_reported():
     assert wrong.codes == many.codes == [1]
 
 
+@pytest.mark.gpu_slow
 def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_path):
     """Over TCP on the loopback interface, NCCL's default reaches 1.7 GiB/s, and more channels or larger buffers 5 GiB/s."""
     common = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_port", free_port(), "--minutes", "4"]
@@ -591,6 +621,7 @@ def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_p
         assert "comm_hook" in (tmp_path / str(node) / "tuned.yaml").read_text()
 
 
+@pytest.mark.gpu_alone
 @pytest.mark.parametrize("seconds", [0.0, 0.06])
 def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(seconds):
     from accel_ddp import phases
@@ -617,6 +648,7 @@ def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(s
     assert (timing.forward > timing.data) == (not seconds)
 
 
+@pytest.mark.gpu_alone
 def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_wait_for_it():
     from accel_ddp.training.step_numbers import SYSTEM
     from accel_ddp.training.system_sample import SystemSample
@@ -642,6 +674,7 @@ def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_w
     assert uuid in system.gpu.nvml.nvmlDeviceGetUUID(system.gpu.handle)
 
 
+@pytest.mark.gpu_alone
 def test_a_straggler_among_two_nccl_nodes_is_reported_with_its_host_and_what_it_costs(tmp_path):
     """The last rank sleeps 50 ms in every step from step 60 on. The truth is by how much a step takes longer.
 
@@ -660,7 +693,7 @@ def test_a_straggler_among_two_nccl_nodes_is_reported_with_its_host_and_what_it_
     assert (log[-1]["breakdown"]["slowest_rank"], log[-1]["breakdown"]["slowest_host"]) == (1, HOST)
 
 
-# ---- profile: `pytest -m gpu -k profile` runs these alone, in less than 2 minutes
+# ---- profile: `pytest -m gpu -k profile` runs these alone, in less than a minute
 
 
 @pytest.fixture(scope="module")
@@ -681,6 +714,7 @@ def profile_of_two_nodes(tmp_path_factory) -> dict:
     }  # fmt: skip
 
 
+@pytest.mark.gpu_alone
 def test_the_communication_share_of_a_profile_agrees_with_torch_profiler(profile_of_two_nodes):
     """torch.profiler adds up the kernels of NCCL itself, in `key_averages`."""
     assert profile_of_two_nodes["summary"]["overall"]["kind"] == "gpu"
@@ -695,6 +729,7 @@ def test_the_communication_share_of_a_profile_agrees_with_torch_profiler(profile
         assert 0 < rank["overlapped"] < rank["communication"] < rank["step_seconds"]
 
 
+@pytest.mark.gpu_alone
 def test_the_breakdown_in_the_log_agrees_with_a_profile(profile_of_two_nodes):
     """Within 5 % of a step: the communication that is not hidden, and the step as a whole."""
     lines = [e for e in profile_of_two_nodes["log"] if e["event"] == "ranks" and e["first_step"] >= 21 and e["last_step"] <= 25]
@@ -711,11 +746,13 @@ def test_the_breakdown_in_the_log_agrees_with_a_profile(profile_of_two_nodes):
             assert sum(measured.values()) == pytest.approx(rank["step_seconds"], abs=within)
 
 
+@pytest.mark.gpu_alone
 def test_a_profile_does_not_change_what_two_nccl_nodes_learn(profile_of_two_nodes):
     for found in profile_of_two_nodes["found"]:
         assert found["plain"] == found["profiled"]
 
 
+@pytest.mark.gpu_alone
 def test_the_merged_profile_of_two_nccl_nodes_has_their_all_reduces_at_the_same_time(profile_of_two_nodes):
     from accel_ddp.observe.traces import read_trace
 

@@ -6,6 +6,7 @@ that it is shared. Apart from the heartbeat in `accel_ddp.phases`, no other modu
 
 import contextlib
 import enum
+import gc
 import os
 import signal
 import socket
@@ -196,6 +197,31 @@ class Ending:
                     self.callbacks.remove(callback)
 
 
+def _keep_what_forks_inherit() -> None:
+    """Let a forked process never destroy what it inherits.
+
+    CUDA does not work in it, so the destructor of a pinned tensor or of a process group raises there, which aborts: "DataLoader worker
+    is killed by signal: Aborted". The first collection after the fork would destroy what an earlier `fit` or a trial step has left in
+    reference cycles, so none runs before these objects are frozen.
+    """
+    forking = threading.local()  # each thread may fork
+
+    def pause() -> None:
+        forking.was_enabled = gc.isenabled()
+        gc.disable()
+
+    def resume() -> None:
+        if forking.was_enabled:
+            gc.enable()
+
+    def freeze() -> None:
+        gc.freeze()
+        resume()
+
+    os.register_at_fork(before=pause, after_in_parent=resume, after_in_child=freeze)
+
+
+_keep_what_forks_inherit()
 this_rank = RankPlace.read()
 links = Connections(this_rank)
 ending = Ending()

@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import sys
+import time
 
 
 def is_pipe_or_socket(descriptor: int) -> bool:
@@ -45,3 +46,5 @@ if how == "at once":
     os._exit(74)
 if how.startswith("SIG"):
     os.kill(os.getpid(), signal.Signals[how])
+if how == "sleep":
+    time.sleep(600)

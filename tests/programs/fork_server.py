@@ -6,6 +6,7 @@ because these read environment variables when they are imported, and must read t
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import inspect
@@ -18,6 +19,7 @@ import socket
 import sys
 from pathlib import Path
 
+LIBC = ctypes.CDLL(None)
 # The lists include modules that the libraries import at first use, if the recipes or these test programs use them.
 OF_LOOP = [
     "accelerate", "numpy", "psutil", "safetensors.torch", "torch", "torch._dynamo",
@@ -115,6 +117,7 @@ def become(request: dict, output: int) -> None:
     """Set up this process as a shell, the operating system and the interpreter do for `python script.py ...`."""
     if request["new_session"]:
         os.setsid()
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the server ends with the tests, and this process with the server
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
