@@ -594,7 +594,7 @@ def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_p
 @pytest.mark.parametrize("seconds", [0.0, 0.06])
 def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(seconds):
     from accel_ddp import phases
-    from accel_ddp.training.step_times import measure_steps
+    from accel_ddp.engine.step_times import measure_steps
 
     matrix = torch.randn(2048, 2048, device="cuda")
     torch.cuda.synchronize()
@@ -618,7 +618,7 @@ def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(s
 
 
 def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_wait_for_it():
-    from accel_ddp.training.step_numbers import SYSTEM
+    from accel_ddp.engine.step_numbers import SYSTEM
     from accel_ddp.training.system_sample import SystemSample
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.engine.step_numbers import SYSTEM, Numbers, Pace, RankSample
 from accel_ddp.observe import trackers
 from accel_ddp.observe.tracker_kinds import Tracker, as_markdown, as_rows, draw_matrix
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.records import redaction
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.run_log import last_step_of
-from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample
 from accel_ddp.training.workers import starting_workers
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, rank_environments, run_ranks
 from tests.log_schema import require_golden

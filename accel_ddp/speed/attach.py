@@ -16,6 +16,8 @@ from torch import nn
 
 from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.losses import LossSum, WholeBatch, loss_of
+from accel_ddp.engine.rehearsal import rehearse
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import this_rank
@@ -29,11 +31,9 @@ from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
 from accel_ddp.speed.padding_free_model import PaddingFree
 from accel_ddp.training import sharding
-from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.padding_check import forget_peak, in_float32
 from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
-from accel_ddp.training.update import rehearse
 
 log = logging.getLogger(__name__)
 

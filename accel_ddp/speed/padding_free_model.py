@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp.engine.losses import CurrentBatch, current_batch
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.layer_stacks import (
     BIASES,
@@ -23,7 +24,6 @@ from accel_ddp.speed.layer_stacks import (
     pad_around,
 )  # fmt: skip
 from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
-from accel_ddp.training.losses import CurrentBatch, current_batch
 from accel_ddp.training.padding_check import without_tf32
 
 

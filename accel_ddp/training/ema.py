@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.engine.step_sums import UpdateStats
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import local
 from accel_ddp.training.sharding import reshard
-from accel_ddp.training.update import UpdateStats
 
 MOST_AT_ONCE = 2**25  # elements, 128 MiB in float32
 

@@ -268,7 +268,7 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
         items = items_of(step, task.kind)
         own = items[rank * len(items) // ranks : (rank + 1) * len(items) // ranks]
         batches = [collate(own[start : start + micro]) for start in range(0, len(own), micro)]
-        accel_ddp.update(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, batches, task.loss_sum, task.count)
+        accel_ddp.train_step(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, batches, task.loss_sum, task.count)
     return weights(task.model)
 
 
@@ -323,7 +323,7 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16):  # the model that was sharded last
         batch = collate(rows(initial.kind)[:4])
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        stats = accel_ddp.update(
+        stats = accel_ddp.train_step(
             accelerator, TrainConfig(max_grad_norm=0.0), model, optimizer, [batch], task.loss_sum, task.count
         )
         exact = initial.loss_sum(initial.model, batch) / task.count(batch)
