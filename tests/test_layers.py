@@ -29,10 +29,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules that a file imports, anywhere in it: also inside functions and for type checkers only."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, known: dict[str, Path], at_run_time: bool = False) -> set[str]:
+    """The modules that a file imports, anywhere in it: also inside functions and, without `at_run_time`, for type checkers only."""
+    found, tree = set(), ast.parse(path.read_text())
+    if at_run_time:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
+    for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -208,6 +210,23 @@ def test_the_core_does_not_depend_on_the_speed_package(graph, name):
         seen.add(module)
         todo |= graph.get(module, set()) - seen
     assert not [module for module in seen if module.startswith("speed")]
+
+
+def test_the_loop_and_the_step_are_short_and_need_few_modules():
+    known = modules()
+    for module, name, most in (("fit", "fit", 40), ("step", "train_step", 60)):
+        todo, seen = {f"engine.{module}"}, set()
+        while todo:
+            one = todo.pop()
+            seen.add(one)
+            todo |= imports(known[one], known, at_run_time=True) - seen - {"the public names"}
+        assert len(seen) <= 15, sorted(seen)
+        assert sum(len(known[one].read_text().splitlines()) for one in seen) <= 4500
+        nodes = ast.walk(ast.parse(known[f"engine.{module}"].read_text()))
+        (function,) = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+        assert function.end_lineno - function.lineno < most, name
+        text = ast.unparse(function)
+        assert not [word for word in ("evaluate_only", "sync_every", "profile", ".item()", ".tolist()") if word in text]
 
 
 def test_options_are_parsed_without_torch():

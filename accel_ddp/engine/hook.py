@@ -3,15 +3,13 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_ddp import phases
+from accel_ddp.engine.step_numbers import Numbers, Pace
 from accel_ddp.phases import HOOKS, UNLIMITED, phase
-
-if TYPE_CHECKING:
-    from accel_ddp.engine.step_numbers import Numbers, Pace
-    from accel_ddp.records.eval_tables import Table
-    from accel_ddp.saving.checkpoints import Metrics
+from accel_ddp.records.eval_tables import Table
+from accel_ddp.saving.checkpoints import Metrics
 
 
 class Hook:
@@ -23,7 +21,7 @@ class Hook:
     def on_describe(self, facts: dict[str, Any]) -> None:
         """Called before `on_start`. `facts` has ranks, versions and options, as in the event `start` of log.jsonl."""
 
-    def on_start(self, step: int, total_steps: int, evaluations: dict[int, "Metrics"]) -> bool | None:
+    def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
         """Called before the first step. `evaluations` were made before a resume. Return True to stop the run."""
 
     def on_warm_up(self, step: int, seconds: float) -> None:
@@ -35,16 +33,16 @@ class Hook:
     def on_step_begin(self, step: int) -> None:
         """Called before the data of step `step` are loaded."""
 
-    def on_update(self, numbers: "Numbers", pace: "Pace") -> None:
+    def on_update(self, numbers: Numbers, pace: Pace) -> None:
         """Called with the numbers of each update, on a GPU one step late."""
 
     def on_step_end(self, step: int) -> None:
         """Called after step `step`, before its checkpoint and its evaluation."""
 
-    def on_evaluate(self, step: int, metrics: "Metrics") -> bool | None:
+    def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
         """Called after an evaluation. Return True to stop the run after this step."""
 
-    def on_tables(self, step: int, tables: dict[str, "Table"]) -> None:
+    def on_tables(self, step: int, tables: dict[str, Table]) -> None:
         """Called after `on_evaluate` if the evaluation has tables, on rank 0 only."""
 
     def on_save(self, step: int, path: Path) -> None:

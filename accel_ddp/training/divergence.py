@@ -256,7 +256,7 @@ ADVICE = "Try a lower --lr, --warmup_steps, --max_grad_norm 1, bf16 instead of f
 class NonfiniteSteps(Hook):
     """Counts skipped steps, and raises UserError where `--on_nonfinite` and `--max_nonfinite` ask for it.
 
-    `update` never steps the optimizer with numbers that are not finite. They arrive here late. Every rank has the same loss and
+    `train_step` never steps the optimizer with numbers that are not finite. They arrive here late. Every rank has the same loss and
     gradient norm, so every rank counts and raises the same.
     """
 
