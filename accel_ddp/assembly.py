@@ -7,6 +7,7 @@ CPU, CUDA events on a GPU (`engine/step_times.py`). Start from `recipes/own_loop
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.engine import fit as loop
 from accel_ddp.engine.fit import Run, Schedule
 from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.local_steps import Workers
 from accel_ddp.engine.losses import LossSum, WholeBatch
 from accel_ddp.engine.step import Count
 from accel_ddp.engine.step_times import sync_at_broadcast
@@ -41,7 +43,6 @@ from accel_ddp.training.breakdown import Breakdown
 from accel_ddp.training.divergence import ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.evaluation import TableReport
-from accel_ddp.training.local_steps import Workers
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.padding_check import require_independence
 from accel_ddp.training.run_end import RunOutcome, finish
@@ -91,8 +92,9 @@ def fit(
     ending.stop.when = f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
     model, optimizer = prepare(accelerator, cfg, model, optimizer)
     momentum = workers.attach(accelerator.unwrap_model(model), optimizer)
-    change_lr = lambda step: set_lr(optimizer, lr_at(step, cfg, total_steps))
-    run = Run(accelerator, cfg, model, optimizer, loss_sum, count, links.team, schedule, change_lr)
+    run = Run(
+        accelerator, cfg, model, optimizer, loss_sum, count, links.team, schedule, functools.partial(_set_lr, optimizer, schedule)
+    )
     check, ema = ParameterCheck(accelerator, cfg, model), Ema(accelerator.unwrap_model(model), cfg.ema_decay)
     facts = {"files": files, "averages": ema.averages, "momentum": momentum, "states": workers.states}
     saved = _restore(run, train, check, **facts)
@@ -203,6 +205,10 @@ def _session(events: RunEvents, recorder: Recorder | None) -> Iterator[contextli
         except SystemExit as exit:
             ending.early_exit = exit
             raise
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, schedule: Schedule, step: int) -> float:
+    return set_lr(optimizer, lr_at(step, schedule.cfg, schedule.total_steps))
 
 
 def _print_new_schedule(cfg: TrainConfig, saved: Checkpoints, step: int, total_steps: int) -> None:

@@ -402,7 +402,10 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
         accelerator=types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no"), step=0, is_stopping=False,
         schedule=types.SimpleNamespace(total_steps=9, pauses=lambda step: False),
     )  # fmt: skip
-    start = lambda: start_recorder(run, StepTimes(), lambda wait_for_all: None, {"gradient_bytes": 4})
+
+    def start():
+        return start_recorder(run, StepTimes(), lambda wait_for_all: None, {"gradient_bytes": 4})
+
     for stops_at in (9, 3):
         run.cfg = TrainConfig(profile="4-5", steps=9, output_dir=str(tmp_path / str(stops_at)))
         recorder = start()

@@ -57,8 +57,8 @@ class Schedule(NamedTuple):
 
     def _is_due(self, step: int, every: int) -> bool:
         """Return whether a step is the first one, of those in which all ranks are equal, at or after a multiple of `every`."""
-        passed = lambda steps: steps // every if every else steps * self.cfg.step_size // self.epoch_size
-        return self.syncs(step) and passed(step) > passed(self.before(step))
+        steps, size = (1, every) if every else (self.cfg.step_size, self.epoch_size)
+        return self.syncs(step) and step * steps // size > self.before(step) * steps // size
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Events(Protocol):
 
     def begin_step(self) -> None: ...
 
-    def carry(self, batches: list[MicroBatch]) -> Carry: ...
+    def carry(self, batches: list[MicroBatch]) -> Carry: ...  # this rank's vote to stop travels with its number of items
 
     def end_step(self, known: Known) -> None: ...
 
@@ -116,7 +116,8 @@ def one_step(run: Run, lr: float, batches: Iterator[list[MicroBatch]], carry: Ca
 def fit(run: Run, batches: Iterator[list[MicroBatch]], events: Events, take_step: Callable[..., Known] = one_step) -> None:
     """Train from `run.step` to the last step, or until a rank is asked to stop, or until a hook ends the run.
 
-    Step `s` depends on `s`, the seed and the weights only, so it is the same after a restart.
+    Step `s` depends on `s`, the seed and the weights only, so it is the same after a restart. Every step sums the votes of ranks to
+    stop, so all ranks stop after the same one.
     """
     phases.enter(OTHER)
     while run.continues:
@@ -124,7 +125,7 @@ def fit(run: Run, batches: Iterator[list[MicroBatch]], events: Events, take_step
         lr = run.set_lr(run.step)
         known = take_step(run, lr, batches, events.carry)
         run.step += 1
-        events.end_step(known)  # log, averages, comparison of weights; on a GPU one step late. It learns here of a stop
+        events.end_step(known)  # log, averages, comparison of weights; numbers and votes arrive one step late on a GPU
         if run.is_stopping or run.schedule.saves(run.step):
             events.save()  # before the evaluation, which may fail
         if not run.is_stopping and run.schedule.evaluates(run.step):
