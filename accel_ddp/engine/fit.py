@@ -100,7 +100,7 @@ class Events(Protocol):
 
 
 def next_step(run: Run, batches: Iterator[list[MicroBatch]], carry: CarryOf, *worker: int) -> UpdateStats:
-    """Take one optimizer step with the next micro-batches of this rank. `worker`: of a local worker, which draws its own dropout."""
+    """Take one optimizer step with the next micro-batches of this rank. A local `worker` draws dropout of its own."""
     with phase(DATA):
         own = next(batches)
     seed = mixed(run.cfg.seed, "step", run.step, *worker)
@@ -116,8 +116,8 @@ def one_step(run: Run, lr: float, batches: Iterator[list[MicroBatch]], carry: Ca
 def fit(run: Run, batches: Iterator[list[MicroBatch]], events: Events, take_step: Callable[..., Known] = one_step) -> None:
     """Train from `run.step` to the last step, or until a rank is asked to stop, or until a hook ends the run.
 
-    Step `s` depends on `s`, the seed and the weights only, so it is the same after a restart. Every step sums the votes of ranks to
-    stop, so all ranks stop after the same one.
+    Step `s` depends on `s`, the seed and the weights only, so it is the same after a restart. Every step sums the votes of ranks
+    to stop, so all ranks stop after the same one.
     """
     phases.enter(OTHER)
     while run.continues:

@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches in, one update of the weights out.
 
-A micro-batch is what a rank computes in one forward and backward pass. The loss of a step is the sum over all micro-batches of all ranks,
-divided by their number of items. DDP wraps the model that `loss_sum` calls.
+A micro-batch is what a rank computes in one forward and backward pass. The loss of a step is the sum over all micro-batches of all
+ranks, divided by their number of items. DDP wraps the model that `loss_sum` calls.
 
 In a run, only this module, `ddp`, `scaler` and `rehearsal` write the `.grad` of parameters, clip and step. On a GPU, with a fused
 optimizer, nothing here reads a device value on the host. The phases show the monitor where a rank is, and divide the time of a step.
