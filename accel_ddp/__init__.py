@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accel_ddp import seeds
     from accel_ddp.accelerator import start
+    from accel_ddp.assembly import fit
     from accel_ddp.config.options import option
     from accel_ddp.config.parsing import parse_config
     from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+    from accel_ddp.engine import losses, step_numbers
+    from accel_ddp.engine.step import train_step
     from accel_ddp.entry import run
     from accel_ddp.errors import UserError
     from accel_ddp.exporting import export
-    from accel_ddp.loop import fit
     from accel_ddp.memory.at_start import fit_memory
     from accel_ddp.observe import hooks
     from accel_ddp.ranks.agreement import together
@@ -47,11 +49,10 @@ if TYPE_CHECKING:
         text_blocks,
         vision,
     )
-    from accel_ddp.training import divergence, ema, evaluation, losses, optim, padding_check, step_numbers, stream
+    from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare
     from accel_ddp.training.stream import TrainBatches
-    from accel_ddp.training.update import update
 
 __version__ = "0.1.0"
 

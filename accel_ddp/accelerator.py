@@ -127,7 +127,7 @@ def _build(cfg: TrainConfig, trackers: list[str], use_gpu: bool) -> Accelerator:
     accelerator = Accelerator(
         log_with=trackers or None,
         project_dir=cfg.output_dir,
-        gradient_accumulation_steps=1,  # `update` counts micro-batches itself; Accelerate must not divide again
+        gradient_accumulation_steps=1,  # `train_step` counts micro-batches itself; Accelerate must not divide again
         mixed_precision=cfg.mixed_precision,
         step_scheduler_with_optimizer=False,
         # Our sampler yields the micro-batches of all ranks, and Accelerate gives each rank its slice of them.

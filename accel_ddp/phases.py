@@ -2,7 +2,7 @@
 
 `enter` and `phase` are the only calls. A transition writes to memory that the monitor reads, which takes about a microsecond.
 Nothing is sent and no thread is involved, so a rank that holds the GIL for long still shows its phase and since when. Listeners
-receive every transition too: the time breakdown (`training.step_times`) and the ranges of a profile (`observe.recorder`).
+receive every transition too: the time breakdown (`engine.step_times`) and the ranges of a profile (`observe.recorder`).
 """
 
 import contextlib

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.accelerator import start
+from accel_ddp.assembly import fit
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export
-from accel_ddp.loop import RunOutcome, fit
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
 from accel_ddp.ranks.agreement import print_on_main, together
@@ -17,6 +17,7 @@ from accel_ddp.sources import models
 from accel_ddp.tasks import examples
 from accel_ddp.text import listed
 from accel_ddp.training import optim
+from accel_ddp.training.run_end import RunOutcome
 
 
 def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import accel_ddp
+from accel_ddp.engine.step import train_step
 from accel_ddp.saving.checkpoints import Checkpoints
-from accel_ddp.training.update import update
 
 WIDTH = 1024
 BYTES_PER_PARAMETER = 12  # float32: the weight and two moments of AdamW
@@ -69,7 +69,7 @@ class Training:
     def step(self) -> float:
         """Do one update and return its seconds. They include copies for a save, which are queued on the device before it."""
         began = time.perf_counter()
-        update(self.accelerator, self.cfg, self.model, self.optimizer, [self.rows], loss_sum, len)
+        train_step(self.accelerator, self.cfg, self.model, self.optimizer, [self.rows], loss_sum, len)
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         self.steps += 1

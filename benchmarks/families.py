@@ -19,9 +19,9 @@ import transformers as hf
 from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine import losses
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.speed.attach import attach
-from accel_ddp.training import losses
-from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
 
 MODES = {"padded": ("off", "off"), "padding-free": ("on", "off"), "graphs": ("auto", "graphs"), "compiled": ("auto", "on")}

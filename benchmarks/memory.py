@@ -78,8 +78,8 @@ def run_case(name: str, compile: str, steps: int) -> None:
 
     import accel_ddp
     from accel_ddp.config.parsing import parse_config
+    from accel_ddp.engine.hook import Hook
     from accel_ddp.memory import estimate as memory
-    from accel_ddp.training.hook import Hook
 
     case = CASES[name]
     recipe = importlib.import_module(case.recipe)

@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_ddp import TrainBatches, TrainConfig, attach, losses
-from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.training.step_plan import Cost, StepPlan
 from accel_ddp.training.stream import Shuffle
 

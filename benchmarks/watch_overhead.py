@@ -65,12 +65,12 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     """Run tests/programs/faulty.py with a timer around everything that is measured, and write the sums to a file."""
     import runpy
 
+    from accel_ddp.engine import step_numbers, step_sums
+    from accel_ddp.engine.step_numbers import RankSample
+    from accel_ddp.engine.step_times import StepTimes
     from accel_ddp.observe.log_hook import JsonlLog
     from accel_ddp.phases import Phases
-    from accel_ddp.training import step_numbers, update
-    from accel_ddp.training.hook import Breakdown
-    from accel_ddp.training.step_numbers import RankSample
-    from accel_ddp.training.step_times import StepTimes
+    from accel_ddp.training.breakdown import Breakdown
     from accel_ddp.training.system_sample import SystemSample
 
     calls, spent, depth = {}, {"heartbeat": 0, "breakdown": 0, "thread": 0}, 0
@@ -109,7 +109,7 @@ def time_heartbeats(report: str, arguments: list[str]) -> None:
     RankSample.of = timed("RankSample.of", "breakdown", RankSample.of)
     Breakdown.on_update = timed("Breakdown.on_update", "breakdown", Breakdown.on_update)
     JsonlLog._write_ranks = timed("JsonlLog._write_ranks", "breakdown", JsonlLog._write_ranks)
-    update._append_sample = timed("_append_sample", "breakdown", update._append_sample)
+    step_sums.append_sample = timed("append_sample", "breakdown", step_sums.append_sample)
     step_numbers.split_samples = timed("split_samples", "breakdown", step_numbers.split_samples)
     SystemSample._measure = timed_in_thread(SystemSample._measure)
     began = time.thread_time_ns()

@@ -41,7 +41,7 @@ def main(cfg: Config):
             speed.compile_layers()
         lr = accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-        stats = accel_ddp.update(accelerator, cfg, model, optimizer, next(updates), task.loss_sum, task.count, seed)
+        stats = accel_ddp.train_step(accelerator, cfg, model, optimizer, next(updates), task.loss_sum, task.count, seed)
         ema.update(step + 1, stats)
         reader.push(step + 1, lr, stats)
         check.begin(step + 1)

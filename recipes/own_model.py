@@ -42,7 +42,7 @@ def main(cfg: Config):
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(data, default_collate),
-        loss_sum=lambda model, batch: squared_errors(model, batch).sum(),  # summed: `update` divides by the items of all ranks
+        loss_sum=lambda model, batch: squared_errors(model, batch).sum(),  # summed: `train_step` divides by the items of all ranks
         count=lambda batch: len(batch[0]),  # how many items the loss is averaged over
         evaluate=lambda model: accel_ddp.evaluate(
             accelerator, model, batches,

@@ -11,6 +11,8 @@ from tests.conftest import ROOT
 sys.path.append(str(ROOT / "docs"))
 from reference.log_fields import ANY, EVENTS, EVERY_EVENT, INCIDENT, Fields
 
+GOLDEN = Path(__file__).parent / "golden" / "observed_names.json"
+OPEN = ("options", "environment", "versions", "system")  # objects whose names depend on the machine and the command
 PAGE, CODES_PAGE = ROOT / "docs" / "log.md", ROOT / "docs" / "codes.md"
 TYPES = {"integer": int, "number": (int, float), "string": str, "list": list, "object": dict, "true": bool}
 
@@ -38,6 +40,20 @@ def require_documented(folder: Path) -> set[str]:
         f"docs/log.md lacks {unknown}"
     )
     return events
+
+
+def require_golden(run: str, found: dict[str, list[str]]) -> None:
+    """Raise AssertionError if a run has other names in its log or its tracker than tests/golden/ has: dashboards depend on them."""
+    assert found == json.loads(GOLDEN.read_text())[run], f"{run} has other names than {GOLDEN}: {json.dumps(found)}"
+
+
+def names_in_log(folder: Path) -> dict[str, list[str]]:
+    """Return the fields of each event of a run, and those of the objects inside."""
+    names: dict[str, set[str]] = {}
+    for line in read_objects(folder / "log.jsonl"):
+        inner = [f"{name}.{key}" for name, value in line.items() if isinstance(value, dict) and name not in OPEN for key in value]
+        names.setdefault(line["event"], set()).update(line, inner)
+    return {event: sorted(some) for event, some in names.items()}
 
 
 def require_fields(line: dict, fields: Fields) -> None:

@@ -9,11 +9,11 @@ import torch
 
 from accel_ddp.config.option_values import parse_shares
 from accel_ddp.config.train_config import TrainConfig, options_that_must_match
+from accel_ddp.engine.step_numbers import Numbers, RankSample, split_samples
 from accel_ddp.errors import UserError
 from accel_ddp.phases import Timing
 from accel_ddp.saving import resume
 from accel_ddp.training.balance import Balance, divide
-from accel_ddp.training.step_numbers import Numbers, RankSample, split_samples
 from accel_ddp.training.step_plan import StepPlan
 from accel_ddp.training.stream import Shuffle
 from tests.conftest import PROGRAMS, run_ranks

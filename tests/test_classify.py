@@ -17,7 +17,7 @@ from accel_ddp.exporting import evaluate_command
 from accel_ddp.exporting.export import read_facts
 from accel_ddp.records.eval_tables import file_of, read_tables
 from tests.conftest import BIN, PROGRAMS, ROOT, clean_environment, run_all, run_ranks, two_node_commands
-from tests.log_schema import require_documented
+from tests.log_schema import names_in_log, require_documented, require_golden
 
 CLASSIFY = ROOT / "recipes" / "classify.py"
 EXPORT = [sys.executable, BIN / "accel-ddp", "export"]
@@ -99,6 +99,7 @@ def test_a_run_prints_its_metrics_and_the_folder_of_the_model(one):
 
 
 def test_every_event_and_every_field_of_the_log_is_documented(one):
+    require_golden("one rank", names_in_log(one))
     assert require_documented(one) >= {"start", "update", "ranks", "evaluate", "save", "end"}
     last = events(one, "ranks")[-1]
     assert last["communication"][0] < 0.001, "a single rank waits for no other one"
@@ -131,6 +132,7 @@ def test_two_ranks_learn_the_same_weights_and_the_written_out_loop_learns_bit_id
     a, b = weights(tmp_path / "classify"), weights(tmp_path / "own_loop")
     assert all(np.array_equal(a[name], b[name]) for name in a)
     assert_same_run(one, tmp_path / "classify")
+    require_golden("two ranks", names_in_log(tmp_path / "classify"))
 
 
 def test_multi_label_data_and_text_pairs_with_further_options(tiny_model, tmp_path, cache):
@@ -148,7 +150,7 @@ def test_multi_label_data_and_text_pairs_with_further_options(tiny_model, tmp_pa
     commands = [
         ["--train_file", several, "--output_dir", tmp_path / "several", "--optimizer", "sgd", "--lr_schedule", "cosine",
          "--gradient_checkpointing", "--mixed_precision", "bf16", "--num_workers", "1", "--freeze", "embeddings", "layer.0",
-         "--log_predictions", "2"],
+         "--log_predictions", "2", "--ema_decay", "0.5"],
         ["--train_file", pairs, "--text_column", "a", "--text_pair_column", "b", "--output_dir", tmp_path / "pairs",
          "--eval_every", "1", "--early_stopping_patience", "1", "--best_metric", "loss",
          "--lr", "0"],
@@ -156,6 +158,7 @@ def test_multi_label_data_and_text_pairs_with_further_options(tiny_model, tmp_pa
     ended = run_all([[sys.executable, CLASSIFY, *common, *command] for command in commands], [clean_environment()] * 2).well()
     assert "good" in ended.texts[0]
     assert "long" in ended.texts[0]
+    require_golden("averages and tables", names_in_log(tmp_path / "several"))
     tables = read_tables(tmp_path / "several" / file_of(6))
     assert list(tables) == ["classes", "counts", "predictions"]
     assert [sum(row[1:]) for row in tables["counts"].rows] == [6, 6], "a tenth of 60 rows is set aside"

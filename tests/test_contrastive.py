@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from safetensors.numpy import load_file
 from torch import nn
 
+from accel_ddp.engine.ddp import words_to_freeze
 from accel_ddp.exporting import export
 from accel_ddp.tasks.contrastive import correlation_metrics, in_batch_losses, retrieval_metrics, score_losses, text_keys
-from accel_ddp.training.optim import freeze, words_to_freeze
+from accel_ddp.training.optim import freeze
 from tests.conftest import PROGRAMS, ROOT, run_ranks
 
 

@@ -22,6 +22,7 @@ import torch
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
 from accel_ddp.doctor.check_options import load_recipe
+from accel_ddp.engine.losses import of_tokens
 from accel_ddp.errors import UserError
 from accel_ddp.saving.resume import check_options
 from accel_ddp.seeds import mixed
@@ -29,7 +30,6 @@ from accel_ddp.sources import data
 from accel_ddp.sources.many_files import hash_rows
 from accel_ddp.sources.tokenization import fingerprint, map_once, pad_collate
 from accel_ddp.tasks import text_blocks
-from accel_ddp.training.losses import of_tokens
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 

@@ -621,11 +621,32 @@ def test_tuned_settings_are_faster_than_the_default_between_two_nccl_nodes(tmp_p
         assert "comm_hook" in (tmp_path / str(node) / "tuned.yaml").read_text()
 
 
+def test_a_step_does_not_wait_for_the_device_even_if_it_is_skipped():
+    from accelerate import Accelerator
+
+    from accel_ddp.config.train_config import TrainConfig
+    from accel_ddp.engine.step import train_step
+    from accel_ddp.training import optim
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)).cuda()
+    accelerator, cfg = Accelerator(), TrainConfig(lr=0.1, on_nonfinite="skip")
+    optimizer, losses = optim.build(model, cfg), []
+    for step in range(4):
+        batches = [torch.full((4, 8), float("inf") if step == 2 else 0.5 + row, device="cuda") for row in range(2)]
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step makes the state of the optimizer
+        try:
+            stats = train_step(accelerator, cfg, model, optimizer, batches, lambda model, x: model(x).square().sum(), len)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses.append(stats.loss)
+    assert [bool(loss.isfinite()) for loss in losses] == [True, True, False, True]
+
+
 @pytest.mark.gpu_alone
 @pytest.mark.parametrize("seconds", [0.0, 0.06])
 def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(seconds):
     from accel_ddp import phases
-    from accel_ddp.training.step_times import measure_steps
+    from accel_ddp.engine.step_times import measure_steps
 
     matrix = torch.randn(2048, 2048, device="cuda")
     torch.cuda.synchronize()
@@ -650,7 +671,7 @@ def test_the_own_time_of_a_rank_contains_work_of_the_gpu_and_waits_of_the_host(s
 
 @pytest.mark.gpu_alone
 def test_the_values_of_the_gpu_are_those_of_this_gpu_and_reading_them_does_not_wait_for_it():
-    from accel_ddp.training.step_numbers import SYSTEM
+    from accel_ddp.engine.step_numbers import SYSTEM
     from accel_ddp.training.system_sample import SystemSample
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -14,8 +14,8 @@ RECIPES = ROOT / "recipes"
 # The packages and the modules at the top of accel_ddp/, from the lowest to the highest. Each may import only those before it.
 ORDER = [
     "errors", "seeds", "text", "words", "compat", "nodes", "config", "records", "phases", "watch", "doctor", "ranks", "saving",
-    "report", "launch", "measure", "verify", "training", "speed", "sources", "tasks", "memory", "observe", "exporting",
-    "accelerator", "loop", "recipe", "entry", "cli",
+    "report", "launch", "measure", "verify", "engine", "training", "speed", "sources", "tasks", "memory", "observe", "exporting",
+    "accelerator", "assembly", "recipe", "entry", "cli",
 ]  # fmt: skip
 
 
@@ -29,10 +29,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules that a file imports, anywhere in it: also inside functions and for type checkers only."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, known: dict[str, Path], at_run_time: bool = False) -> set[str]:
+    """The modules that a file imports, anywhere in it: also inside functions and, without `at_run_time`, for type checkers only."""
+    found, tree = set(), ast.parse(path.read_text())
+    if at_run_time:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))]
+    for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -69,7 +71,7 @@ def test_every_package_imports_only_what_is_below_it(graph):
 
 def test_there_are_few_packages_few_modules_at_the_top_and_no_file_name_twice():
     packages = [path.parent.name for path in PACKAGE.rglob("__init__.py") if path.parent != PACKAGE]
-    assert len(packages) <= 17
+    assert len(packages) <= 18
     assert len(list(PACKAGE.glob("*.py"))) <= 14
     names = [path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     assert not {name for name in names if names.count(name) > 1}
@@ -167,19 +169,20 @@ def writes_gradients(code: str) -> list[str]:
     return found
 
 
-def test_in_a_run_only_update_writes_gradients_clips_and_steps():
+def test_in_a_run_only_the_step_writes_gradients_clips_and_steps():
     """Other modules may compute derivatives with `torch.autograd.grad`, which writes no `.grad`.
 
     The doctor and tune measure torch's own DDP in processes of their own. They train nothing. Three optimizers use others. FSDP's
     gradients of whole weights, which are not those of the shards, are added up in `compat`.
     """
-    update = PACKAGE / "training" / "update.py"
+    own = [PACKAGE / "engine" / f"{name}.py" for name in ("step", "ddp", "scaler", "rehearsal")]
     inner = {"optim": ["self._adamw(others).step()", "super().step()", "super().step()"], "compat": ["whole.grad"]}
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in ("doctor", "measure")]
     for path in [*paths, *RECIPES.glob("*.py")]:
-        assert path == update or writes_gradients(path.read_text()) == inner.get(path.stem, []), path
+        assert path in own or writes_gradients(path.read_text()) == inner.get(path.stem, []), path
     kinds = ("backward(", "clip_grads_with_norm_", "stepper.step()", "stepper.zero_grad", "parameter.grad")
-    assert [kind for kind in kinds if not any(kind in one for one in writes_gradients(update.read_text()))] == []
+    found = [one for path in own for one in writes_gradients(path.read_text())]
+    assert [kind for kind in kinds if not any(kind in one for one in found)] == []
 
 
 @pytest.mark.parametrize(
@@ -199,14 +202,31 @@ def test_every_way_to_write_gradients_is_found(code):
     )
 
 
-@pytest.mark.parametrize("name", ["update", "evaluation", "losses"])
+@pytest.mark.parametrize("name", ["engine.fit", "training.evaluation"])
 def test_the_core_does_not_depend_on_the_speed_package(graph, name):
-    todo, seen = {f"training.{name}"}, set()
+    todo, seen = {name}, set()
     while todo:
         module = todo.pop()
         seen.add(module)
         todo |= graph.get(module, set()) - seen
     assert not [module for module in seen if module.startswith("speed")]
+
+
+def test_the_loop_and_the_step_are_short_and_need_few_modules():
+    known = modules()
+    for module, name, most in (("fit", "fit", 40), ("step", "train_step", 60)):
+        todo, seen = {f"engine.{module}"}, set()
+        while todo:
+            one = todo.pop()
+            seen.add(one)
+            todo |= imports(known[one], known, at_run_time=True) - seen - {"the public names"}
+        assert len(seen) <= 15, sorted(seen)
+        assert sum(len(known[one].read_text().splitlines()) for one in seen) <= 4500
+        nodes = ast.walk(ast.parse(known[f"engine.{module}"].read_text()))
+        (function,) = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name]
+        assert function.end_lineno - function.lineno < most, name
+        text = ast.unparse(function)
+        assert not [word for word in ("evaluate_only", "sync_every", "profile", ".item()", ".tolist()") if word in text]
 
 
 def test_options_are_parsed_without_torch():

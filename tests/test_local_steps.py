@@ -10,7 +10,8 @@ from torch import nn
 from accel_ddp import accelerator
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import Team, links
+from accel_ddp.ranks.process import links
+from accel_ddp.ranks.team import Team
 from accel_ddp.saving import resume
 from tests.conftest import BIN, PROGRAMS, clean_environment, run_all, run_ranks
 

@@ -8,12 +8,12 @@ import torch
 from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine import scaler
+from accel_ddp.engine.step import train_step
 from accel_ddp.errors import UserError
 from accel_ddp.observe.hooks import LossSpikes
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.training import optim
-from accel_ddp.training import update as update_module
-from accel_ddp.training.update import update
 from tests.conftest import PROGRAMS, run_ranks
 
 NONFINITE = PROGRAMS / "nonfinite.py"
@@ -103,13 +103,13 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_on_every_rank_also_across_a
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_fused_kernels_skip_without_the_host(monkeypatch, name):
     """The kernels of a CPU read `found_inf` as those of a GPU do. Only the choice between the two ways is replaced."""
-    choose, chosen = update_module._can_skip_on_device, []
+    choose, chosen = scaler.can_skip_on_device, []
 
     def choose_as_on_a_gpu(optimizer, device):
         chosen.append(choose(optimizer, torch.device("cuda")))
         return chosen[-1]
 
-    monkeypatch.setattr(update_module, "_can_skip_on_device", choose_as_on_a_gpu)
+    monkeypatch.setattr(scaler, "can_skip_on_device", choose_as_on_a_gpu)
     accelerator, found = Accelerator(cpu=True), []
     for bad in ((0, 2, 3), ()):
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def test_fused_kernels_skip_without_the_host(monkeypatch, name):
             if step in bad:
                 batch[0, 0] = float("inf")
             if bad or step not in (0, 2, 3):
-                update(accelerator, cfg, model, optimizer, [batch], lambda model, x: model(x).pow(4).sum(), len)
+                train_step(accelerator, cfg, model, optimizer, [batch], lambda model, x: model(x).pow(4).sum(), len)
         assert not hasattr(optimizer, "found_inf")
         state = optimizer.state_dict()["state"]
         found.append([*model.state_dict().values(), *(value for one in state.values() for value in one.values())])
@@ -144,14 +144,14 @@ def test_a_cache_that_grows_in_the_forward_pass_is_no_error(monkeypatch, on_devi
             self.cache = torch.ones(len(self.cache) + 1)
             return self.norm(batch)
 
-    monkeypatch.setattr(update_module, "_can_skip_on_device", lambda optimizer, device: on_device)
+    monkeypatch.setattr(scaler, "can_skip_on_device", lambda optimizer, device: on_device)
     cfg = TrainConfig(lr=0.1, max_grad_norm=0.0, on_nonfinite="skip")
     model = Grows()
     optimizer = optim.build(model, cfg)
     for value in (1.0, float("inf")):
         before = model.norm.running_mean.clone()
         batch = torch.tensor([[value, 1.0], [3.0, 2.0]])
-        update(Accelerator(cpu=True), cfg, model, optimizer, [batch], lambda model, x: model(x).sum(), len)
+        train_step(Accelerator(cpu=True), cfg, model, optimizer, [batch], lambda model, x: model(x).sum(), len)
         assert torch.equal(before, model.norm.running_mean) == (value == float("inf"))
     assert len(model.cache) == 3
 
@@ -163,7 +163,7 @@ def test_a_cache_that_grows_in_the_forward_pass_is_no_error(monkeypatch, on_devi
 def test_the_host_decides_for_kernels_that_cannot_skip(optimizer):
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    assert not update_module._can_skip_on_device(optimizer([parameter]), torch.device("cuda"))
+    assert not scaler.can_skip_on_device(optimizer([parameter]), torch.device("cuda"))
 
 
 def test_skipping_is_refused_with_a_hook_that_keeps_gradients():

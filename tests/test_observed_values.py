@@ -1,6 +1,5 @@
 """What a run records about its machine and its warnings: right values, no cost, no exception, no hang of forked workers, and an end."""
 
-import dataclasses
 import math
 import multiprocessing
 import os
@@ -11,8 +10,8 @@ import psutil
 import pytest
 import torch
 
+from accel_ddp.engine.step_numbers import SYSTEM, RankSample, split_samples
 from accel_ddp.training import system_sample
-from accel_ddp.training.step_numbers import SYSTEM, RankSample, split_samples
 from accel_ddp.training.system_sample import SystemSample, _Gpu
 
 CPU = torch.device("cpu")
@@ -104,9 +103,9 @@ def test_a_measurement_takes_less_than_a_thousandth_of_its_interval_in_cpu_time(
 def test_lines_about_1000_ranks_are_rare_and_include_all_steps(tmp_path):
     """A line of 190 KB in every step would take 4 % of steps of 0.5 s on the main rank, for which all others wait."""
     from accel_ddp.config.train_config import TrainConfig
+    from accel_ddp.engine.step_numbers import Numbers, Pace
     from accel_ddp.observe.log_hook import JsonlLog
     from accel_ddp.records.run_log import read_log
-    from accel_ddp.training.step_numbers import Numbers, Pace
 
     for ranks, expected in ((1000, [1, 50]), (64, list(range(1, 51)))):
         (tmp_path / str(ranks)).mkdir()
@@ -122,15 +121,14 @@ def test_lines_about_1000_ranks_are_rare_and_include_all_steps(tmp_path):
         assert all(len(line["data"]) == ranks and line["system"] == {} for line in lines)
 
 
-def test_the_sum_of_all_ranks_contains_the_sample_of_each(monkeypatch):
-    from accel_ddp.ranks.process import this_rank
-    from accel_ddp.training import update
+def test_the_sum_of_all_ranks_contains_the_sample_of_each():
+    from accel_ddp.engine.step_sums import append_sample
+    from accel_ddp.ranks.team import Team
 
     numbers, total = torch.tensor([8.0, 0.0, 0.0, 0.0], dtype=torch.float64), 0
     samples = [RankSample(7.0, *[rank + 0.5] * 6, *[math.nan] * 5, 1.0, 2.0, 0.5) for rank in range(3)]
     for rank, sample in enumerate(samples):
-        monkeypatch.setattr(update, "this_rank", dataclasses.replace(this_rank, rank=rank))
-        total = total + update._append_sample(numbers, sample, 3)
+        total = total + append_sample(numbers, sample, Team(3, rank))
     assert total[:4].tolist() == [24.0, 0.0, 0.0, 0.0]
     assert str(split_samples(total[4:].tolist())) == str(samples), "compared as text, because NaN differs from itself"
 

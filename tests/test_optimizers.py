@@ -13,17 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_ddp.config.optimizer_options import OPTIMIZERS, ema_bytes
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_dict
+from accel_ddp.engine import scaler
+from accel_ddp.engine.step import train_step
+from accel_ddp.engine.step_sums import UpdateStats
 from accel_ddp.errors import UserError
 from accel_ddp.exporting.export import files_of, from_checkpoint
-from accel_ddp.ranks.process import Team, links
+from accel_ddp.ranks.process import links
+from accel_ddp.ranks.team import Team
 from accel_ddp.saving import checkpoint_format
 from accel_ddp.saving.state_tensors import to_save, versions
 from accel_ddp.training import ema as ema_module
 from accel_ddp.training import optim
-from accel_ddp.training import update as update_module
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.optim import hidden_matrices, lr_at, orthogonalize, set_lr
-from accel_ddp.training.update import update
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
 
 
@@ -87,8 +89,8 @@ def test_the_average_is_evaluated_and_exported_and_training_continues_with_the_w
 
 def test_a_skipped_step_changes_neither_weights_nor_optimizer_nor_average_on_the_device(monkeypatch):
     """The step of Muon reads `found_inf`, as the fused kernels of torch do. Only the choice between the two ways is replaced."""
-    choose = update_module._can_skip_on_device
-    monkeypatch.setattr(update_module, "_can_skip_on_device", lambda optimizer, _: choose(optimizer, torch.device("cuda")))
+    choose = scaler.can_skip_on_device
+    monkeypatch.setattr(scaler, "can_skip_on_device", lambda optimizer, _: choose(optimizer, torch.device("cuda")))
     for name in ("muon", "adamw", "adafactor"):
         found = []
         for bad in ((2, 3), ()):
@@ -102,7 +104,7 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_nor_average_on_the
                     batch[0, 0] = float("inf")
                 if bad or step not in (2, 3):
                     loss_sum = lambda model, x: model(x).pow(2).sum()
-                    stats = update(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len)
+                    stats = train_step(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len)
                     ema.update(step + 1, stats)
             state = [value for one in optimizer.state_dict()["state"].values() for value in one.values()]
             found.append([*model.state_dict().values(), *ema.averages.values(), *state])
@@ -113,10 +115,10 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_nor_average_on_the
 @pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
 def test_gradients_that_the_optimizer_clips_itself_give_the_same_steps(monkeypatch, name):
     """On a GPU the optimizer divides by a number that it reads on the device. Only the choice between the two ways is replaced."""
-    choose, found = update_module._can_skip_on_device, []
+    choose, found = scaler.can_skip_on_device, []
     for where in ("cuda", "cpu"):
         device = torch.device(where)
-        monkeypatch.setattr(update_module, "_can_skip_on_device", lambda optimizer, _, device=device: choose(optimizer, device))
+        monkeypatch.setattr(scaler, "can_skip_on_device", lambda optimizer, _, device=device: choose(optimizer, device))
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         cfg = TrainConfig(optimizer=name, lr=0.1, max_grad_norm=0.5)
@@ -125,7 +127,7 @@ def test_gradients_that_the_optimizer_clips_itself_give_the_same_steps(monkeypat
             batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
             scale = 0.01 if step == 3 else 1.0  # step 3 clips nothing
             loss_sum = lambda model, x, scale=scale: scale * model(x).pow(2).sum()
-            norms.append(float(update(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len).grad_norm))
+            norms.append(float(train_step(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len).grad_norm))
         found.append(([*model.state_dict().values()], norms))
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     assert min(found[0][1]) < 0.5 < max(found[0][1])
@@ -151,7 +153,7 @@ def test_the_averages_of_many_parameters_need_few_calls_of_torch(monkeypatch):
             names.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    stats = update_module.UpdateStats(torch.tensor(1.0), torch.tensor(1.0), 1, 0, 0, 0, torch.tensor(1.0))
+    stats = UpdateStats(torch.tensor(1.0), torch.tensor(1.0), 1, 0, 0, 0, torch.tensor(1.0))
     found = []
     for number in (2, 40):
         torch.manual_seed(0)

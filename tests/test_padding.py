@@ -147,7 +147,7 @@ def test_the_padding_check_does_not_use_more_memory_than_there_is():
 
 
 def test_the_padding_check_compares_embeddings_of_a_loss_over_the_whole_batch():
-    from accel_ddp.training.losses import WholeBatch
+    from accel_ddp.engine.losses import WholeBatch
 
     model = transformers.BertModel(transformers.BertConfig(**SHAPE, **POSITIONS))
 

@@ -13,14 +13,15 @@ from torch import nn
 
 from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine import losses
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import flops, linear_cross_entropy, padding_free
 from accel_ddp.speed.layer_stacks import SmallTable
 from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.row_model import FixedModel, RowModel
-from accel_ddp.training import isolation, losses
-from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.training import isolation
 from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
 from tests.conftest import ROOT
 

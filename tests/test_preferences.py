@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from accel_ddp.engine.losses import checked, numbers_of
+from accel_ddp.engine.step_sums import LossNumbers
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
+from accel_ddp.ranks.team import Team
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.tasks import preference_losses, preferences
-from accel_ddp.training.losses import checked, numbers_of
-from accel_ddp.training.update import _Numbers
 from tests.conftest import PROGRAMS, ROOT, run_ranks
 
 INSTALL = "pip install 'trl>=1.16'"
@@ -109,7 +110,7 @@ def test_numbers_of_a_loss_function_need_names_that_the_log_can_store():
     assert numbers_of(loss) == {}
     with pytest.raises(UserError, match="a number named 'lr', which the log cannot store"):
         numbers_of((loss, {"lr": 1}))
-    found = _Numbers(torch.float64, torch.device("cpu"))
+    found = LossNumbers(torch.float64, torch.device("cpu"))
     for value in (1, torch.tensor(2.0)):
         found.add({"a": (value, None), "b": (value, 3)}, 4)
     assert found.sums.tolist() == [3, 3, 8, 6]
@@ -415,7 +416,7 @@ def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file
             return before(reference, batch)
 
     def kto(model):
-        loss = preferences.LabelLoss(options(loss="kto"), logps, old).for_step(Accelerator(cpu=True), model, [batch], 0)
+        loss = preferences.LabelLoss(options(loss="kto"), logps, old).for_step(Accelerator(cpu=True), model, [batch], 0, Team())
         found, numbers = loss(model, batch)
         assert numbers["kl"] > 0
         return found / 6

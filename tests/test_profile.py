@@ -392,19 +392,23 @@ def test_a_resumed_run_records_its_own_steps_on_the_ranks_that_are_asked_for(two
 def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_the_profile(tmp_path, capsys):
     import torch
 
+    from accel_ddp.engine.step_times import StepTimes
     from accel_ddp.observe.recorder import start_recorder
-    from accel_ddp.training.step_times import StepTimes
 
     def is_active() -> bool:
         return torch.autograd._profiler_enabled() or bool(phases.HERE.listeners) or recorder.profiler is not None
 
     run = types.SimpleNamespace(
-        accelerator=types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no"), times=StepTimes(), step=0,
-        total_steps=9, pauses_after=lambda step: False, is_stopping=False, read_numbers=lambda wait_for_all: None,
+        accelerator=types.SimpleNamespace(device=torch.device("cpu"), mixed_precision="no"), step=0, is_stopping=False,
+        schedule=types.SimpleNamespace(total_steps=9, pauses=lambda step: False),
     )  # fmt: skip
+
+    def start():
+        return start_recorder(run, StepTimes(), lambda wait_for_all: None, {"gradient_bytes": 4})
+
     for stops_at in (9, 3):
         run.cfg = TrainConfig(profile="4-5", steps=9, output_dir=str(tmp_path / str(stops_at)))
-        recorder = start_recorder(run, {"gradient_bytes": 4})
+        recorder = start()
         found = []
         for step in range(1, 6):
             recorder.on_step_begin(step)
@@ -421,7 +425,7 @@ def test_nothing_is_active_outside_of_the_window_and_a_run_that_stops_discards_t
     assert (tmp_path / "9" / "profile" / "summary.json").is_file()
     assert not (tmp_path / "3").exists()
     run.is_stopping = False
-    recorder = start_recorder(run, {"gradient_bytes": 4})
+    recorder = start()
     with contextlib.suppress(ValueError), recorder:
         recorder.on_step_begin(3)
         raise ValueError("an error in a step")

@@ -17,13 +17,13 @@ from rich.cells import cell_len
 
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.step_numbers import Numbers, Pace, RankSample
 from accel_ddp.launch.node_output import Console, Lines
 from accel_ddp.nodes.terminal import BEGIN_FRAME, END_FRAME, ERASE_BELOW, SharedStream, without_controls
 from accel_ddp.observe import display
 from accel_ddp.observe.display import Terminal, TerminalStream
 from accel_ddp.observe.progress import Progress, Renderer, State
 from accel_ddp.phases import Timing
-from accel_ddp.training.step_numbers import Numbers, Pace, RankSample
 from tests.conftest import PROGRAMS, ROOT, fork_server, rank_environments
 from tests.programs.noisy import LONG
 from tests.terminals import UserTerminal

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import Team, links
+from accel_ddp.ranks.process import links
+from accel_ddp.ranks.team import Team
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
 from accel_ddp.tasks.contrastive import NOTHING, ListCollate, in_batch_losses, text_keys

@@ -10,13 +10,13 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine import losses
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.errors import UserError
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.tasks import reference
-from accel_ddp.training import losses
-from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import TrainBatches
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from accel_ddp.engine.step_numbers import RankSample, Split
 from accel_ddp.phases import Timing
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.records.run_log import read_log
-from accel_ddp.training.hook import Breakdown
-from accel_ddp.training.step_numbers import RankSample, Split
+from accel_ddp.training.breakdown import Breakdown
 from accel_ddp.watch import slowness
 from accel_ddp.watch.slowness import DATA_SLOW, SLOW_LINK, STRAGGLER, Notice, Slowness, neighbours
 from tests.conftest import PROGRAMS, Running, clean_environment, run_all

@@ -17,11 +17,11 @@ from torch import nn
 
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.rehearsal import move_gradients
 from accel_ddp.errors import UserError
 from accel_ddp.speed import attach, autobatch, flops, modules, padding_free
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
-from accel_ddp.training.update import move_gradients
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
 from tests.test_files import expand
 from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of

@@ -16,15 +16,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from accel_ddp.engine.step_numbers import SYSTEM, Numbers, Pace, RankSample
 from accel_ddp.observe import trackers
 from accel_ddp.observe.tracker_kinds import Tracker, as_markdown, as_rows, draw_matrix
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.records import redaction
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.run_log import last_step_of
-from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample
 from accel_ddp.training.workers import starting_workers
 from tests.conftest import BIN, PROGRAMS, ROOT, Running, clean_environment, rank_environments, run_ranks
+from tests.log_schema import require_golden
 
 TRAINS = PROGRAMS / "trains.py"
 SECRETS = {
@@ -348,10 +349,11 @@ def test_a_killed_and_resumed_run_is_one_wandb_run_with_every_step(resumed):
     last = [row for row in rows[1] if "train/loss" in row][-1]
     assert {"train/lr", "train/grad_norm", "train/epoch", "speed/samples_per_second", "speed/step_seconds", "speed/slowest_rank",
             "speed/step_communication_seconds", "speed/slowest_rank_costs_seconds"} <= last.keys()  # fmt: skip
+    described = json.loads(inspected(runs[1], "--summary"))
+    require_golden("wandb", {"rows": sorted({name for row in rows[1] for name in row}), "summary": sorted(described["summary"])})
     assert [row["step"] for row in rows[1] if "eval/loss" in row][-2:] == [40, 60]
     assert [row["checkpoints/newest_step"] for row in rows[1] if "checkpoints/count" in row][-1] == 60
 
-    described = json.loads(inspected(runs[1], "--summary"))
     assert described["name"] == "my run"
     assert described["config"]["global_batch_size"] == 8
     assert described["config"]["run"]["versions"]["torch"]

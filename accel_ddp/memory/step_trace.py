@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
+from accel_ddp.engine import losses
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, make_batch, remove_padding
 from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.tasks import masking
-from accel_ddp.training import losses
-from accel_ddp.training.losses import CurrentBatch
 
 LIMIT_SECONDS = 20  # for a model whose layers loop over tokens
 BLOCK = 512  # bytes; the allocator of a GPU rounds up to a multiple of it

@@ -7,12 +7,12 @@ from collections import deque
 from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook as Hook
 from accel_ddp.observe.log_hook import JsonlLog
 from accel_ddp.observe.progress import Progress
 from accel_ddp.observe.trackers import Trackers
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.text import counted
-from accel_ddp.training.hook import Hook as Hook
 
 
 def standard(accelerator: Accelerator, cfg: TrainConfig) -> list[Hook]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_numbers import SYSTEM, RankSample, rates_of, splits_between
 from accel_ddp.phases import Split, Timing
 from accel_ddp.ranks.reporting import warn
 from accel_ddp.records import eval_tables as table_files
 from accel_ddp.records.run_log import FILE, SCHEMA, LogWriter
-from accel_ddp.training.hook import Hook, rates_of
-from accel_ddp.training.step_numbers import SYSTEM, RankSample, splits_between
 
 FEW_RANKS, SECONDS_PER_RANK = 64, 0.02
 

@@ -17,13 +17,13 @@ from rich.text import Text
 from accel_ddp import phases
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_numbers import Numbers, Pace, RankSample, Split, splits_between
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import format_clock, shorten
-from accel_ddp.training.hook import Hook
-from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, Split, splits_between
 
 LONGEST = 160  # characters of a text that a line shows
 

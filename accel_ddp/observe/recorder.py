@@ -19,12 +19,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from accel_ddp import phases
 from accel_ddp.config.option_values import Window, choose_ranks, choose_window, parse_steps
+from accel_ddp.engine.fit import Run
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_times import StepTimes
 from accel_ddp.observe import profile_summary, traces
 from accel_ddp.observe.traces import WAIT, Clock, analyse
 from accel_ddp.phases import NAMES, PARTS, PROFILE, Phase, Split
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank
-from accel_ddp.training.hook import Hook
 
 # Measures how far the clocks of hosts differ, so that traces of several hosts can be shown on one time axis.
 ROUND_TRIPS = 20
@@ -137,20 +139,20 @@ def _open(name: str) -> Any:
     return opened
 
 
-def start_recorder(run: Any, model: dict[str, Any]) -> "Recorder | None":
-    """Return the recorder of a `loop.TrainingRun`, or None if nothing is recorded. `model` describes the model, for the advice."""
-    cfg, step = run.cfg, run.step
-    asked, window = parse_steps(cfg.profile), choose_window(cfg.profile, step, run.total_steps, run.pauses_after)
+def start_recorder(run: Run, times: StepTimes, read_numbers: Callable[..., None], model: dict[str, Any]) -> "Recorder | None":
+    """Return the recorder of a run, or None if nothing is recorded. `model` describes the model, for the advice."""
+    cfg, step, schedule = run.cfg, run.step, run.schedule
+    asked, window = parse_steps(cfg.profile), choose_window(cfg.profile, step, schedule.total_steps, schedule.pauses)
     if window is None:
-        if asked is not None and step < run.total_steps:
+        if asked is not None and step < schedule.total_steps:
             print_on_main(f"--profile {cfg.profile}: nothing is recorded, because this run continues after step {step}.")
         return None
     if isinstance(asked, Window) and asked != window:
         reason = f"an evaluation or a checkpoint follows step {window.last}" if window.last != asked.last else ""
         reason = reason or f"this run continues after step {step}"
         print_on_main(f"--profile {cfg.profile}: only {window} will be recorded, because {reason}.")
-    has_warm_up = window.first - 1 > step and not run.pauses_after(window.first - 1)
-    return Recorder(run, window, has_warm_up, model)
+    has_warm_up = window.first - 1 > step and not schedule.pauses(window.first - 1)
+    return Recorder(run, times, read_numbers, window, has_warm_up, model)
 
 
 class Recorder(Hook):
@@ -159,9 +161,13 @@ class Recorder(Hook):
     Outside of the window it costs two comparisons per step.
     """
 
-    def __init__(self, run: Any, window: Window, has_warm_up: bool, model: dict[str, Any]):
-        """`run` has the attributes `accelerator`, `cfg`, `times` and `is_stopping`, and `read_numbers`, which waits for the GPU."""
-        self.run, self.cfg, self.times, self.window, self.model = run, run.cfg, run.times, window, model
+    def __init__(
+        self, run: Run, times: StepTimes, read_numbers: Callable[..., None], window: Window, has_warm_up: bool,
+        model: dict[str, Any],
+    ):  # fmt: skip
+        """`read_numbers` passes late numbers to all hooks, which waits for the GPU."""
+        self.run, self.cfg, self.times, self.read_numbers = run, run.cfg, times, read_numbers
+        self.window, self.model = window, model
         self.on_gpu = run.accelerator.device.type == "cuda"
         self.synchronize: Callable[[], None] = torch.cuda.synchronize if self.on_gpu else lambda: None
         self.precision = run.accelerator.mixed_precision
@@ -188,7 +194,7 @@ class Recorder(Hook):
                 self.timing = self.times.settle(step - 1)
                 self.began = time.time_ns()
             if step <= self.window.first:
-                self.run.read_numbers(wait_for_all=True)
+                self.read_numbers(wait_for_all=True)
         if self.profiler is not None and step >= self.window.first:
             self.ranges.begin_step(step)
 
@@ -202,7 +208,7 @@ class Recorder(Hook):
             print_on_main("--profile: nothing was stored, because the run is stopping.")
         elif step == self.window.last:
             self._finish(step)
-            self.run.read_numbers(wait_for_all=True)
+            self.read_numbers(wait_for_all=True)
         else:
             self.ranges.end_step()
 

@@ -19,6 +19,8 @@ from accelerate import Accelerator
 
 from accel_ddp.config.option_values import BestMetric
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, find_slowest, rates_of, splits_between
 from accel_ddp.nodes.spawn import keep_forks_apart_from_starts
 from accel_ddp.observe.tracker_kinds import Tracker, make_tracker
 from accel_ddp.ranks.process import Moment, ending
@@ -27,8 +29,6 @@ from accel_ddp.records.eval_tables import Table
 from accel_ddp.records.files import BackgroundWriter
 from accel_ddp.records.redaction import redact, redact_command, redact_values
 from accel_ddp.saving import checkpoint_format
-from accel_ddp.training.hook import Hook, rates_of
-from accel_ddp.training.step_numbers import SYSTEM, Numbers, Pace, RankSample, Split, find_slowest, splits_between
 
 MODEL_SECONDS = 240.0  # with --log_model; the launchers of the other nodes wait 300 s for the main node
 STOP_SECONDS = 10.0  # after a stop request; Slurm, Kubernetes and torchrun kill 30 s after SIGTERM, and the save comes first

@@ -20,6 +20,7 @@ from accel_ddp.nodes.launcher import adopt_mpi_world, find_accelerate_request
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.nodes.topology import estimate_node
 from accel_ddp.ranks.failures import Failure
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.incidents import IncidentWriter
 
 if TYPE_CHECKING:
@@ -64,16 +65,6 @@ class RankPlace:
     @property
     def is_local_main(self) -> bool:
         return self.local_rank == 0
-
-
-class Team(NamedTuple):
-    """The ranks that compute an optimizer step together: all of them, or with `--sync_every` those of one worker."""
-
-    size: int
-    rank: int  # of this rank among them
-    group: "dist.ProcessGroup | None" = None  # None: all ranks
-    workers: range = range(1)  # that these ranks compute, one after the other
-    num_workers: int = 1  # of all ranks
 
 
 class Connections:

@@ -60,7 +60,7 @@ class Checkpoints:
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
         `averages()` are the averages of weights by name, always in the same memory (see `training.ema`), and `momentum` belongs to the
-        weights of local workers (see `training.local_steps`). Both are saved and restored in place. `states` lets the optimizer have
+        weights of local workers (see `engine.local_steps`). Both are saved and restored in place. `states` lets the optimizer have
         the state of each worker of this rank in turn, and yields what the names of its tensors end with.
 
         `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.

@@ -16,6 +16,8 @@ from torch import nn
 
 from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.losses import LossSum, WholeBatch, loss_of
+from accel_ddp.engine.rehearsal import rehearse
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import this_rank
@@ -30,10 +32,8 @@ from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
 from accel_ddp.speed.row_model import CalledModel, FixedModel, RowModel
 from accel_ddp.training import padding_check, sharding
-from accel_ddp.training.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
-from accel_ddp.training.update import rehearse
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from torch import nn
 
 from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.losses import LossSum, WholeBatch
+from accel_ddp.engine.rehearsal import rehearse
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import is_sharded, local
 from accel_ddp.text import counted
-from accel_ddp.training.losses import LossSum, WholeBatch
 from accel_ddp.training.optim import state_bytes
 from accel_ddp.training.stream import TrainBatches
-from accel_ddp.training.update import rehearse
 
 USABLE = 0.9  # fraction of a GPU's memory; the rest is for fragmentation and for the library itself
 USABLE_BY_ONE = 0.97  # if a micro-batch has one item

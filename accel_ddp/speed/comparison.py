@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.text import first_line
 from accel_ddp.training import isolation
-from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.padding_check import without_tf32
 from accel_ddp.training.stream import CountingCollate, with_sizes
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp import compat
+from accel_ddp.engine.rehearsal import move_gradients
 from accel_ddp.speed.modules import converted_together, gradients_written_to
 from accel_ddp.text import first_line
-from accel_ddp.training.update import move_gradients
 
 log = logging.getLogger(__name__)
 

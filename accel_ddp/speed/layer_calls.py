@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_ddp.engine.losses import current_batch
 from accel_ddp.speed.padding_free import NeedsPadding
-from accel_ddp.training.losses import current_batch
 
 Call = Callable[..., Any]
 ROTARY = "position_embeddings"

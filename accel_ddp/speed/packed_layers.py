@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp.engine.losses import CurrentBatch, current_batch
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.comparison import Compared
 from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
@@ -29,7 +30,6 @@ from accel_ddp.speed.layer_stacks import (
     windows_of,
 )
 from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
-from accel_ddp.training.losses import CurrentBatch, current_batch
 
 
 class PackedLayers(Compared):

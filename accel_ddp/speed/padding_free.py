@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.training.isolation import unknown_arguments
-from accel_ddp.training.losses import CurrentBatch
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_ddp.engine.losses import CurrentBatch, current_batch
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.comparison import FAR, Compared, Loss
 from accel_ddp.speed.layer_calls import LayerCalls
@@ -30,7 +31,6 @@ from accel_ddp.speed.layer_stacks import (
 )
 from accel_ddp.speed.padding_free import NAME, NAME_OF_EAGER, NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.training import sharding
-from accel_ddp.training.losses import CurrentBatch, current_batch
 
 # Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
 MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
@@ -30,7 +31,6 @@ from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import load_file
 from accel_ddp.tasks.contrastive import NOTHING
 from accel_ddp.training.evaluation import EvalBatches
-from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.padding_check import without_tf32
 from accel_ddp.training.sharding import gathered
 from accel_ddp.training.stream import TrainBatches, count_tokens

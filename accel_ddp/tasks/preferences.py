@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.choices import choose
+from accel_ddp.engine.losses import CurrentBatch, next_tokens
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
-from accel_ddp.ranks.process import links
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
@@ -30,7 +31,6 @@ from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
 from accel_ddp.tasks.preference_losses import LABELED, LOSSES, compute
 from accel_ddp.tasks.reference import COLUMN
-from accel_ddp.training.losses import CurrentBatch, next_tokens
 from accel_ddp.training.stream import CountingCollate, with_sizes
 
 if TYPE_CHECKING:
@@ -292,19 +292,19 @@ class LabelLoss(PairLoss):
         return losses.sum(), {**label_numbers(policy, rewards, good, self.cfg.beta * z), "kl": z * len(good)}
 
     @torch.no_grad()
-    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Any], seed: int) -> Callable:
+    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Any], seed: int, team: Team) -> Callable:
         """Return the loss function of a step."""
         module, references = accelerator.unwrap_model(model), {}
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(batches):
-            seed_forward(dropout_seed(seed, i, links.team.rank, links.team.size), accelerator.device)
+            seed_forward(dropout_seed(seed, i, team.rank, team.size), accelerator.device)
             with CurrentBatch(batch):
                 references[id(batch)] = self.reference(model, batch)
                 gap = self.logps.of_others(module, batch) - references[id(batch)][:, 1]
             total += torch.stack([gap.sum(dtype=torch.float64), torch.full_like(total[0], len(gap))])
-        if links.team.size > 1:
+        if team.size > 1:
             with phases.phase(SYNC):
-                dist.all_reduce(total, group=links.team.group)
+                dist.all_reduce(total, group=team.group)
         z = (total[0] / total[1]).clamp(min=0)
         return lambda model, batch: self(model, batch, z, references[id(batch)])
 

@@ -10,12 +10,12 @@ from accelerate import Accelerator
 
 from accel_ddp.config.option_values import parse_shares
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_numbers import Numbers, Pace, RankSample, splits_between
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links
 from accel_ddp.text import rough_seconds, shorten
-from accel_ddp.training.hook import Hook
-from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, splits_between
 from accel_ddp.training.workers import loader_options
 
 WARM_UP = 3  # steps that are not measured, after the start and after a change

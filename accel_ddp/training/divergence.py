@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_numbers import Numbers, Pace
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import Diverged, Failure
@@ -33,8 +35,6 @@ from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import class_name, is_sharded, local
 from accel_ddp.saving.checkpoints import Checkpoints, Metrics
 from accel_ddp.text import counted, shorten
-from accel_ddp.training.hook import Hook
-from accel_ddp.training.step_numbers import Numbers, Pace
 
 LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
 MOST_RANKS = 8  # that a message lists
@@ -256,7 +256,7 @@ ADVICE = "Try a lower --lr, --warmup_steps, --max_grad_norm 1, bf16 instead of f
 class NonfiniteSteps(Hook):
     """Counts skipped steps, and raises UserError where `--on_nonfinite` and `--max_nonfinite` ask for it.
 
-    `update` never steps the optimizer with numbers that are not finite. They arrive here late. Every rank has the same loss and
+    `train_step` never steps the optimizer with numbers that are not finite. They arrive here late. Every rank has the same loss and
     gradient norm, so every rank counts and raises the same.
     """
 

@@ -18,18 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.engine.scaler import averages_itself
+from accel_ddp.engine.step_sums import UpdateStats
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import local
 from accel_ddp.training.sharding import reshard
-from accel_ddp.training.update import UpdateStats
 
 MOST_AT_ONCE = 2**25  # elements, 128 MiB in float32
-
-
-def averages_itself(optimizer: object) -> bool:
-    """Return whether an optimizer has its own averages of the weights, which `eval` puts into the model and `train` takes out."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
 class Ema:

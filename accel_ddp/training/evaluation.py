@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Subset
 
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, is_any
@@ -28,8 +30,6 @@ from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import shorten
-from accel_ddp.training.hook import Hook
-from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.sharding import gathered
 from accel_ddp.training.stream import CountingCollate, Mixture, require_items, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers

@@ -35,6 +35,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # `step` reads `found_inf` on the device and then changes nothing
+    divides_gradients = True  # by `grad_scale`, see `engine.scaler`
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "is_hidden": False, "fused": fused})
@@ -82,6 +83,7 @@ class Muon(torch.optim.Optimizer):
 class AdamW(torch.optim.AdamW):
     """torch's AdamW with the same state, whose step on a GPU needs less memory bandwidth."""
 
+    divides_gradients = True  # by `grad_scale`, see `engine.scaler`
     kernel: Any = None  # the module `adamw_kernel`, if it is used
 
     def choose_kernel(self, device: torch.device) -> None:
@@ -270,24 +272,6 @@ def freeze(model: nn.Module, words: tuple[str, ...]) -> None:
 def _parts_of(names: Iterable[str]) -> str:
     parts = sorted({".".join(name.split(".")[:2]) for name in names})
     return f"There are: {', '.join(parts[:20])}."
-
-
-def words_to_freeze(unused: list[str], used: list[str]) -> list[str]:
-    """Return the shortest beginnings of the names `unused` that `freeze` finds in no name of `used`, or [] if there are none.
-
-    There are none if one of these names is a part of another name, for example head.weight of base.head.weight.
-    """
-    words: list[str] = []
-    for name in unused:
-        if any(word in name for word in words):
-            continue
-        ends = [i for i, letter in enumerate(name) if letter == "."]
-        beginnings = [name[:i] for end in ends for i in (end, end + 1)] + [name]  # with the dot: layer.1. is not in layer.10.
-        word = next((word for word in beginnings if not any(word in other for other in used)), None)
-        if word is None:
-            return []
-        words.append(word)
-    return words
 
 
 def lr_at(step: int, cfg: TrainConfig, total_steps: int) -> float:

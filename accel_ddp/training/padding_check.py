@@ -24,12 +24,12 @@ from torch.backends import cudnn
 from torch.overrides import TorchFunctionMode
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.losses import CurrentBatch, LossSum, WholeBatch
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
-from accel_ddp.training.losses import CurrentBatch, LossSum, WholeBatch
 from accel_ddp.training.sharding import computed_in, recover
 from accel_ddp.training.stream import TrainBatches
 

@@ -13,13 +13,13 @@ from torch import nn
 
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
+from accel_ddp.engine.step_numbers import RankSample
 from accel_ddp.nodes.launcher import find_launcher_command
 from accel_ddp.phases import COMPILE
 from accel_ddp.ranks.agreement import gather_objects
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.records.redaction import redact_command, redact_values
 from accel_ddp.saving.state_tensors import versions
-from accel_ddp.training.step_numbers import RankSample
 
 # Variables that change how a run computes or communicates. Others, which may be private, are not recorded.
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "ACCELERATE_", "ACCEL_DDP_", "SLURM_JOB_", "FI_")

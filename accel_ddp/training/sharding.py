@@ -114,15 +114,16 @@ class Lockstep:
             "that every batch uses. Or train with DDP: accelerate_configs/1node.yaml."
         )
 
-    # ---- what `update` calls
+    # ---- what `train_step` calls
 
     def begin_step(self) -> None:
         self._used.clear()
         self._trained = [param for param in self._params if param.sharded_param.requires_grad]
 
     @contextlib.contextmanager
-    def micro_batch(self) -> Iterator[None]:
-        """Compare the order of layers inside the block, which computes one micro-batch."""
+    def micro_batch(self, model: FSDPModule, is_last: bool) -> Iterator[None]:
+        """Compare the order of layers inside the block, which computes one micro-batch. `is_last`: of the step."""
+        _begin_micro_batch(model, is_last)
         self._place = 0
         if not self._is_compared:
             self._order = []
@@ -143,6 +144,9 @@ class Lockstep:
 
     def begin_backward(self) -> None:
         self._enter(self._names.index(BACKWARD))
+
+    def end_backward(self) -> None:
+        phases.enter(phases.OPTIMIZER)
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return for each trained parameter 1 if it has a gradient on this rank in this step, otherwise 0."""
@@ -293,7 +297,7 @@ def sharded_parts(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def begin_micro_batch(model: FSDPModule, is_last: bool) -> None:
+def _begin_micro_batch(model: FSDPModule, is_last: bool) -> None:
     """Set what the backward pass of a micro-batch sums and frees. `is_last`: of the step.
 
     By default gradients are summed over ranks after every micro-batch, because the gradients of a whole model may not fit on one GPU.
@@ -384,7 +388,7 @@ def recover(model: nn.Module) -> None:
 def prepare(
     accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return model and optimizer for `update`: wrapped with DDP, or sharded if the accelerate config asks for that."""
+    """Return model and optimizer for `train_step`: wrapped with DDP, or sharded if the accelerate config asks for that."""
     _check_optimizer(optimizer, cfg.lr)
     if hasattr(optimizer, "choose_kernel"):
         optimizer.choose_kernel(accelerator.device)

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.ranks.process import Team
+from accel_ddp.ranks.team import Team
 
 Item = tuple[int, int]  # position in the stream, index in the dataset
 Shares = tuple[float, ...]  # the part of the work of each rank; their sum is 1

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from accel_ddp.training.step_numbers import SYSTEM
+from accel_ddp.engine.step_numbers import SYSTEM
 
 EVERY_SECONDS = 2.0
 FIRST_SECONDS = 0.25  # after the first measurement, which has no earlier one to compare CPU time with

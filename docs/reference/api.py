@@ -15,7 +15,7 @@ GROUPS = {
     "Options": ("TrainConfig", "RecipeConfig", "option", "parse_config"),
     "Data and evaluation": ("TrainBatches", "EvalBatches", "evaluate", "Table"),
     "Ranks and errors": ("together", "UserError"),
-    "Your own loop": ("prepare", "update", "attach", "fit_memory"),
+    "Your own loop": ("prepare", "train_step", "attach", "fit_memory"),
 }
 # Modules with code of single tasks. Their names are listed without types.
 TASKS = (
@@ -94,7 +94,7 @@ def _find(module: str, name: str) -> ast.FunctionDef | ast.ClassDef | None:
     for node in _tree(module).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
-        if isinstance(node, ast.ImportFrom) and any(name in (alias.asname, alias.name) for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             return _find(node.module, name)
     return None
 

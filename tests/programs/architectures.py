@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.shards import full
 from accel_ddp.saving import state_tensors
 from accel_ddp.training import padding_check, sharding
-from accel_ddp.training.losses import CurrentBatch
 from accel_ddp.training.stream import CountingCollate, with_sizes
 
 VOCABULARY, LABELS, LONGEST, STEPS = 96, 3, 24, 2
@@ -308,7 +308,7 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
         items = items_of(step, task.kind)
         own = items[rank * len(items) // ranks : (rank + 1) * len(items) // ranks]
         batches = [collate(own[start : start + micro]) for start in range(0, len(own), micro)]
-        accel_ddp.update(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, batches, task.loss_sum, task.count)
+        accel_ddp.train_step(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, batches, task.loss_sum, task.count)
     return weights(task.model)
 
 
@@ -390,7 +390,7 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
     with torch.autocast("cpu", torch.bfloat16):  # the model that was sharded last
         batch = collate(rows(initial.kind)[:4])
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        stats = accel_ddp.update(
+        stats = accel_ddp.train_step(
             accelerator, TrainConfig(max_grad_norm=0.0), model, optimizer, [batch], task.loss_sum, task.count
         )
         exact = initial.loss_sum(initial.model, batch) / task.count(batch)

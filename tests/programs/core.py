@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel_ddp
+from accel_ddp.engine.hook import Hook
 from accel_ddp.entry import run
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects
 from accel_ddp.tasks import metrics
 from accel_ddp.training import evaluation, optim
-from accel_ddp.training.hook import Hook
 from accel_ddp.training.step_plan import Cost
 from accel_ddp.training.stream import Mixture, TrainBatches
 

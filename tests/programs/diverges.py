@@ -16,8 +16,8 @@ import accel_ddp
 from accel_ddp.config.option_values import Direction
 from accel_ddp.config.options import option
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
 from accel_ddp.entry import run
-from accel_ddp.training.hook import Hook
 
 
 @dataclass(kw_only=True)

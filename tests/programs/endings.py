@@ -20,8 +20,8 @@ from pathlib import Path
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
 from accel_ddp.entry import run
-from accel_ddp.training.hook import Hook
 
 
 @dataclass(kw_only=True)

@@ -117,7 +117,7 @@ def main(cfg: Config) -> None:
     import safetensors.torch  # noqa: F401
 
     import accel_ddp.accelerator
-    import accel_ddp.loop  # noqa: F401
+    import accel_ddp.assembly  # noqa: F401
 
     first = run_in_fork(dataclasses.replace(cfg, stop_after=4), in_save=3)  # the save of step 3 removes the checkpoint of step 1
     again = dataclasses.replace(cfg, resume="auto")

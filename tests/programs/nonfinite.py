@@ -108,7 +108,7 @@ def both_ways(accelerator, cfg, name, has_norm=True, dtype=torch.float64, bad=BA
         if step not in bad:
             optim.set_lr(optimizer, optim.lr_at(step, cfg, cfg.steps))
             seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-            accel_ddp.update(accelerator, cfg, prepared, optimizer, batches, loss_sum, len, seed)
+            accel_ddp.train_step(accelerator, cfg, prepared, optimizer, batches, loss_sum, len, seed)
     found["loop"] = state_of(model, optimizer)
     return found
 

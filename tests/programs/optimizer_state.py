@@ -12,12 +12,12 @@ from torch import nn
 
 import accel_ddp
 from accel_ddp.config.options import option
+from accel_ddp.engine.hook import Hook
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full
-from accel_ddp.training.hook import Hook
 
 
 @dataclass(kw_only=True)

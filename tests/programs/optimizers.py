@@ -11,6 +11,7 @@ from torch import nn
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.hook import Hook
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object
@@ -19,7 +20,6 @@ from accel_ddp.ranks.shards import full
 from accel_ddp.saving.checkpoint_format import OPTIMIZER
 from accel_ddp.saving.pieces import Pieces
 from accel_ddp.training import optim
-from accel_ddp.training.hook import Hook
 from accel_ddp.training.stream import TrainBatches
 
 WIDTH = 64  # 64 x 64 values are the smallest matrix that adamw8bit quantises
@@ -132,7 +132,7 @@ def train_sharded(accelerator, cfg, name) -> dict:
     for step in range(cfg.steps):
         optim.set_lr(optimizer, optim.lr_at(step, cfg, cfg.steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-        stats = accel_ddp.update(accelerator, cfg, prepared, optimizer, next(updates), loss_sum, len, seed)
+        stats = accel_ddp.train_step(accelerator, cfg, prepared, optimizer, next(updates), loss_sum, len, seed)
         ema.update(step + 1, stats)
     with ema.applied():
         averages = {name: full(p.detach()).clone() for name, p in model.named_parameters()}

@@ -31,9 +31,9 @@ def main(cfg: Config) -> None:
     from torch.utils.checkpoint import checkpoint
 
     from accel_ddp import phases
-    from accel_ddp.training.losses import WholeBatch
-    from accel_ddp.training.step_times import measure_steps, sync_at_broadcast
-    from accel_ddp.training.update import update
+    from accel_ddp.engine.losses import WholeBatch
+    from accel_ddp.engine.step import train_step
+    from accel_ddp.engine.step_times import measure_steps, sync_at_broadcast
 
     accelerator = accel_ddp.start(cfg)
     is_slow = accelerator.num_processes > 1 and accelerator.is_last_process
@@ -94,7 +94,7 @@ def main(cfg: Config) -> None:
                 with phases.phase(phases.DATA):
                     time.sleep(DATA)
                     batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
-                update(accelerator, cfg, model, optimizer, batches, loss, len)
+                train_step(accelerator, cfg, model, optimizer, batches, loss, len)
                 rows.append((time.perf_counter(), times.end_step(step + 1)[1:], time.perf_counter()))
         # of each step: the least and the most that its wall time can be, and its parts
         measured[name] = [

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp.training.update import rehearse
+from accel_ddp.engine.rehearsal import rehearse
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

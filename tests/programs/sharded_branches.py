@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.step import train_step
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
@@ -21,7 +22,6 @@ from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import full
 from accel_ddp.training import sharding
-from accel_ddp.training.update import update
 
 STEPS, SIZE = 3, 6
 Batch = tuple[Tensor, int]  # rows, and their kind
@@ -82,7 +82,7 @@ def train_together(
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         own = batches_of(step, this_rank.rank, kinds)
-        update(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, own, loss_sum, lambda batch: len(batch[0]))
+        train_step(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, own, loss_sum, lambda batch: len(batch[0]))
     sharding.reshard(model)
     return {name: full(p.detach()) for name, p in model.named_parameters()}
 

@@ -17,16 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine import losses
+from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rehearsal import rehearse
+from accel_ddp.engine.step import train_step
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import full
 from accel_ddp.speed import linear_cross_entropy
-from accel_ddp.training import losses, optim, sharding
-from accel_ddp.training.losses import CurrentBatch
+from accel_ddp.training import optim, sharding
 from accel_ddp.training.sharding import prepare, sharding_options
-from accel_ddp.training.update import rehearse, update
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
 STEPS, MICRO_BATCHES = 3, 2
@@ -175,7 +177,7 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
     for step in range(STEPS):
         own = [train.batch_of(indices(step, this_rank.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
         with collectives_counted() as facts["sent"]:
-            stats = update(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
+            stats = train_step(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
     sharding.reshard(model)
     module = accelerator.unwrap_model(model)

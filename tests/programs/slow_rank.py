@@ -30,9 +30,9 @@ def main(cfg: Config) -> None:
     import torch
     from torch import nn
 
-    from accel_ddp import loop
-    from accel_ddp.training.hook import Hook
-    from accel_ddp.training.step_times import measure_steps
+    from accel_ddp.engine.hook import Hook
+    from accel_ddp.engine.step_times import measure_steps
+    from accel_ddp.training import run_events
 
     accelerator = accel_ddp.start(cfg)
     now, slept = {"step": 0}, []
@@ -73,7 +73,7 @@ def main(cfg: Config) -> None:
             file.write(json.dumps([time.time(), *super().end_step(step)]) + "\n")
             return self.timing
 
-    loop.measure_steps = lambda device, step: Recorded(step)
+    run_events.measure_steps = lambda device, step: Recorded(step)
     torch.manual_seed(0)
     layers = [nn.Linear(cfg.width, cfg.width), *([nn.BatchNorm1d(cfg.width)] if cfg.batch_norm else [])]
     model = nn.Sequential(*layers, nn.Linear(cfg.width, cfg.width))

@@ -1,7 +1,7 @@
 """Losses, summed over items, and the micro-batch that is being computed.
 
-`update` divides a loss by the number of items of all micro-batches and ranks. In a `WholeBatch` loss, every item of a step is
-compared with every other one, on whatever rank and in whatever micro-batch. `update` and `evaluate` announce every micro-batch with
+`train_step` divides a loss by the number of items of all micro-batches and ranks. In a `WholeBatch` loss, every item of a step is
+compared with every other one, on whatever rank and in whatever micro-batch. `train_step` and `evaluate` announce every micro-batch with
 `CurrentBatch` before they call the model. Code that changes how a model computes, such as `speed`, reads it.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel_ddp import phases
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
-from accel_ddp.ranks.process import links
+from accel_ddp.ranks.team import Team
 from accel_ddp.seeds import dropout_seed, seed_forward
 
 
@@ -118,13 +118,13 @@ MicroBatch = Any
 # step. A sum may be (sum, number) if not all items count. Every micro-batch must have the same names.
 LossSum = Callable[[nn.Module, MicroBatch], Any]
 MOST_NUMBERS = 64
-# Names of other fields of the event `update` of log.jsonl.
+# Names of other fields of the event `train_step` of log.jsonl.
 RESERVED = ("event", "step", "time", "repeated", "loss", "grad_norm", "lr", "items", "samples_per_second", "tokens",
             "tokens_per_second", "tflops", "mfu", "epoch")  # fmt: skip
 
 
 class WholeBatch:
-    """The parts of a loss that compares all items of a step. `update` accepts it instead of a `loss_sum` function.
+    """The parts of a loss that compares all items of a step. `train_step` accepts it instead of a `loss_sum` function.
 
     `embed(model, batch)` returns rows for the items of a micro-batch. `keys(batch)` returns integers for each item, whose
     meaning is up to the loss. `losses(rows, keys)` returns the loss of each item, given the rows of all items.
@@ -138,21 +138,23 @@ class WholeBatch:
     def __init__(self, embed: LossSum, keys: Callable[[MicroBatch], Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
         self.embed, self.keys, self.losses = embed, keys, losses
 
-    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[MicroBatch], seed: int) -> LossSum:
+    def for_step(
+        self, accelerator: Accelerator, model: nn.Module, batches: Sequence[MicroBatch], seed: int, team: Team
+    ) -> LossSum:
         """Return one loss function per micro-batch. Its value covers the micro-batch, its gradient the whole batch."""
-        keys = _gather(torch.cat([self.keys(batch) for batch in batches]))
+        keys = _gather(torch.cat([self.keys(batch) for batch in batches]), team)
         if len(batches) == 1:
-            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys)[0]
+            return lambda model, batch: self._own_and_all(self.embed(model, batch), keys, team)[0]
         rows = []
         with torch.no_grad():
             for i, batch in enumerate(batches):
-                # `update` seeds the same way, so dropout draws the same values again.
-                own_seed = dropout_seed(seed, i, links.team.rank, links.team.size)
+                # `train_step` seeds the same way, so dropout draws the same values again.
+                own_seed = dropout_seed(seed, i, team.rank, team.size)
                 seed_forward(own_seed, accelerator.device)
                 with CurrentBatch(batch):
                     rows.append(self.embed(model, batch))
         sizes, leaf = [len(part) for part in rows], torch.cat(rows).requires_grad_()
-        total, own = self._own_and_all(leaf, keys)
+        total, own = self._own_and_all(leaf, keys, team)
         gradients = torch.autograd.grad(total, leaf)[0].split(sizes)
         values = own.detach().split(sizes)
         index = {id(batch): i for i, batch in enumerate(batches)}
@@ -164,21 +166,21 @@ class WholeBatch:
 
         return loss_sum
 
-    def _own_and_all(self, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _own_and_all(self, rows: Tensor, keys: Tensor, team: Team) -> tuple[Tensor, Tensor]:
         """Return (a sum with the value of this rank's items and the gradient of all items, the losses of this rank's items)."""
-        everyone = _gather(rows.detach())
-        first = links.team.rank * len(rows)
+        everyone = _gather(rows.detach(), team)
+        first = team.rank * len(rows)
         losses = self.losses(torch.cat([everyone[:first], rows, everyone[first + len(rows) :]]), keys)
         own = losses[first : first + len(rows)]
         total = losses.sum()
         return total + (own.sum() - total).detach(), own
 
 
-def _gather(tensor: Tensor) -> Tensor:
+def _gather(tensor: Tensor, team: Team) -> Tensor:
     """Return the rows of all ranks of a step, each of which has the same number."""
-    if links.team.size == 1:
+    if team.size == 1:
         return tensor
-    parts = [torch.empty_like(tensor) for _ in range(links.team.size)]
+    parts = [torch.empty_like(tensor) for _ in range(team.size)]
     with phases.phase(SYNC):
-        dist.all_gather(parts, tensor.contiguous(), group=links.team.group)
+        dist.all_gather(parts, tensor.contiguous(), group=team.group)
     return torch.cat(parts)

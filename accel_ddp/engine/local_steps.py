@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.fit import CarryOf, Known, Run, Schedule, next_step
+from accel_ddp.engine.scaler import averages_itself
+from accel_ddp.engine.step_sums import Carry, UpdateStats
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC, phase
 from accel_ddp.ranks.agreement import is_any
-from accel_ddp.ranks.process import Team, links, this_rank
-from accel_ddp.seeds import mixed
-from accel_ddp.training.ema import averages_itself
-from accel_ddp.training.update import UpdateStats
+from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.team import Team
 
 MOST_AT_ONCE = 2**22  # numbers that are exchanged at once. The monitor sees progress after each: 3 s on a link of 100 Mbit/s
 SUMMED = 6  # the first fields of UpdateStats, up to `flops`
@@ -42,11 +43,11 @@ _Held = tuple[int, float, Tensor, Tensor, tuple[str, ...], Sequence[float]]
 
 
 class Workers:
-    """The workers that this rank computes. Without `--sync_every` all ranks are one worker, and this does nothing."""
+    """The workers that this rank computes. Without `--sync_every` all ranks are one worker, and only the team is formed."""
 
-    def __init__(self, cfg: TrainConfig, total_steps: int):
+    def __init__(self, cfg: TrainConfig, schedule: Schedule):
         """Form the teams. This is a collective."""
-        self.cfg, self.every, self.total_steps = cfg, 0 if cfg.evaluate_only else cfg.sync_every, total_steps
+        self.cfg, self.every, self.schedule = cfg, 0 if cfg.evaluate_only else cfg.sync_every, schedule
         ranks, total = this_rank.num_ranks, max(1, cfg.local_workers) if self.every else 1
         size, each = max(1, ranks // total), max(1, total // ranks)  # ranks of a worker, workers of a rank
         row, column = divmod(this_rank.rank, size)
@@ -113,15 +114,29 @@ class Workers:
 
     # ---- steps
 
-    def of_step(self, step: int) -> Iterator[int]:
-        """Let the model be each worker of this rank in turn, and yield the seed of its update."""
-        if not self.every:
-            yield mixed(self.cfg.seed, "step", step)
-            return
+    def take_step(self, run: Run, lr: float, batches: Iterator[list[Any]], carry: CarryOf) -> Known:
+        """Take a step of each worker of this rank, and synchronize if it is time. Return the steps whose numbers all ranks know.
+
+        These numbers are over all workers: loss and gradient norm are means of those of the workers.
+        """
+        stats, sample = [], []
+
+        def without_sample(own: list[Any]) -> Carry:
+            given = carry(own)
+            sample[:] = given.sample  # it travels at the next synchronization
+            return given._replace(sample=())
+
         for place, worker in enumerate(self.own):
             self._become(place)
-            phases.HERE.advance(step)  # an update counts itself
-            yield mixed(self.cfg.seed, "step", step, worker)
+            phases.HERE.advance(run.step)  # a step counts itself
+            stats.append(next_step(run, batches, without_sample, worker))
+        self._held.append(self._hold(run.step + 1, lr, stats, sample))
+        if not self.schedule.syncs(run.step + 1):
+            return []
+        with phase(SYNC):
+            is_any(False)  # without a timeout, because a slower worker may need long for its steps
+            self._synchronize()
+            return self._exchange_numbers()
 
     @torch.no_grad()
     def _become(self, place: int) -> None:
@@ -139,31 +154,6 @@ class Workers:
         for group, lr in zip(self.optimizer.param_groups, rates):
             group["lr"] = lr
 
-    def syncs(self, step: int) -> bool:
-        """Return whether all workers have the same weights after a step."""
-        return not self.every or step % self.every == 0 or step == self.total_steps
-
-    def before(self, step: int) -> int:
-        """Return the last synchronization before a step."""
-        return (step - 1) // max(1, self.every) * max(1, self.every)
-
-    def complete(
-        self, step: int, lr: float, stats: list[UpdateStats], sample: Sequence[float]
-    ) -> list[tuple[int, float, UpdateStats]]:
-        """Synchronize after a step if it is time. Return step, learning rate and numbers of the steps whose numbers all ranks know.
-
-        The numbers are over all workers: loss and gradient norm are means of those of the workers.
-        """
-        if not self.every:
-            return [(step, lr, stats[0])]
-        self._held.append(self._hold(step, lr, stats, sample))
-        if not self.syncs(step):
-            return []
-        with phase(SYNC):
-            is_any(False)  # without a timeout, because a slower worker may need long for its steps
-            self._synchronize()
-            return self._exchange_numbers()
-
     def _hold(self, step: int, lr: float, stats: list[UpdateStats], sample: Sequence[float]) -> _Held:
         like = stats[0].loss
         on_device = lambda value: value.to(like) if isinstance(value, Tensor) else torch.full_like(like, value)
@@ -176,7 +166,7 @@ class Workers:
         local_loss = torch.stack([one.local_loss for one in stats]).sum()
         return step, lr, torch.stack(rows).sum(0), local_loss, stats[0].names, sample
 
-    def _exchange_numbers(self) -> list[tuple[int, float, UpdateStats]]:
+    def _exchange_numbers(self) -> Known:
         """Return the numbers of the steps since the last synchronization, over all workers."""
         held, self._held, parts = self._held, [], []
         for _, _, numbers, _, _, sample in held:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from accel_ddp import phases
+from accel_ddp.engine.losses import MOST_NUMBERS
+from accel_ddp.engine.step_sums import UpdateStats
 from accel_ddp.phases import Split, Timing
-from accel_ddp.training.losses import MOST_NUMBERS
-from accel_ddp.training.update import UpdateStats
 
 # The fields of `RankSample` that describe the machine. They follow those of `Timing`.
 SYSTEM = (
@@ -157,3 +157,14 @@ class Throughput:
         seconds = max(self.seconds, 1e-9)
         mfu = self.flops / seconds / self.peak_flops if self.peak_flops and self.flops else None
         return Pace(self.steps * self.samples_per_step / seconds, self.tokens / seconds, self.flops / seconds, mfu)
+
+
+def rates_of(numbers: Numbers, pace: Pace) -> dict[str, float]:
+    """Return tokens, tokens/s, TFLOP/s and MFU, as log.jsonl and the trackers name them, without those that are not known."""
+    known = {
+        "tokens": numbers.tokens,
+        "tokens_per_second": round(pace.tokens, 1),
+        "tflops": float(f"{pace.flops / 1e12:.4g}"),
+    }
+    known = {name: value for name, value in known.items() if value}
+    return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})

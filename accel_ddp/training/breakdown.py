@@ -1,78 +1,18 @@
-"""The interface of hooks, and the hook that reports where the time of a run went."""
+"""The hook that reports where the time of a run went."""
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from accel_ddp.engine.hook import Hook
+from accel_ddp.engine.step_numbers import Numbers, Pace, RankSample, find_slowest, splits_between
 from accel_ddp.phases import Split
 from accel_ddp.ranks.agreement import print_on_main
 from accel_ddp.ranks.process import this_rank
-from accel_ddp.records.eval_tables import Table
-from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import rough_seconds
 from accel_ddp.training.run_facts import describe_memory, measure_memory
-from accel_ddp.training.step_numbers import Numbers, Pace, RankSample, find_slowest, splits_between
-
-
-class Hook:
-    """The base class of hooks. A hook observes a run on every rank that has it, with the same numbers on every rank.
-
-    If a hook stops the run on one rank, all ranks stop, so a hook may exist on rank 0 only.
-    """
-
-    def on_describe(self, facts: dict[str, Any]) -> None:
-        """Called before `on_start`. `facts` has ranks, versions and options, as in the event `start` of log.jsonl."""
-
-    def on_start(self, step: int, total_steps: int, evaluations: dict[int, Metrics]) -> bool | None:
-        """Called before the first step. `evaluations` were made before a resume. Return True to stop the run."""
-
-    def on_warm_up(self, step: int, seconds: float) -> None:
-        """Called after the layers were compiled, before the first step or in the middle of a run."""
-
-    def on_restart(self, step: int, restart: dict[str, Any]) -> None:
-        """Called before the first step after an automatic restart, on rank 0 only."""
-
-    def on_step_begin(self, step: int) -> None:
-        """Called before the data of step `step` are loaded."""
-
-    def on_update(self, numbers: Numbers, pace: Pace) -> None:
-        """Called with the numbers of each update, on a GPU one step late."""
-
-    def on_step_end(self, step: int) -> None:
-        """Called after step `step`, before its checkpoint and its evaluation."""
-
-    def on_evaluate(self, step: int, metrics: Metrics) -> bool | None:
-        """Called after an evaluation. Return True to stop the run after this step."""
-
-    def on_tables(self, step: int, tables: dict[str, Table]) -> None:
-        """Called after `on_evaluate` if the evaluation has tables, on rank 0 only."""
-
-    def on_save(self, step: int, path: Path) -> None:
-        """Called when the checkpoint of `step` is complete, on rank 0 only, some steps after `step`."""
-
-    def summarize(self) -> dict[str, Any] | None:
-        """Return fields for the summary of the run that `on_end` receives."""
-
-    def on_end(self, step: int, summary: dict[str, Any]) -> None:
-        """Called once at the end, with the metrics of the last step and what `summarize` of each hook returned."""
-
-    def on_export(self, folder: Path) -> None:
-        """Called after `on_end` when the model is exported, on rank 0 only."""
-
-
-def rates_of(numbers: Numbers, pace: Pace) -> dict[str, float]:
-    """Return tokens, tokens/s, TFLOP/s and MFU, as log.jsonl and the trackers name them, without those that are not known."""
-    known = {
-        "tokens": numbers.tokens,
-        "tokens_per_second": round(pace.tokens, 1),
-        "tflops": float(f"{pace.flops / 1e12:.4g}"),
-    }
-    known = {name: value for name, value in known.items() if value}
-    return known | ({"mfu": round(pace.mfu, 5)} if pace.mfu is not None else {})
-
 
 STEPS_TO_JUDGE = 8  # between two samples, because single steps vary
 NETWORK_LIMITS = 0.3  # of a step
