@@ -33,6 +33,7 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.sources.data import mixture_weights
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training import first_step
 from accel_ddp.training.balance import Balance
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
@@ -86,7 +87,7 @@ def fit(
     - `files` are stored in every checkpoint, for its export.
     - `speedups=None` computes the model as it is.
     """
-    run = TrainingRun(accelerator, cfg, model, optimizer, train, loss_sum, evaluate, hooks, files, speedups)  # prepares, restores
+    run = TrainingRun(accelerator, cfg, model, optimizer, train, loss_sum, count, evaluate, hooks, files, speedups)  # restores
     run.start(tables)
     with run.session():  # signals, measurements and the profiler, closed however the run ends
         run.evaluate_before_training()
@@ -120,6 +121,7 @@ class TrainingRun:
         optimizer: torch.optim.Optimizer,
         train: TrainBatches,
         loss_sum: LossSum | WholeBatch,
+        count: Count,
         evaluate: Callable[[nn.Module], dict[str, float]] | None,
         hooks: Sequence[Hook],
         files: dict[str, bytes] | None,
@@ -129,6 +131,9 @@ class TrainingRun:
         if evaluate is None and (cfg.keep_best or cfg.early_stopping_patience):
             name = "keep_best" if cfg.keep_best else "early_stopping_patience"
             raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
+        if not cfg.evaluate_only:
+            first_step.require_equal_ranks(model, train, cfg)
+            first_step.require_optimized(model, optimizer)
         self.accelerator, self.cfg, self.train, self.evaluate_model = accelerator, cfg, train, evaluate
         self.num_items = len(train)
         if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
@@ -152,6 +157,7 @@ class TrainingRun:
             f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
         )
         self.model, self.optimizer = prepare(accelerator, cfg, model, optimizer)
+        first_step.report_unused(accelerator.unwrap_model(self.model), self.optimizer)
         momentum = self.workers.attach(accelerator.unwrap_model(self.model), self.optimizer)
         self.check = ParameterCheck(accelerator, cfg, self.model)
         self.ema = Ema(accelerator.unwrap_model(self.model), cfg.ema_decay)
@@ -173,6 +179,8 @@ class TrainingRun:
                 warn_on_main(warning, "WARNING")
             if self.step < self.total_steps:
                 _print_new_schedule(cfg, self.saved, self.step, self.total_steps)
+                with self.speed.plain_layers() if self.speed else contextlib.nullcontext():
+                    first_step.require_sums(first_step.Trial(accelerator, cfg, self.model, train, loss_sum, count), cfg)
         needs_equal = isinstance(loss_sum, WholeBatch) or cfg.sync_every > 0 or cfg.sync_batchnorm
         self.balance = Balance(accelerator, cfg, self.saved.resumed, needs_equal)
         train.shares_at = self.balance.at

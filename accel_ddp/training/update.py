@@ -28,9 +28,9 @@ from accel_ddp.phases import BACKWARD, FORWARD, OPTIMIZER, OTHER, SYNC, enter
 from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import dropout_seed, seed_forward
-from accel_ddp.text import counted, shorten
+from accel_ddp.text import shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
-from accel_ddp.training.optim import AdamW, Muon, words_to_freeze
+from accel_ddp.training.optim import AdamW, Muon
 from accel_ddp.training.sharding import Lockstep, begin_micro_batch
 from accel_ddp.training.step_times import sync_after_backward
 
@@ -319,7 +319,7 @@ def rehearse(
     DDP counts gradients, and with --static_graph it would not synchronize them any more. For a sharded model this is a collective,
     which sums the gradients as a step does, because they fit into memory only in parts.
     """
-    with _buffers_restored(module), torch.set_grad_enabled(with_gradients):
+    with buffers_restored(module), torch.set_grad_enabled(with_gradients):
         loss = _loss(module, batch, loss_sum)
         if not with_gradients:
             return ()
@@ -365,6 +365,11 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     if not times_before or (model.static_graph and not any(times_before)):
         return  # a static graph has no times of its first step, in which DDP learns the graph
     if compat.gradient_times(model) == times_before:
+        if any(p.grad is not None for p in model.parameters()):
+            raise UserError(
+                "The loss was computed with the unwrapped model, whose gradients DDP does not synchronize. Call the `model` that the loss "
+                "function is given as its argument, and no other one."
+            )
         raise RuntimeError(
             f"the backward pass of rank {this_rank.rank} reached none of the trained parameters in the last micro-batch of this step. "
             "Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of a "
@@ -385,7 +390,6 @@ class _DdpParameters:
         named = {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
         self._names, self._trained = [*named], [*named.values()]  # in the order of DDP
         self._unused: set[nn.Parameter] = set()  # without a gradient on this rank in this step
-        self._is_reported = False
 
     def complete(self, model: DistributedDataParallel) -> None:
         """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums."""
@@ -403,8 +407,6 @@ class _DdpParameters:
             with phases.phase(SYNC):
                 torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
             found += places
-        if found:
-            self._report([self._names[place] for place in found])
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return 1 if this rank has not used a parameter, otherwise 0."""
@@ -420,19 +422,6 @@ class _DdpParameters:
         unused = torch.tensor([p in self._unused for p in self._trained], dtype=torch.int32).to(counts.device)
         dist.all_reduce(unused, dist.ReduceOp.MIN, group=links.team.group)
         return [p for p, is_unused in zip(self._trained, unused.tolist()) if is_unused]
-
-    def _report(self, names: list[str]) -> None:
-        """Print once which parameters have no gradient, because a user may have expected them to be trained."""
-        if self._is_reported or not this_rank.is_main:
-            return
-        self._is_reported = True
-        words = " ".join(words_to_freeze(names, [name for name in self._names if name not in names]))
-        how = f"--freeze {words}" if 0 < len(words) < 100 else "requires_grad_(False)"
-        print(
-            f"{counted(len(names), 'parameter')} got no gradient in this step: {shorten(', '.join(names), 150)}. A step that does not "
-            f"use a parameter leaves it as it is, on any number of ranks. If no step uses it, {how} saves memory and time.",
-            flush=True,
-        )
 
 
 def _of_ddp(model: nn.Module) -> _DdpParameters | None:
@@ -460,10 +449,12 @@ def _settle_buckets(
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # its error feedback includes every gradient
-    with _buffers_restored(model):
+    with buffers_restored(model):
         loss = _loss(model, batch, loss_sum, in_plain_order=True)
         _check_no_gradients(optimizer)
+        times_before = compat.gradient_times(model)
         loss.backward()
+        _check_backward(model, times_before)
         if used := _of_ddp(model):
             used.complete(model)
     for parameter in model.parameters():
@@ -478,7 +469,7 @@ def _loss(model: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch, i
 
 
 @contextlib.contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
+def buffers_restored(model: nn.Module) -> Iterator[None]:
     """Restore the buffers at the end, such as the running statistics of batch norm."""
     buffers = _copy_buffers(model)
     try:
