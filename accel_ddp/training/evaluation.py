@@ -65,8 +65,8 @@ class EvalBatches:
         self._is_compared = True
         if ranks := [rank for rank, size in enumerate(sizes) if size != sizes[0]]:
             raise UserError(
-                f"the evaluation data have {counted(sizes[0], 'item')} on rank 0 and {sizes[ranks[0]]:,} on {ranks_text(ranks)}. Give all "
-                "ranks the whole dataset, in the same order: EvalBatches shares it out."
+                f"the evaluation data have {counted(sizes[0], 'item')} on rank 0 and {sizes[ranks[0]]:,} on {ranks_text(ranks)}. Give "
+                "all ranks the whole dataset, in the same order: EvalBatches shares it out."
             )
 
     def __iter__(self) -> Iterator[Any]:

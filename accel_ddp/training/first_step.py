@@ -88,25 +88,23 @@ def _others(values: Sequence[Any]) -> list[int]:
 def _compare_parameters(everyone: list[dict[str, tuple]], ranks: list[int]) -> str:
     tables = everyone[0], everyone[ranks[0]]
     name = next((name for name in {**tables[0], **tables[1]} if tables[0].get(name) != tables[1].get(name)), "")
-    what, same = f"the parameter {name} is", "Build the same model on all ranks, and freeze the same parameters."
+    same = "Build the same model on all ranks, and freeze the same parameters."
     if not name:
         return f"the parameters of {ranks_text(ranks)} have another order than those of rank 0. {same}"
-    kinds = [table.get(name, ([], "missing", None)) for table in tables]
-    here, there = [
-        f"{kind} {shape or ''} {'' if learns is None else 'trained' if learns else 'frozen'}" for shape, kind, learns in kinds
-    ]
-    return f"{what} {' '.join(here.split())} on rank 0, and {' '.join(there.split())} on {ranks_text(ranks)}. {same}"
+    kinds = [table.get(name) for table in tables]
+    here, there = [f"{'trained' if kind[2] else 'frozen'}, {kind[1]} {kind[0]}" if kind else "missing" for kind in kinds]
+    return f"the parameter {name} is {here} on rank 0, and {there} on {ranks_text(ranks)}. {same}"
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of tensors, arrays, texts and numbers, equal for equal content in any process. Of other objects it is their type."""
+    """Return a digest of tensors, arrays, texts and numbers, the same in any process. Of other objects it is that of their type."""
     leaves, structure = compat.flatten(dict(value) if isinstance(value, Mapping) else value)
     found = hashlib.blake2b(str(structure).encode(), digest_size=16)
     for leaf in leaves:
         kind: Any = type(leaf).__name__
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            leaf, kind = leaf.detach().cpu().contiguous(), (leaf.dtype, leaf.shape)
-            leaf = leaf.view(-1).view(torch.uint8).numpy().tobytes()
+            kind = leaf.dtype, leaf.shape
+            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
             leaf, kind = leaf.tobytes(), (leaf.dtype, leaf.shape)
         found.update(f"{kind} {leaf if isinstance(leaf, str | int | float) else ''}".encode())
@@ -136,11 +134,11 @@ def report_unused(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         handle.remove()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if names := [name for name, p in trained.items() if p.grad is None]:
-            warn_on_main(
-                f"{counted(len(names), 'trained parameter')} got no gradient in the first step: {shorten(', '.join(names), 150)}. A step "
-                f"that does not use a parameter leaves it as it is. If no step uses it, {_freezing(names, [*trained.keys() - names])} "
-                "saves memory and time."
+            text = (
+                f"{counted(len(names), 'trained parameter')} got no gradient in the first step: {shorten(', '.join(names), 150)}"
             )
+            how = _freezing(names, [*trained.keys() - names])
+            warn_on_main(f"{text}. A step leaves what it does not use as it is. If no step uses it, {how} saves memory and time.")
 
     handle = getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(report)
 
@@ -160,11 +158,18 @@ class Trial:
     """
 
     def __init__(
-        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch, count: Count
-    ):  # fmt: skip
+        self,
+        accelerator: Accelerator,
+        cfg: TrainConfig,
+        model: nn.Module,
+        train: TrainBatches,
+        loss_sum: LossSum | WholeBatch,
+        count: Count,
+    ):
         self.device, self.loss_sum, self._count = accelerator.device, loss_sum, count
         self.model: nn.Module = accelerator.unwrap_model(model)
-        self.is_sharded, self.draws = is_sharded(self.model), False  # whether the model itself has drawn random numbers
+        self.is_sharded = is_sharded(self.model)
+        self.draws, self.problem = False, ""  # whether the model itself has drawn random numbers; what is wrong with a WholeBatch
         keys = [*enumerate(_first_items(train, cfg))]
         self.batch = lambda items: train.to_device(train.read([keys[item] for item in items], cfg.seed), accelerator)
         tokens = cfg.micro_batch_tokens  # memory is enough for two items if micro-batches may have two of the longest ones
@@ -177,15 +182,13 @@ class Trial:
         value, error = math.nan, ""
         try:
             value = self._compute(self.batch(items), seed)
-        except UserError as problem:
-            error = problem
         except Exception as problem:  # a user's code; the first step reports it
             error = f"{type(problem).__name__}: {problem}"
         everyone = gather_everywhere((value, error)) if self.is_sharded else [(value, error)]
-        if error := next((error for _, error in everyone if error), None):
+        if errors := [error for _, error in everyone if error]:
             if self.is_sharded:
                 recover(self.model)
-            raise error if isinstance(error, UserError) else _NotComputed(error)
+            raise _NotComputed(errors[0])
         return everyone[0][0]
 
     def _compute(self, batch: MicroBatch, seed: int) -> float:
@@ -196,14 +199,15 @@ class Trial:
             rows = self.loss_sum.embed(self.model, batch)
         losses = self.loss_sum.losses(rows, self.loss_sum.keys(batch))
         if losses.shape != rows.shape[:1]:
-            raise UserError(
-                f"`losses` of WholeBatch returned a tensor of shape {[*losses.shape]} for {counted(len(rows), 'item')}. Return one loss "
-                "for each item, without a sum or a mean."
-            )
+            shapes = f"a tensor of shape {[*losses.shape]} for {counted(len(rows), 'item')}"
+            self.problem = f"`losses` of WholeBatch returned {shapes}. Return one loss for each item, without a sum or a mean."
         return float(rows.double().abs().sum())  # a loss depends on the other items, and a row must not
 
     def count(self, items: list[int]) -> float:
-        return float(self._count(self.batch(items)))
+        try:
+            return float(self._count(self.batch(items)))
+        except Exception as problem:  # a user's code
+            raise _NotComputed(f"{type(problem).__name__}: {problem}") from problem
 
     def is_padded(self) -> bool:
         """Return whether the two items have tensors of different shapes, so that one is padded next to the other."""
@@ -228,9 +232,9 @@ class Trial:
             with (
                 generators_kept(self.device),
                 buffers_restored(self.model),
-                torch.no_grad(),
-                without_tf32(),
                 gathered(self.model),
+                without_tf32(),
+                torch.no_grad(),
             ):
                 yield
         finally:
@@ -257,8 +261,6 @@ def require_sums(trial: Trial, cfg: TrainConfig) -> None:
     try:
         with trial.undisturbed():
             found = find_problem(trial, has_two)
-    except UserError as error:
-        found = str(error), True
     except _NotComputed as error:
         log.info("the loss of the first items was not compared: %s", error)
     text, is_error = next((found for found in gather_everywhere(found) if found[0]), ("", False))
@@ -271,16 +273,13 @@ def require_sums(trial: Trial, cfg: TrainConfig) -> None:
 def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     """Return what is wrong with the loss of the first items, or "", and whether that is an error rather than a warning."""
     one, again = trial.loss([0]), trial.loss([0], seed=1)
-    if not math.isfinite(one + again):
-        return "", False  # the first step reports it
+    if trial.problem or not math.isfinite(one + again):
+        return trial.problem, True  # the first step reports a loss that is not finite
     exact = 0.0 if trial.device.type == "cpu" else REPEATED_IN_16_BITS if trial.is_narrow else REPEATED
     if abs(one - again) > exact * abs(one):
         drawn = abs(one - trial.loss([0])) <= exact * abs(one)  # with the same seed
         if drawn and not trial.draws:
-            return (
-                "",
-                False,
-            )  # a loss with noise, which is seeded in each step. Two items together have other noise than each alone
+            return "", False  # a loss with noise, which every step seeds. Two items together have other noise than each alone
         values = f"the loss of the first item is {one:.6g}, and {again:.6g} when it is computed again in eval mode"
         if drawn:
             advice = "Draw them only if `self.training` is set, as nn.Dropout does."
@@ -302,9 +301,7 @@ def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
         return f"{values}: it is the mean of theirs. Return the sum, which `update` divides by the items of all ranks.", True
     twice = trial.loss([0, 0])
     if is_near(twice, 2 * one) and trial.is_padded():
-        advice = (
-            "Leave padded positions out of the loss, for example with labels of -100, or multiply losses by the attention mask."
-        )
+        advice = "Leave padded positions out of the loss: give them labels of -100, or multiply losses by the attention mask."
         return f"{values}: it depends on padding, and so on the micro-batch size and the number of ranks. {advice}", False
     if is_near(twice, 4 * one):
         shapes = "tensors of the shapes (B, 1) and (B) were probably combined to (B, B)"

@@ -367,8 +367,8 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     if compat.gradient_times(model) == times_before:
         if any(p.grad is not None for p in model.parameters()):
             raise UserError(
-                "The loss was computed with the unwrapped model, whose gradients DDP does not synchronize. Call the `model` that the loss "
-                "function is given as its argument, and no other one."
+                "The loss function has called the unwrapped model, whose gradients DDP does not synchronize. Call the `model` that the "
+                "function is given."
             )
         raise RuntimeError(
             f"the backward pass of rank {this_rank.rank} reached none of the trained parameters in the last micro-batch of this step. "
