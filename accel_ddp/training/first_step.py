@@ -5,6 +5,7 @@ provide only the loss of some items and their number.
 """
 
 import contextlib
+import copy
 import hashlib
 import logging
 import math
@@ -24,7 +25,7 @@ from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
-from accel_ddp.seeds import generator_states, generators_kept, mixed, seed_forward
+from accel_ddp.seeds import generator_states, generators_kept, mixed, seed_forward, seed_host
 from accel_ddp.text import counted, ranks_text, shorten
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, loss_of
 from accel_ddp.training.optim import words_to_freeze
@@ -76,8 +77,12 @@ def require_equal_ranks(model: nn.Module, train: TrainBatches, cfg: TrainConfig)
     place = next(place for place, *digests in zip(places, *found) if len({*digests}) > 1)
     if all(gather_everywhere(read() == mine)):
         raise UserError(f"item {place} of the training data is another one on {ranks_text(ranks)} than on rank 0. {same}")
+    warn_on_main(f"warning: {_another_each_time(place)}", "INEXACT")
+
+
+def _another_each_time(place: int) -> str:
     text = f"item {place} of the training data is another one each time it is read, so a resumed run learns other items. Draw random "
-    warn_on_main(f"{text}numbers from torch, numpy and random without a generator of your own: `fit` seeds them.", "INEXACT")
+    return f"{text}numbers from torch, numpy and random without a generator of your own: `fit` seeds them."
 
 
 def _others(values: Sequence[Any]) -> list[int]:
@@ -85,7 +90,7 @@ def _others(values: Sequence[Any]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != values[0]]
 
 
-def _compare_parameters(everyone: list[dict[str, tuple]], ranks: list[int]) -> str:
+def _compare_parameters(everyone: list[dict[str, Any]], ranks: list[int]) -> str:
     tables = everyone[0], everyone[ranks[0]]
     name = next((name for name in {**tables[0], **tables[1]} if tables[0].get(name) != tables[1].get(name)), "")
     same = "Build the same model on all ranks, and freeze the same parameters."
@@ -101,14 +106,14 @@ def _digest(value: Any) -> str:
     leaves, structure = compat.flatten(dict(value) if isinstance(value, Mapping) else value)
     found = hashlib.blake2b(str(structure).encode(), digest_size=16)
     for leaf in leaves:
-        kind: Any = type(leaf).__name__
+        kind, content = str(getattr(leaf, "dtype", type(leaf).__name__)), b""
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            kind = leaf.dtype, leaf.shape
-            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            content = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            leaf, kind = leaf.tobytes(), (leaf.dtype, leaf.shape)
-        found.update(f"{kind} {leaf if isinstance(leaf, str | int | float) else ''}".encode())
-        found.update(leaf if isinstance(leaf, bytes) else b"")
+            content = leaf.tobytes()
+        elif isinstance(leaf, str | bytes | int | float):
+            content = repr(leaf).encode()
+        found.update(f"{kind} {list(getattr(leaf, 'shape', ()))} {len(content)} ".encode() + content)
     return found.hexdigest()
 
 
@@ -170,13 +175,32 @@ class Trial:
         self.model: nn.Module = accelerator.unwrap_model(model)
         self.is_sharded = is_sharded(self.model)
         self.draws, self.problem = False, ""  # whether the model itself has drawn random numbers; what is wrong with a WholeBatch
-        keys = [*enumerate(_first_items(train, cfg))]
-        self.batch = lambda items: train.to_device(train.read([keys[item] for item in items], cfg.seed), accelerator)
-        tokens = cfg.micro_batch_tokens  # memory is enough for two items if micro-batches may have two of the longest ones
-        has_room = 2 * int(train.lengths.max()) <= tokens if tokens else cfg.split(accelerator.num_processes)[0] > 1
-        self.has_two = has_room and keys[0][1] != keys[1][1]
+        self.places, self.seed = _first_items(train, cfg), cfg.seed
+        self._read = lambda items: train.read([(item, self.places[item]) for item in items], cfg.seed)
+        self._to_device = lambda batch: train.to_device(batch, accelerator)
+        self._batches: dict[tuple[int, ...], MicroBatch] = {}
+        tokens, lengths = cfg.micro_batch_tokens, train.lengths if cfg.micro_batch_tokens else None
+        # Memory is enough for two items if micro-batches may have two of the longest ones.
+        has_room = cfg.split(accelerator.num_processes)[0] > 1 if lengths is None else 2 * int(lengths.max()) <= tokens
+        self.has_two = has_room and self.places[0] != self.places[1]
         is_narrow = accelerator.mixed_precision != "no" or getattr(self.model, "is_quantized", False)
         self.is_narrow = is_narrow or any(p.is_floating_point() and p.itemsize < 4 for p in self.model.parameters())
+
+    def batch(self, items: list[int]) -> MicroBatch:
+        """Return a copy of a micro-batch, from which a loss may remove its labels."""
+        if (key := tuple(items)) not in self._batches:
+            self._batches[key] = self._to_device(self._read(items))
+        return copy.copy(self._batches[key])
+
+    def is_drawn(self) -> bool:
+        """Return whether the collate function draws random numbers, which are others for other micro-batches."""
+        self._read([0])
+        states = generator_states()
+        seed_host(mixed(self.seed, "collate", 0))  # as the data are read
+        return states != generator_states()
+
+    def is_repeated(self, item: int) -> bool:
+        return _digest(self._read([item])) == _digest(self._read([item]))
 
     def loss(self, items: list[int], seed: int = 0) -> float:
         value, error = math.nan, ""
@@ -264,17 +288,19 @@ def require_sums(trial: Trial, cfg: TrainConfig) -> None:
     except _NotComputed as error:
         log.info("the loss of the first items was not compared: %s", error)
     text, is_error = next((found for found in gather_everywhere(found) if found[0]), ("", False))
+    if trial.problem:
+        raise UserError(trial.problem)
     if text and is_error and not cfg.allow_inexact:
         raise UserError(f"{text} Or add --allow_inexact to train anyway.")
     if text:
-        warn_on_main(f"{'--allow_inexact: ' * is_error}{text}", "INEXACT")
+        warn_on_main(f"{'--allow_inexact' if is_error else 'warning'}: {text}", "INEXACT")
 
 
 def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     """Return what is wrong with the loss of the first items, or "", and whether that is an error rather than a warning."""
     one, again = trial.loss([0]), trial.loss([0], seed=1)
     if trial.problem or not math.isfinite(one + again):
-        return trial.problem, True  # the first step reports a loss that is not finite
+        return "", False  # the first step reports a loss that is not finite
     exact = 0.0 if trial.device.type == "cpu" else REPEATED_IN_16_BITS if trial.is_narrow else REPEATED
     if abs(one - again) > exact * abs(one):
         drawn = abs(one - trial.loss([0])) <= exact * abs(one)  # with the same seed
@@ -295,6 +321,10 @@ def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     is_near = lambda value, expected: abs(value - expected) <= allowed * max(abs(one) + abs(two), abs(expected)) + least
     if not math.isfinite(two + both) or is_near(both, one + two):
         return _wrong_count(items), True
+    if changing := [place for item, place in enumerate(trial.places) if not trial.is_repeated(item)]:
+        return _another_each_time(changing[0]), False
+    if trial.is_drawn():
+        return "", False
     values = f"the loss of two items is {both:.4g} together, and {one:.4g} and {two:.4g} alone"
     means = (one + two) / 2, (items[0] * one + items[1] * two) / (items[0] + items[1] or 1)
     if any(is_near(both, mean) for mean in means):
