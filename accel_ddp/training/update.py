@@ -29,7 +29,7 @@ from accel_ddp.ranks import shards
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.text import shorten
-from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
+from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, depends_on, numbers_of
 from accel_ddp.training.optim import AdamW, Muon
 from accel_ddp.training.sharding import Lockstep, begin_micro_batch
 from accel_ddp.training.step_times import sync_after_backward
@@ -123,7 +123,7 @@ def update(
         loss = loss.detach().to(sums.dtype)
         total = loss if total is None else total + loss
 
-    _check_backward(model, times_before)
+    _check_backward(model, times_before, weighted)
     enter(OPTIMIZER)
     if used:
         used.complete(model)
@@ -356,7 +356,7 @@ def _check_no_gradients(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_backward(model: nn.Module, times_before: list[int]) -> None:
+def _check_backward(model: nn.Module, times_before: list[int], loss: Tensor) -> None:
     """Raise RuntimeError if the last backward pass of this step reached no parameter.
 
     This rank has then synchronized nothing, and DDP does not report it. The next collective of this rank would be matched with
@@ -365,7 +365,7 @@ def _check_backward(model: nn.Module, times_before: list[int]) -> None:
     if not times_before or (model.static_graph and not any(times_before)):
         return  # a static graph has no times of its first step, in which DDP learns the graph
     if compat.gradient_times(model) == times_before:
-        if any(p.grad is not None for p in model.parameters()):
+        if depends_on(loss, {*model.parameters()}):
             raise UserError(
                 "The loss function has called the unwrapped model, whose gradients DDP does not synchronize. Call the `model` that the "
                 "function is given."
@@ -454,7 +454,7 @@ def _settle_buckets(
         _check_no_gradients(optimizer)
         times_before = compat.gradient_times(model)
         loss.backward()
-        _check_backward(model, times_before)
+        _check_backward(model, times_before, loss)
         if used := _of_ddp(model):
             used.complete(model)
     for parameter in model.parameters():
