@@ -32,7 +32,7 @@ from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.padding_check import forget_peak, without_tf32
 from accel_ddp.training.sharding import gathered, recover
 from accel_ddp.training.stream import TrainBatches
-from accel_ddp.training.update import Count, buffers_restored
+from accel_ddp.training.update import Count, state_restored
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,6 @@ class Trial:
     def undisturbed(self) -> Iterator[None]:
         """Leave generators, buffers, gradients and training modes as they are."""
         modes = [(module, module.training) for module in self.model.modules()]
-        gradients = [(p, p.grad) for p in self.model.parameters()]
         states: list[bytes] = []
 
         def compare(*_: Any) -> None:
@@ -255,7 +254,7 @@ class Trial:
         try:
             with (
                 generators_kept(self.device),
-                buffers_restored(self.model),
+                state_restored(self.model),
                 gathered(self.model),
                 without_tf32(),
                 torch.no_grad(),
@@ -266,8 +265,6 @@ class Trial:
                 hook.remove()
             for module, mode in modes:
                 module.training = mode
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             forget_peak(self.device)
 
 

@@ -319,13 +319,13 @@ def rehearse(
     DDP counts gradients, and with --static_graph it would not synchronize them any more. For a sharded model this is a collective,
     which sums the gradients as a step does, because they fit into memory only in parts.
     """
-    with buffers_restored(module), torch.set_grad_enabled(with_gradients):
+    with state_restored(module), torch.set_grad_enabled(with_gradients):
         loss = _loss(module, batch, loss_sum)
         if not with_gradients:
             return ()
         if isinstance(module, FSDPModule):
             loss.backward()
-            for parameter in module.parameters():
+            for parameter in module.parameters():  # the parts, which may not have been the parameters before
                 parameter.grad = None
             return ()
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -449,7 +449,7 @@ def _settle_buckets(
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # its error feedback includes every gradient
-    with buffers_restored(model):
+    with state_restored(model):
         loss = _loss(model, batch, loss_sum, in_plain_order=True)
         _check_no_gradients(optimizer)
         times_before = compat.gradient_times(model)
@@ -457,8 +457,6 @@ def _settle_buckets(
         _check_backward(model, times_before, loss)
         if used := _of_ddp(model):
             used.complete(model)
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 def _loss(model: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch, in_plain_order: bool = False) -> Tensor:
@@ -469,12 +467,14 @@ def _loss(model: nn.Module, batch: MicroBatch, loss_sum: LossSum | WholeBatch, i
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers at the end, such as the running statistics of batch norm."""
-    buffers = _copy_buffers(model)
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the gradients and the buffers at the end, such as the running statistics of batch norm."""
+    buffers, gradients = _copy_buffers(model), [(p, p.grad) for p in model.parameters()]
     try:
         yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         with torch.no_grad():
             for buffer, before in _pair_buffers(model, buffers):
                 buffer.copy_(before)
