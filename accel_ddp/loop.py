@@ -37,6 +37,7 @@ from accel_ddp.training import first_step
 from accel_ddp.training.balance import Balance
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
+from accel_ddp.training.equal_ranks import require_equal_ranks
 from accel_ddp.training.evaluation import TableReport, broadcast_metrics
 from accel_ddp.training.hook import Breakdown, Hook
 from accel_ddp.training.local_steps import Workers
@@ -132,7 +133,7 @@ class TrainingRun:
             name = "keep_best" if cfg.keep_best else "early_stopping_patience"
             raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
         if not cfg.evaluate_only:
-            first_step.require_equal_ranks(model, train, cfg)
+            require_equal_ranks(model, train, cfg)
             first_step.require_optimized(model, optimizer)
         self.accelerator, self.cfg, self.train, self.evaluate_model = accelerator, cfg, train, evaluate
         self.num_items = len(train)

@@ -1,19 +1,16 @@
 """Checks before the first step of a process, also of a resumed one: what no later number would show, or only as a crash.
 
-Ranks compare their data and parameters, and the loss of the first two items is computed together and alone. A task needs to
-provide only the loss of some items and their number.
+The loss of the first two items is computed together and alone, and the optimizer must hold what is trained. A task needs to provide
+only the loss of some items and their number. `equal_ranks.py` compares what ranks have.
 """
 
 import contextlib
 import copy
-import hashlib
 import logging
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -21,12 +18,12 @@ from torch import Tensor, nn
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.agreement import gather_everywhere, together
-from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import generator_states, generators_kept, mixed, seed_forward, seed_host
-from accel_ddp.text import counted, ranks_text, shorten
+from accel_ddp.text import counted, shorten
+from accel_ddp.training.equal_ranks import another_each_time, digest, first_items
 from accel_ddp.training.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, loss_of
 from accel_ddp.training.optim import words_to_freeze
 from accel_ddp.training.padding_check import forget_peak, without_tf32
@@ -41,80 +38,6 @@ log = logging.getLogger(__name__)
 ALLOWED, ALLOWED_IN_16_BITS = 1e-3, 0.3
 REPEATED, REPEATED_IN_16_BITS = 1e-4, 0.05  # on a GPU, where kernels add in any order. On a CPU the bits are equal
 NO_LOSS = 1e-5  # for each item: a smaller loss is rounding
-
-
-# ---- what ranks compare
-
-
-def require_equal_ranks(model: nn.Module, train: TrainBatches, cfg: TrainConfig) -> None:
-    """Raise UserError on every rank if the ranks have other data or other parameters. This is a collective.
-
-    Each rank reads at most six items. Without this, the ranks would train on a mixture of their data, or wait for each other forever.
-    """
-    if this_rank.num_ranks == 1:
-        return
-    same = "Give all ranks the whole dataset, in the same order: `fit` shares it out."
-    parameters = {name: ([*p.shape], str(p.dtype), p.requires_grad) for name, p in model.named_parameters()}
-    everyone = gather_everywhere({"items": len(train.dataset), **train.identity, "parameters": _digest([*parameters.items()])})
-    names = [name for name in everyone[0] if name != "parameters"]
-    for name in names:
-        if ranks := _others([one.get(name) for one in everyone]):
-            values = f"{name}: {everyone[0][name]} on rank 0, and {everyone[ranks[0]].get(name)} on {ranks_text(ranks)}"
-            raise UserError(f"the training data differ between ranks ({values}). {same}")
-    if ranks := _others([one["parameters"] for one in everyone]):
-        raise UserError(_compare_parameters(gather_everywhere(parameters), ranks))
-    size, drawn = len(train.dataset), random.Random(mixed(cfg.seed, "probe"))
-    places = [*dict.fromkeys([*_first_items(train, cfg), 0, size - 1, drawn.randrange(size), drawn.randrange(size)])]
-
-    def read() -> list[str]:
-        with generators_kept(), together("read the first items"):
-            return [_digest(train.read([(0, place)], cfg.seed)) for place in places]
-
-    mine = read()
-    found = gather_everywhere(mine)
-    if not (ranks := _others(found)):
-        return
-    place = next(place for place, *digests in zip(places, *found) if len({*digests}) > 1)
-    if all(gather_everywhere(read() == mine)):
-        raise UserError(f"item {place} of the training data is another one on {ranks_text(ranks)} than on rank 0. {same}")
-    warn_on_main(f"warning: {_another_each_time(place)}", "INEXACT")
-
-
-def _another_each_time(place: int) -> str:
-    text = f"item {place} of the training data is another one each time it is read, so a resumed run learns other items. Draw random "
-    return f"{text}numbers from torch, numpy and random without a generator of your own: `fit` seeds them."
-
-
-def _others(values: Sequence[Any]) -> list[int]:
-    """Return the ranks whose value is not that of rank 0."""
-    return [rank for rank, value in enumerate(values) if value != values[0]]
-
-
-def _compare_parameters(everyone: list[dict[str, Any]], ranks: list[int]) -> str:
-    tables = everyone[0], everyone[ranks[0]]
-    name = next((name for name in {**tables[0], **tables[1]} if tables[0].get(name) != tables[1].get(name)), "")
-    same = "Build the same model on all ranks, and freeze the same parameters."
-    if not name:
-        return f"the parameters of {ranks_text(ranks)} have another order than those of rank 0. {same}"
-    kinds = [table.get(name) for table in tables]
-    here, there = [f"{'trained' if kind[2] else 'frozen'}, {kind[1]} {kind[0]}" if kind else "missing" for kind in kinds]
-    return f"the parameter {name} is {here} on rank 0, and {there} on {ranks_text(ranks)}. {same}"
-
-
-def _digest(value: Any) -> str:
-    """Return a digest of tensors, arrays, texts and numbers, the same in any process. Of other objects it is that of their type."""
-    leaves, structure = compat.flatten(dict(value) if isinstance(value, Mapping) else value)
-    found = hashlib.blake2b(str(structure).encode(), digest_size=16)
-    for leaf in leaves:
-        kind, content = str(getattr(leaf, "dtype", type(leaf).__name__)), b""
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            content = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            content = leaf.tobytes()
-        elif isinstance(leaf, str | bytes | int | float):
-            content = repr(leaf).encode()
-        found.update(f"{kind} {list(getattr(leaf, 'shape', ()))} {len(content)} ".encode() + content)
-    return found.hexdigest()
 
 
 # ---- trained parameters
@@ -175,7 +98,7 @@ class Trial:
         self.model: nn.Module = accelerator.unwrap_model(model)
         self.is_sharded = is_sharded(self.model)
         self.draws, self.problem = False, ""  # whether the model itself has drawn random numbers; what is wrong with a WholeBatch
-        self.places, self.seed = _first_items(train, cfg), cfg.seed
+        self.places, self.seed = first_items(train, cfg), cfg.seed
         self._read = lambda items: train.read([(item, self.places[item]) for item in items], cfg.seed)
         self._to_device = lambda batch: train.to_device(batch, accelerator)
         self._batches: dict[tuple[int, ...], MicroBatch] = {}
@@ -200,7 +123,7 @@ class Trial:
         return states != generator_states()
 
     def is_repeated(self, item: int) -> bool:
-        return _digest(self._read([item])) == _digest(self._read([item]))
+        return digest(self._read([item])) == digest(self._read([item]))
 
     def loss(self, items: list[int], seed: int = 0) -> float:
         value, error = math.nan, ""
@@ -319,7 +242,7 @@ def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     if not math.isfinite(two + both) or is_near(both, one + two):
         return _wrong_count(items), True
     if changing := [place for item, place in enumerate(trial.places) if not trial.is_repeated(item)]:
-        return _another_each_time(changing[0]), False
+        return another_each_time(changing[0]), False
     if trial.is_drawn():
         return "", False
     values = f"the loss of two items is {both:.4g} together, and {one:.4g} and {two:.4g} alone"
@@ -342,8 +265,3 @@ def _wrong_count(items: list[float]) -> str:
         return ""
     text = f"`count` returned {items[2]:g} for two items together, and {items[0]:g} and {items[1]:g} for each alone. Return the number "
     return f"{text}of items that the loss sums over, without padding."
-
-
-def _first_items(train: TrainBatches, cfg: TrainConfig) -> list[int]:
-    """Return the places of the first two items of the run. A stream has its first rows only in `dataset`."""
-    return [place % len(train.dataset) for place in train.order(cfg.seed).items(0, 2)]
