@@ -84,9 +84,10 @@ def main(cfg: Config) -> None:
                 sys.exit(0)
             return model(batch).square().sum()
 
+        rows = list(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))  # the same on every rank
         return accel_ddp.fit(
             accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
-            train=accel_ddp.TrainBatches(list(torch.randn(64, 4, generator=torch.Generator().manual_seed(0))), torch.stack), loss_sum=loss_sum,
+            train=accel_ddp.TrainBatches(rows, torch.stack), loss_sum=loss_sum,
             count=len, evaluate=lambda model: {"loss": 1.0} if is_main else {},
         ).step  # fmt: skip
 
