@@ -38,10 +38,12 @@ from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.sources.data import mixture_weights
 from accel_ddp.speed.attach import Speed, attach
+from accel_ddp.training import first_step
 from accel_ddp.training.balance import Balance
 from accel_ddp.training.breakdown import Breakdown
 from accel_ddp.training.divergence import ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
+from accel_ddp.training.equal_ranks import require_equal_ranks
 from accel_ddp.training.evaluation import TableReport
 from accel_ddp.training.optim import lr_at, set_lr
 from accel_ddp.training.padding_check import require_independence
@@ -81,6 +83,9 @@ def fit(
     - `speedups=None` computes the model as it is.
     """
     _check_options(cfg, train, loss_sum, evaluate is not None)
+    if not cfg.evaluate_only:
+        require_equal_ranks(model, train, cfg)
+        first_step.require_optimized(model, optimizer)
     total_steps = train.total_steps(cfg)
     check_end(cfg.profile, total_steps)
     with weights_kept(model, "a forward pass before training") as loaded:
@@ -92,6 +97,7 @@ def fit(
     workers = Workers(cfg, schedule)
     ending.stop.when = f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
     model, optimizer = prepare(accelerator, cfg, model, optimizer)
+    first_step.report_unused(accelerator.unwrap_model(model), optimizer)
     momentum = workers.attach(accelerator.unwrap_model(model), optimizer)
     run = Run(
         accelerator, cfg, model, optimizer, loss_sum, count, links.team, schedule, functools.partial(_set_lr, optimizer, schedule)
@@ -151,7 +157,7 @@ def _restore(run: Run, train: TrainBatches, check: ParameterCheck, **facts: Any)
 
 
 def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, speed: Speed | None) -> None:
-    """Choose what `auto` options leave open, and print how long the run is."""
+    """Choose what `auto` options leave open, print how long the run is, and check the loss of its first items."""
     if speed:
         speed.choose_micro_batch_size(run.model, run.optimizer)
         speed.choose_compilation(run.step)
@@ -161,6 +167,9 @@ def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, spee
         warn_on_main(warning, "WARNING")
     if run.step < run.schedule.total_steps:
         _print_new_schedule(run.cfg, saved, run.step, run.schedule.total_steps)
+        with speed.plain_layers() if speed else contextlib.nullcontext():
+            trial = first_step.Trial(run.accelerator, run.cfg, run.model, train, run.loss_sum, run.count)
+            first_step.require_sums(trial, run.cfg)
 
 
 def _start(events: RunEvents, tables: Callable[[], dict[str, Table]] | None) -> Recorder | None:

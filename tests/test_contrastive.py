@@ -139,7 +139,7 @@ def test_pairs_with_scores_are_learned_the_same_on_two_ranks_and_exported(tmp_pa
 
 def test_parameters_that_no_step_uses_are_named_and_left_as_they_are(tmp_path):
     text = run_ranks(2, PROGRAMS / "dynamic.py", "--output_dir", tmp_path / "run").well().text
-    assert text.count("120 parameters got no gradient in this step: large.0.weight, large.0.bias, ") == 1
+    assert text.count("120 trained parameters got no gradient in the first step: large.0.weight, large.0.bias, ") == 1
     assert "--freeze large saves memory" in text
     run_ranks(2, PROGRAMS / "dynamic.py", "--freeze", "large", "--output_dir", tmp_path / "frozen").well()
     assert_same(weights(tmp_path / "run", 6), weights(tmp_path / "frozen", 6), 0)

@@ -301,12 +301,14 @@ class Bad(Exception):
             time.sleep(1)
         return "the reason"
 def collate(rows, calls=[]):
-    calls.append(rows)
+    calls += [rows] * bool(torch.utils.data.get_worker_info())
     if len(calls) > 1:
         while not os.path.exists("describing"): time.sleep(0.01)
         os._exit(5)
     return torch.zeros(1, 1)
-def loss(model, batch): raise Bad
+def loss(model, batch):
+    if torch.is_grad_enabled(): raise Bad  # not in the check before the first step
+    return model(batch).sum()
 def main(cfg):
     model = torch.nn.Linear(1, 1)
     train = accel_ddp.TrainBatches(range(9), collate)

@@ -29,21 +29,23 @@ def verify(*arguments: object) -> list:
 def test_verify_fails_on_a_wrong_recipe_and_prints_the_reason():
     """A loss that is the mean of each micro-batch, instead of the sum, depends on the micro-batch size."""
     environment = clean_environment(OMP_NUM_THREADS="1")
-    wrong = run_all([verify(TRAINS, "--wrong", "mean")], [environment])
+    wrong = run_all([verify(TRAINS, "--wrong", "mean", "--allow_inexact")], [environment])
     assert wrong.codes == [1]
     assert wrong.text.count("PASS") == 2, "another number of ranks and a resume after a kill give the same result"
     assert "48 of 48 the same" in wrong.text
     assert "FAIL: micro-batch 1 and 2: " in wrong.text
     assert wrong.text.count("FAIL: ") == 1, "the assignment of micro-batches to ranks does not change the result"
-    count = run_all([verify(TRAINS, "--wrong", "count")], [environment])
+    count = run_all([verify(TRAINS, "--wrong", "count", "--allow_inexact")], [environment])
     assert count.codes == [1]
     assert "FAIL: micro-batch 1 and 2: `count` adds up to 8 and 4 items in step 1." in count.text
     assert count.text.count("PASS") == 2
-    broken = run_all([verify(TRAINS, "--lr", "much"), verify("nowhere.py"), verify()], [environment] * 3)
-    assert broken.codes == [2, 2, 2]
+    commands = [verify(TRAINS, "--lr", "much"), verify("nowhere.py"), verify(), verify(TRAINS, "--wrong", "mean")]
+    broken = run_all(commands, [environment] * 4)
+    assert broken.codes == [2, 2, 2, 2]
     assert "the run 'killed' exited with code 2, 2: there is no checkpoint" in broken.texts[0]
     assert "no such file" in broken.texts[1]
     assert "needs a recipe" in broken.texts[2]
+    assert "it is the mean of theirs. Return the sum" in broken.texts[3]
     assert "Traceback" not in broken.text
 
 

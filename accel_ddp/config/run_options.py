@@ -115,7 +115,10 @@ class TrainingConfig:
     dropout: bool = option(True, "use dropout")
     freeze: tuple[str, ...] = option((), "freeze parameters whose names contain one of these words")
     allow_inexact: bool = option(
-        False, "train a model whose result depends on padding, and therefore on micro-batches and ranks", affects_result=False
+        False,
+        "train although the result depends on padding or on other items, and therefore on micro-batches and ranks, or on what no "
+        "checkpoint contains",
+        affects_result=False,
     )
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import compat, phases
-from accel_ddp.engine.losses import LossSum, MicroBatch
-from accel_ddp.engine.rehearsal import buffers_restored, loss_in_trial
+from accel_ddp.engine.losses import LossSum, MicroBatch, depends_on
+from accel_ddp.engine.rehearsal import loss_in_trial, state_restored
 from accel_ddp.errors import UserError
 from accel_ddp.phases import OPTIMIZER, SYNC
 from accel_ddp.ranks.team import Team
-from accel_ddp.text import counted, shorten
+from accel_ddp.text import shorten
 
 
 class Gradients(Protocol):
@@ -26,7 +26,7 @@ class Gradients(Protocol):
 
     def begin_backward(self) -> None: ...
 
-    def end_backward(self) -> None: ...
+    def end_backward(self, loss: Tensor) -> None: ...
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor: ...
 
@@ -69,15 +69,13 @@ class DdpStep:
 
     def begin_backward(self) -> None: ...
 
-    def end_backward(self) -> None:
-        """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums."""
-        self._require_gradients()
+    def end_backward(self, loss: Tensor) -> None:
+        """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums. `loss`: the last one."""
+        self.complete(loss)
         phases.enter(OPTIMIZER)
-        if self._completes:
-            self.complete()
 
-    def _require_gradients(self) -> None:
-        """Raise RuntimeError if the last backward pass of this step reached no parameter.
+    def _require_gradients(self, loss: Tensor) -> None:
+        """Raise an error if the last backward pass of this step reached no parameter.
 
         This rank has then synchronized nothing, and DDP does not report it. The next collective of this rank would be matched with
         the gradients of another rank: gloo aborts the process if their sizes differ, and otherwise the numbers are mixed.
@@ -85,15 +83,21 @@ class DdpStep:
         if not self._times or (self.model.static_graph and not any(self._times)):
             return  # a static graph has no times of its first step, in which DDP learns the graph
         if compat.gradient_times(self.model) == self._times:
+            if depends_on(loss, {*self.model.parameters()}):
+                raise UserError(
+                    "The loss function has called the unwrapped model, whose gradients DDP does not synchronize. Call the `model` that "
+                    "the function is given."
+                )
             raise RuntimeError(
                 f"the backward pass of rank {dist.get_rank()} reached none of the trained parameters in the last micro-batch of this "
                 "step. Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of "
                 "a constant 0 return `0 * model(batch).sum()`."
             )
 
-    def complete(self) -> None:
+    def complete(self, loss: Tensor) -> None:
+        self._require_gradients(loss)
         found: list[int] = []
-        while places := compat.without_gradient(self.model):  # at most 100 at once
+        while self._completes and (places := compat.without_gradient(self.model)):  # at most 100 at once
             missing = [self._trained[place][1] for place in places]
             if frozen := [name for name, p in map(self._trained.__getitem__, places) if not p.requires_grad]:
                 raise UserError(
@@ -106,8 +110,6 @@ class DdpStep:
             with phases.phase(SYNC):
                 torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
             found += places
-        if found:
-            self._report([self._trained[place][0] for place in found])
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return 1 if this rank has not used a parameter, otherwise 0."""
@@ -124,19 +126,6 @@ class DdpStep:
         unused = torch.tensor([p in self._unused for p in trained], dtype=torch.int32).to(counts.device)
         dist.all_reduce(unused, dist.ReduceOp.MIN, group=self.team.group)
         return [p for p, is_unused in zip(trained, unused.tolist()) if is_unused]
-
-    def _report(self, names: list[str]) -> None:
-        """Print once which parameters have no gradient, because a user may have expected them to be trained."""
-        if hasattr(self.model, "_unused_are_reported") or dist.get_rank():
-            return
-        self.model._unused_are_reported = True
-        words = " ".join(words_to_freeze(names, [name for name, _ in self._trained if name not in names]))
-        how = f"--freeze {words}" if 0 < len(words) < 100 else "requires_grad_(False)"
-        print(
-            f"{counted(len(names), 'parameter')} got no gradient in this step: {shorten(', '.join(names), 150)}. A step that does not "
-            f"use a parameter leaves it as it is, on any number of ranks. If no step uses it, {how} saves memory and time.",
-            flush=True,
-        )
 
 
 def words_to_freeze(unused: list[str], used: list[str]) -> list[str]:
@@ -187,12 +176,9 @@ def _settle_buckets(
     model._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # its error feedback includes every gradient
-    with buffers_restored(model):
+    with state_restored(model):
         loss = loss_in_trial(model, batch, loss_sum, in_plain_order=True)
         check_no_gradients(optimizer)
-        loss.backward()
         settled = DdpStep(accelerator, model, team)
-        if settled._completes:
-            settled.complete()
-    for parameter in model.parameters():
-        parameter.grad = None
+        loss.backward()
+        settled.complete(loss)

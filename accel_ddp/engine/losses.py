@@ -113,6 +113,20 @@ def checked(found: Any) -> Tensor:
     return loss
 
 
+def depends_on(loss: Tensor, parameters: set[nn.Parameter]) -> bool:
+    """Return whether a graph reaches one of these parameters. It may be in use no more."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if getattr(node, "variable", None) in parameters:
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [below for below, _ in node.next_functions]
+    return False
+
+
 MicroBatch = Any
 # Returns the loss, summed over the items of a micro-batch, or (loss, {name: sum}) with numbers to log as means over the items of a
 # step. A sum may be (sum, number) if not all items count. Every micro-batch must have the same names.

@@ -20,13 +20,13 @@ def rehearse(
     DDP counts gradients, and with --static_graph it would not synchronize them any more. For a sharded model this is a collective,
     which sums the gradients as a step does, because they fit into memory only in parts.
     """
-    with buffers_restored(module), torch.set_grad_enabled(with_gradients):
+    with state_restored(module), torch.set_grad_enabled(with_gradients):
         loss = loss_in_trial(module, batch, loss_sum)
         if not with_gradients:
             return ()
         if isinstance(module, FSDPModule):
             loss.backward()
-            for parameter in module.parameters():
+            for parameter in module.parameters():  # the parts, which may not have been the parameters before
                 parameter.grad = None
             return ()
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -41,12 +41,14 @@ def loss_in_trial(model: nn.Module, batch: MicroBatch, loss_sum: LossSum | Whole
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers at the end, such as the running statistics of batch norm."""
-    buffers = copy_buffers(model)
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the gradients and the buffers at the end, such as the running statistics of batch norm."""
+    buffers, gradients = copy_buffers(model), [(p, p.grad) for p in model.parameters()]
     try:
         yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         restore_buffers(model, buffers)
 
 

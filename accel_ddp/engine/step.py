@@ -77,7 +77,7 @@ def train_step(
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
             (accelerator.scaler.scale(weighted) if accelerator.scaler else weighted).backward()
         numbers.add_loss(loss)
-    gradients.end_backward()
+    gradients.end_backward(weighted)
     grad_norm = stepper.clip(cfg.max_grad_norm)
     loss, means, unused = numbers.over_ranks(gradients, team)
     for parameter in unused:

@@ -1,13 +1,11 @@
 """The estimated GPU memory before a run loads its model, and the options that depend on it. A model that does not fit is refused."""
 
 import logging
-import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -18,6 +16,7 @@ from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, Estimator, Suggest
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.seeds import generators_kept
 from accel_ddp.training.stream import count_tokens
 
 log = logging.getLogger(__name__)
@@ -84,9 +83,8 @@ def _room(device: torch.device, given: float) -> tuple[float, float]:
 
 def _judge(precision: str, cfg: TrainConfig, model_class: str, rows: Sequence[Any], size: float, free: float) -> Verdict:
     """Return what to print and whether the run is refused. It draws no random numbers, and never raises an exception."""
-    state = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with generators_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             estimator = Estimator(cfg, model_class, precision, len(links.nodes), [count_tokens(table) for table in rows])
             return judge(estimator, this_rank.num_ranks, links.sharding, size, free)
@@ -95,9 +93,6 @@ def _judge(precision: str, cfg: TrainConfig, model_class: str, rows: Sequence[An
     except Exception as error:  # an unusual model, which may train nevertheless
         log.info("the memory of the model is not estimated: %s: %s", type(error).__name__, error)
         return Verdict()
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])
 
 
 def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: float, free: float) -> Verdict:

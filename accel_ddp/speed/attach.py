@@ -113,7 +113,7 @@ class Speed:
     def choose_micro_batch_size(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Replace `--micro_batch_size auto` by a number. Call it after `accelerator.prepare` and after a restore."""
         room = GRAPH_MEMORY if self.graphs else 1.0
-        with self._plain_layers():
+        with self.plain_layers():
             autobatch.choose(self.accelerator, self.cfg, model, optimizer, self.train, self.loss_sum, room)
 
     def choose_compilation(self, step: int) -> None:
@@ -241,7 +241,7 @@ class Speed:
 
         with together("compare captured layers with plain ones"):
             batch = self._warm_up_batch()
-            with self._plain_layers():
+            with self.plain_layers():
                 plain = [None if one is None else one.clone() for one in gradients()]
             gradients(), gradients()  # the second pass captures graphs
             is_same = all(a is b or torch.equal(a, b) for a, b in zip(plain, gradients()))
@@ -290,7 +290,7 @@ class Speed:
         with contextlib.nullcontext() if is_sharded(self.model) else together("record the calls of layers"):
             batch = self._warm_up_batch()
             seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-            with self._plain_layers():
+            with self.plain_layers():
                 layers.calls = [found.recording(target, call) for target, call in zip(layers.targets, layers.calls)]
                 self._set_softmax(found.recording(linear_cross_entropy.fused_softmax, linear_cross_entropy.plain_softmax))
                 self._rehearse(batch)
@@ -407,7 +407,7 @@ class Speed:
         """Return why the layers must not compute without padding after all, or "": weights that were 0 may now have an effect."""
         if not self.padding_free:
             return ""
-        with self._plain_layers():
+        with self.plain_layers():
             return self._compare(self.padding_free, self.train.sample(4, self.accelerator, self.cfg))
 
     def _compare(self, layers: CalledModel | PackedLayers, batch: Any) -> str:
@@ -457,7 +457,7 @@ class Speed:
             self.graphs = layers.capture(lambda some, calls: GraphedLayers(some, calls, device, is_compiled, group_bytes))
 
     @contextlib.contextmanager
-    def _plain_layers(self) -> Iterator[None]:
+    def plain_layers(self) -> Iterator[None]:
         """Run the layers without compilation and without CUDA graphs inside the block."""
         if self.padding_free is None:
             yield

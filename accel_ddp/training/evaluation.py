@@ -22,14 +22,14 @@ from accel_ddp.engine.hook import Hook
 from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
-from accel_ddp.ranks.agreement import broadcast_object, gather_objects, is_any
+from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving.checkpoints import Metrics
-from accel_ddp.text import shorten
+from accel_ddp.text import counted, ranks_text, shorten
 from accel_ddp.training.sharding import gathered
 from accel_ddp.training.stream import CountingCollate, Mixture, require_items, with_sizes
 from accel_ddp.training.workers import loader_options, starting_workers
@@ -49,7 +49,7 @@ class EvalBatches:
 
     def __init__(self, dataset: Any, collate: Callable[[list], Any], batch_size: int, accelerator: Accelerator, cfg: TrainConfig):
         require_items(dataset)
-        self.num_items, self.device = len(dataset), accelerator.device
+        self.num_items, self.device, self._is_compared = len(dataset), accelerator.device, False
         self.mixture: Mixture | None = getattr(dataset, "mixture", None)
         share: Any = range(accelerator.process_index, len(dataset), accelerator.num_processes)
         self.num_own = len(share)  # rows of this rank that count
@@ -58,6 +58,16 @@ class EvalBatches:
         self.loader = DataLoader(
             Subset(dataset, share), batch_size=batch_size, collate_fn=CountingCollate(collate), **loader_options(cfg, accelerator)
         )
+
+    def require_equal_ranks(self) -> None:
+        """Raise UserError on every rank if the ranks have other numbers of items. It is a collective in its first call."""
+        sizes = [] if self._is_compared else gather_everywhere(self.num_items)
+        self._is_compared = True
+        if ranks := [rank for rank, size in enumerate(sizes) if size != sizes[0]]:
+            raise UserError(
+                f"the evaluation data have {counted(sizes[0], 'item')} on rank 0 and {sizes[ranks[0]]:,} on {ranks_text(ranks)}. Give "
+                "all ranks the whole dataset, in the same order: EvalBatches shares it out."
+            )
 
     def __iter__(self) -> Iterator[Any]:
         with starting_workers(self.loader):
@@ -83,6 +93,7 @@ def evaluate(
     order of the data, on rank 0, and every rank returns its result. Rows may have a different width in each batch (tags,
     generated tokens): shorter ones are filled with -100. If the items come from several datasets, `loss/NAME` is the loss of each.
     """
+    batches.require_equal_ranks()
     module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
     if accelerator.num_processes > 1 and compat.has_batch_norm(module):
         for buffer in module.buffers():  # the running statistics of each rank differ, and those of rank 0 are saved

@@ -145,7 +145,7 @@ class Lockstep:
     def begin_backward(self) -> None:
         self._enter(self._names.index(BACKWARD))
 
-    def end_backward(self) -> None:
+    def end_backward(self, loss: Tensor) -> None:
         phases.enter(phases.OPTIMIZER)
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:

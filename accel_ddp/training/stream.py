@@ -381,8 +381,14 @@ class TrainBatches:
 
     def batch_of(self, indices: list[int], accelerator: Accelerator, cfg: TrainConfig) -> Any:
         """Return a micro-batch of these items of the dataset, for a trial; the same on every rank."""
-        items = _SeededItems(self.dataset, cfg.seed)
-        batch = CountingCollate(self.collate)(items.__getitems__(list(enumerate(indices))))
+        return self.to_device(self.read([*enumerate(indices)], cfg.seed), accelerator)
+
+    def read(self, keys: list[tuple[int, int]], seed: int) -> Any:
+        """Return a micro-batch in host memory, of items given by the position that seeds them and their index in the dataset."""
+        return CountingCollate(self.collate)(_SeededItems(self.dataset, seed).__getitems__(keys))
+
+    def to_device(self, batch: Any, accelerator: Accelerator) -> Any:
+        """Return what `read` has returned as a micro-batch on the device."""
         return with_sizes(send_to_device(batch, accelerator.device))
 
 

@@ -1,7 +1,7 @@
 """Train a model whose forward pass skips parameters.
 
 With --how never, one head is never used. With --how sometimes, each head is used in some steps and on some ranks. With --how random,
-the forward pass draws numbers from numpy and Python, and stores the mean of its inputs in a buffer.
+a forward pass in training draws numbers from numpy and Python, and stores the mean of its inputs in a buffer.
 """
 
 import random
@@ -37,7 +37,8 @@ class Heads(nn.Module):
         hidden, is_large = self.body(x).tanh(), x.sum(-1) > 0
         if self.how == "random":
             self.mean.copy_(x.detach().mean(0))
-            return self.small(hidden) * random.random() + self.large(hidden) * np.random.rand()
+            noise = (random.random(), np.random.rand()) if self.training else (0.5, 0.5)
+            return self.small(hidden) * noise[0] + self.large(hidden) * noise[1]
         if self.how == "never":
             return self.small(hidden)
         parts = [head(hidden[rows]) for head, rows in ((self.small, ~is_large), (self.large, is_large)) if rows.any()]
