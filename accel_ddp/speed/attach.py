@@ -371,27 +371,29 @@ class Speed:
                 sizes = self.train.sample(64, accelerator, self.cfg).sizes
                 shares = sizes.shared >= LEAST_SHARED * sizes.tokens
             is_own = getattr(self.cfg, "attn_implementation", "auto") in ("auto", "sdpa")  # otherwise it is the user's choice
+        kinds: list[Callable[[], CalledModel | PackedLayers]] = [lambda: RowModel(model, self._narrow, sharded)]
+        kinds = [lambda: FixedModel(model, sharded)] if is_fixed else [*kinds * is_own, lambda: PackedLayers(model, sharded)]
+        compared, refused = [], []
         # For a sharded model each comparison is a collective, and so outside of the block.
         with contextlib.nullcontext() if sharded else together("compare texts with and without padding"):
-            reason = (
-                self._try(lambda: RowModel(model, self._narrow, sharded), batch, shares) if is_own and not is_fixed else "padded"
-            )
-            if reason:
-                reason = self._try(lambda: (FixedModel if is_fixed else PackedLayers)(model, sharded), batch, shares)
-        return f"{kept}{reason}" if reason else ""
+            for make in kinds:
+                try:
+                    found = make()
+                except NeedsPadding as reason:
+                    refused.append(str(reason))
+                    continue
+                found.shares = found.shares and shares
+                if not (reason := self._install(found, batch)):
+                    return ""
+                compared.append(reason)
+        return f"{kept}{(compared or refused[-1:])[0]}"
 
-    def _try(self, make: Callable[[], "CalledModel | PackedLayers"], batch: Any, shares: bool) -> str:
-        """Install what computes without padding, and compare it with padding. Return why it cannot be used, or ""."""
-        model = self.model
-        try:
-            found = make()
-        except NeedsPadding as reason:
-            return str(reason)
-        found.shares = found.shares and shares
+    def _install(self, found: "CalledModel | PackedLayers", batch: Any) -> str:
+        """Install what computes without padding, and compare it with padding. Return why it was removed, or ""."""
         found.install()
         reason = self._compare(found, batch)
-        if is_sharded(model):
-            sharding.recover(model)  # the forward pass may have raised an error
+        if is_sharded(self.model):
+            sharding.recover(self.model)  # the forward pass may have raised an error
         if reason:
             found.remove()
         else:
@@ -407,8 +409,13 @@ class Speed:
         """Return why the layers must not compute without padding after all, or "": weights that were 0 may now have an effect."""
         if not self.padding_free:
             return ""
-        with self.plain_layers():
-            return self._compare(self.padding_free, self.train.sample(4, self.accelerator, self.cfg))
+        # Accelerate has put autocast into the forward pass, which is compared without it first.
+        wrapped = {name: vars(self.model).pop(name) for name in ("forward", "_original_forward") if name in vars(self.model)}
+        try:
+            with self.plain_layers():
+                return self._compare(self.padding_free, self.train.sample(4, self.accelerator, self.cfg))
+        finally:
+            vars(self.model).update(wrapped)
 
     def _compare(self, layers: CalledModel | PackedLayers, batch: Any) -> str:
         """Compare in float32, and as the run computes it if that is another precision, which uses another attention.

@@ -189,7 +189,7 @@ class RowModel(CalledModel):
             at = kwargs.pop("segments", None) or self.at  # of this pass, also if it is repeated below checkpointing
             if at is None:
                 return original(*args, **kwargs)
-            grid, length = at.grid, len(at.places)
+            grid, length = at.grid, len(at.grid.places)
             spread = lambda x: unpack(x, grid) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == (1, length) else x
             kwargs = {name: None if name == "attention_mask" else spread(value) for name, value in kwargs.items()}
             return _map_tensors(
