@@ -27,17 +27,17 @@ DEPENDENT = {
 }
 # Why a run computes them with padding. docs/models.md shows these texts.
 PADDED = {
-    "Albert": "its layers were not found",
+    "Albert": "its layers cannot compute without padding",
     "ConvBert": "a text in a row changes the result of the others in convbert.encoder.layer.0.attention.self",
     "Doge": "DogeAttention of layer 0 passes attention_mask to its attention, which would be ignored",
     "Falcon": "its layers cannot compute without padding",
-    "FNet": "its attention is eager, not sdpa",
-    "Funnel": "its layers were not found",
+    "FNet": "its attention mask is not the mask of the batch",
+    "Funnel": "its layers cannot compute without padding",
     "MiniMaxM3VL": "MiniMaxM3VLAttention of layer 1 passes block_indices to its attention, which would be ignored",
     "Mpt": "its layers cannot compute without padding",
-    "MPNet": "its layers were not found",
+    "MPNet": "a text in a row changes the result of the others in mpnet.encoder.layer.0.attention.attn",
     "Nystromformer": "a text in a row changes the result of the others in nystromformer.encoder.layer.0.attention.self",
-    "SqueezeBert": "its layers were not found",
+    "SqueezeBert": "a text in a row changes the result of the others",
     "StableLm": "its layers do not pass their arguments on to the attention",
     "XLNet": "its layers were not found",
 }
