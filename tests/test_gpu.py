@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import safetensors.torch
 import torch
 import yaml
-import safetensors.torch
 from safetensors.numpy import load_file
 
 from accel_ddp.records.incidents import read_incidents

@@ -116,7 +116,8 @@ accel-ddp run sft --model Qwen/Qwen3-8B --train_file chats.jsonl --lora_r 16
   one process, on two ranks, and with micro-batches of one item agree to 1e-6. A resumed run has the same bits.
 - **What it does not do**: it downloads no model. The Hub names are well-known models of the architecture, not what was trained.
 - **recipes** can load the architecture: transformers {version} has the head, and the recipe accepts the kind of model.
-- **padding-free**: layers compute no padding, except mixers and attentions of their own ([speed](speed.md)). On GPUs, texts need it for CUDA graphs.
+- **padding-free**: layers compute no padding, except mixers and attentions of their own ([speed](speed.md)). On GPUs, texts need
+  it for CUDA graphs.
 - **FSDP**: two ranks with a sharded model learned the same ([FSDP](fsdp.md)).
 """
 
