@@ -287,6 +287,35 @@ def test_the_page_about_speed_names_the_families():
     assert [kind for kind in FAMILIES | MORE_FAMILIES if kind.split(",")[0].removesuffix(" 1") not in rest] == []
 
 
+HYBRID = {**SHAPE, **GROUPS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+HYBRID |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama, adapters", "bert", "gemma 3", "qwen 3.5", "bart", "t5", "deberta", "vit"])
+def test_no_module_has_another_forward_beside_mixers_and_all_is_undone(kind):
+    import peft
+
+    make = {**KINDS, **FAMILIES, "qwen 3.5": of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **HYBRID)}[kind.partition(",")[0]]
+    model = make().eval()
+    if "adapters" in kind:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])).eval()
+    batch, loss = inputs_of(getattr(model, "base_model", model) if "adapters" in kind else model)
+    before = {name: (type(module), {*vars(module)}) for name, module in model.named_modules()}
+    layers = without_padding(model)
+    layers.install()
+    assert layers.check(lambda batch: loss(model, batch), batch) == ""
+    changed = {name: module for name, module in model.named_modules() if type(module) is not before[name][0]}
+    mixers = [m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet")]
+    assert [m for m in model.modules() if "forward" in vars(m)] == mixers
+    attentions = [*getattr(layers, "attentions", []), *(m for a in getattr(layers, "attentions", []) for m in a.children())]
+    assert {id(m) for m in layers.layers} <= {id(m) for m in changed.values()}
+    assert {id(m) for m in changed.values()} <= {id(m) for m in (*layers.layers, *attentions)}
+    layers.remove()
+    after = {name: (type(module), {*vars(module)}) for name, module in model.named_modules()}
+    assert after == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def test_texts_in_one_row_do_not_attend_to_each_other():
     """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
     model = KINDS["llama"]().eval()

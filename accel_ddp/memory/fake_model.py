@@ -256,7 +256,7 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
 class _LikeGpu:
     """Computes without padding as on a GPU. Fake tensors have no address and are on no GPU."""
 
-    configs: dict[int, Any]
+    owner: Any
 
     def _row(self, current: Any, given: Any) -> Row | None:
         mask = given if isinstance(given, Tensor) else (given or {}).get("attention_mask")
@@ -266,8 +266,7 @@ class _LikeGpu:
         return Row(mask, rounded_up(sizes.tokens), sizes.width, width=sizes.width)
 
     def _has_flash(self, device: torch.device) -> bool:
-        config = next(iter(self.configs.values()))
-        size = head_size(config[0] if isinstance(config, tuple) else config)
+        size = head_size(self.owner.config)
         return size % 8 == 0 and size <= 256
 
 

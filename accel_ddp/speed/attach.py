@@ -25,12 +25,13 @@ from accel_ddp.ranks.reporting import warn, warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
 from accel_ddp.speed import autobatch, linear_cross_entropy, modules
+from accel_ddp.speed.called_model import CalledModel
 from accel_ddp.speed.compilation import Compilation, choose_step, compiled
 from accel_ddp.speed.cuda_graphs import GRAPH_MEMORY, GraphedLayers
 from accel_ddp.speed.flops import FlopCounter, peak
 from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.padding_free import LEAST_SHARED, NeedsPadding
-from accel_ddp.speed.row_model import CalledModel, FixedModel, RowModel
+from accel_ddp.speed.row_model import FixedModel, RowModel
 from accel_ddp.training import padding_check, sharding
 from accel_ddp.training.step_plan import BY_TOKENS, Cost
 from accel_ddp.training.stream import TrainBatches
@@ -88,7 +89,7 @@ class Speed:
         self.compilation: Compilation | None = None
         self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
         self._is_warm = False  # whether they were compiled and have not been compiled again
-        self.padding_free: CalledModel | PackedLayers | None = None
+        self.padding_free: CalledModel | None = None
         self.graphs: list[GraphedLayers] = []  # of each stack of layers
         self.plain_calls: list[Callable[..., Any]] = []  # the layers before they were compiled; empty if they were not
         self.heads = linear_cross_entropy.output_heads_of(model)
@@ -371,7 +372,7 @@ class Speed:
                 sizes = self.train.sample(64, accelerator, self.cfg).sizes
                 shares = sizes.shared >= LEAST_SHARED * sizes.tokens
             is_own = getattr(self.cfg, "attn_implementation", "auto") in ("auto", "sdpa")  # otherwise it is the user's choice
-        kinds: list[Callable[[], CalledModel | PackedLayers]] = [lambda: RowModel(model, self._narrow, sharded)]
+        kinds: list[Callable[[], CalledModel]] = [lambda: RowModel(model, self._narrow, sharded)]
         kinds = [lambda: FixedModel(model, sharded)] if is_fixed else [*kinds * is_own, lambda: PackedLayers(model, sharded)]
         compared, refused = [], []
         # For a sharded model each comparison is a collective, and so outside of the block.
@@ -388,7 +389,7 @@ class Speed:
                 compared.append(reason)
         return f"{kept}{(compared or refused[-1:])[0]}"
 
-    def _install(self, found: "CalledModel | PackedLayers", batch: Any) -> str:
+    def _install(self, found: CalledModel, batch: Any) -> str:
         """Install what computes without padding, and compare it with padding. Return why it was removed, or ""."""
         found.install()
         reason = self._compare(found, batch)
@@ -417,7 +418,7 @@ class Speed:
         finally:
             vars(self.model).update(wrapped)
 
-    def _compare(self, layers: CalledModel | PackedLayers, batch: Any) -> str:
+    def _compare(self, layers: CalledModel, batch: Any) -> str:
         """Compare in float32, and as the run computes it if that is another precision, which uses another attention.
 
         A difference that rounding may explain is computed in float64 too. All ranks of a sharded model compute the same batch and go on

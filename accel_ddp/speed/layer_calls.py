@@ -63,9 +63,7 @@ class LayerCalls:
         self.given: tuple[tuple, dict[str, Any]] | None = None  # arguments of the last layer
         self.passed: tuple[tuple, dict[str, Any]] = ((), {})  # what was passed on for them
         self.rotary: dict[str, Any] = {}  # what the rotary embeddings of this pass have returned
-        self.hooks: list[Any] = []
-        if self.alternates:
-            self.hooks += [rotary.register_forward_hook(self._keep_rotary) for rotary in rotaries]
+        self.rotaries, self.rotary_hooks = rotaries, []
 
     @property
     def is_plain(self) -> bool:
@@ -85,11 +83,12 @@ class LayerCalls:
 
     def attach(self) -> None:
         """Let the layers be called through this object."""
+        self.rotary_hooks = [rotary.register_forward_hook(self._keep_rotary) for rotary in self.rotaries]
         dispatch_layers(self.layers, [functools.partial(self._dispatch, number) for number in range(len(self.layers))])
 
     def detach(self) -> None:
         restore_layers(self.layers)
-        for hook in self.hooks:
+        for hook in self.rotary_hooks:
             hook.remove()
 
     def begin_pass(self) -> None:

@@ -14,59 +14,37 @@ from torch import Tensor, nn
 
 from accel_ddp.engine.losses import CurrentBatch, current_batch
 from accel_ddp.speed import padding_free
-from accel_ddp.speed.comparison import Compared
+from accel_ddp.speed.called_model import CalledModel
 from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
 from accel_ddp.speed.layer_stacks import (
     BIASES,
     CARRIED,
-    DROPPED,
     Stack,
-    expert_configs,
     find_stacks,
     flash_size,
     own_attentions,
-    replace_tables,
-    restore_tables,
-    windows_of,
 )
-from accel_ddp.speed.padding_free import GROUPED, NAME, REPLACED, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, is_active, pack, unpack
 
 
-class PackedLayers(Compared):
+class PackedLayers(CalledModel):
     """Lets the layers of `model` compute without padding whenever its attention mask belongs to the current batch."""
 
-    is_plain = False  # layers get more than the arguments that the model gives them
-    why_plain = ""
+    shares = True
 
     def __init__(self, model: nn.Module, is_sharded: bool = False):
-        """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others.
-
-        The weights of a model that `is_sharded` exist only inside their layer, and its layers are not captured as CUDA graphs.
-        """
-        from transformers import PreTrainedModel
-
-        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        if owner is None:
-            raise NeedsPadding("it is not a transformers model")
-        self.model, self.owner = model, owner
-        # Adapters call `forward` of the model that they wrap, past its hooks.
-        self.hooked = next((m for m in model.modules() if m is not owner and getattr(m, "model", None) is owner), owner)
-        configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
-        self.configs = {id(config): config for config in configs}
-        stacks = find_stacks(owner)
+        """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others."""
+        super().__init__(model, is_sharded)
+        self.hooked = self.hook_target(self.owner)
+        stacks = find_stacks(self.owner)
         self.layers = [layer for layers in stacks for layer in layers]
-        kinds = {config._attn_implementation for config in self.configs.values()}
-        self.attentions = own_attentions(self.layers) if kinds == {"eager"} else []
-        if not kinds <= {REPLACED, NAME} and not self.attentions:
-            raise NeedsPadding(f"its attention is {', '.join(map(str, kinds))}, not {REPLACED}")
-        if any(getattr(config, name, 0) for config in self.configs.values() for name in DROPPED):
-            raise NeedsPadding("it skips layers at random (layerdrop)")
+        self.attentions = own_attentions(self.layers) if self.kinds == {"eager"} else []
+        if "eager" in self.kinds and not self.attentions:
+            raise NeedsPadding(f"its attention is {', '.join(map(str, self.kinds))}, not sdpa")
         if self.attentions and len(stacks) > 1:
             raise NeedsPadding("its attention is not an attention of transformers")
-        if windows_of(self.configs.values()) and not self.attentions:
+        if self.windows and not self.attentions:
             raise NeedsPadding("its attention has windows")
-        self.expert_configs = expert_configs(owner, [*self.configs.values()])
-        padding_free.register()
         firsts = [0, *(len(layers) for layers in stacks[:-1])]
         self.stacks = [Stack(layers, first, bool(self.attentions)) for layers, first in zip(stacks, firsts)]
         if is_sharded and any(stack.bias is not None for stack in self.stacks):
@@ -76,10 +54,6 @@ class PackedLayers(Compared):
         self.run: Call | None = None  # calls a layer instead of `calls`, see `capture`
         self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
         self.is_single = len(stacks) == 1
-        self.shares = True  # compute tokens that two texts share once, in all micro-batches
-        self.last_batch: CurrentBatch | None = None
-        self.hooks: list[Any] = []
-        self.token: Any = None
         self.forget_pass()
 
     def forget_pass(self) -> None:
@@ -89,12 +63,10 @@ class PackedLayers(Compared):
             stack.clear()
 
     def install(self) -> None:
-        for config in self.configs.values() if not self.attentions else ():
-            config._attn_implementation = NAME
-        for config in self.expert_configs:
-            config._experts_implementation = NAME
-        replace_tables(self.owner)
-        self.hooks = [
+        if self.attentions:  # they have no interface, and projections and tables of other classes
+            self.configs = {}
+        super().install()
+        self.hooks += [
             self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
             self.hooked.register_forward_hook(self._leave, always_call=True),
         ]
@@ -104,13 +76,7 @@ class PackedLayers(Compared):
             stack.install(self.attentions)
 
     def remove(self) -> None:
-        for config in self.configs.values() if not self.attentions else ():
-            config._attn_implementation = REPLACED
-        for config in self.expert_configs:
-            config._experts_implementation = GROUPED
-        restore_tables(self.owner)
-        for hook in self.hooks:
-            hook.remove()
+        super().remove()
         restore_layers(self.layers)
         for stack in self.stacks:
             stack.remove(self.attentions)
@@ -212,7 +178,7 @@ class PackedLayers(Compared):
         return stack.at
 
     def _has_flash(self, device: torch.device) -> bool:
-        return device.type == "cuda" and flash_size(next(iter(self.configs.values())), device) > 0
+        return device.type == "cuda" and flash_size(self.owner.config, device) > 0
 
     def _call(self, stack: Stack, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Without gradients and outside of the model's call, the micro-batch of the last checkpointed call is over: `generate`

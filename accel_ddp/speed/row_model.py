@@ -16,49 +16,28 @@ from torch import Tensor, nn
 
 from accel_ddp.engine.losses import CurrentBatch, current_batch
 from accel_ddp.speed import padding_free
-from accel_ddp.speed.comparison import FAR, Compared, Loss
+from accel_ddp.speed.called_model import CalledModel
+from accel_ddp.speed.comparison import FAR, Loss
 from accel_ddp.speed.layer_calls import LayerCalls
 from accel_ddp.speed.layer_stacks import (
-    DROPPED,
-    expert_configs,
     find_rotaries,
     flash_size,
     layers_of,
     own_attentions,
-    replace_tables,
-    restore_tables,
-    windows_of,
 )
-from accel_ddp.speed.padding_free import NAME, NAME_OF_EAGER, NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, is_active, pack, unpack
 from accel_ddp.training import sharding
 
 # Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
 MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")
 
 
-class CalledModel(LayerCalls, Compared):
-    """A model of transformers whose attention and whose layers can be replaced."""
-
-    shares = False  # whether tokens that two texts share are computed once, in all micro-batches
-    why_plain = ""  # why the layers are neither captured nor compiled
+class LayersOfModel(LayerCalls, CalledModel):
+    """A model of transformers with one stack of layers."""
 
     def __init__(self, model: nn.Module, is_sharded: bool):
-        from transformers import PreTrainedModel
-
-        owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        if owner is None:
-            raise NeedsPadding("it is not a transformers model")
-        self.model, self.owner, self.is_sharded = model, owner, is_sharded
-        configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
-        self.configs = {id(config): (config, config._attn_implementation) for config in configs}
-        if other := {kind for _, kind in self.configs.values()} - {"sdpa", "eager", NAME, NAME_OF_EAGER}:
-            raise NeedsPadding(f"its attention is {', '.join(map(str, other))}")
-        if any(getattr(config, name, 0) for config, _ in self.configs.values() for name in DROPPED):
-            raise NeedsPadding("it skips layers at random (layerdrop)")
-        self.expert_configs = expert_configs(owner, [config for config, _ in self.configs.values()])
-        super().__init__(*self._find_layers())
-        padding_free.register()
-        self.last_batch: CurrentBatch | None = None
+        CalledModel.__init__(self, model, is_sharded)
+        LayerCalls.__init__(self, *self._find_layers())
 
     def _find_layers(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """Return the layers and the rotary embeddings that alternate, both empty if layers cannot be captured."""
@@ -78,23 +57,15 @@ class CalledModel(LayerCalls, Compared):
         return [m for m in self.owner.modules() if MIXERS.search(type(m).__name__)]
 
     def install(self) -> None:
-        for config, kind in self.configs.values():
-            config._attn_implementation = NAME_OF_EAGER if kind == "eager" else NAME
-        for config in self.expert_configs:
-            config._experts_implementation = NAME
-        replace_tables(self.owner)
+        super().install()
         self.attach()
 
     def remove(self) -> None:
-        for config, kind in self.configs.values():
-            config._attn_implementation = kind
-        for config in self.expert_configs:
-            config._experts_implementation = padding_free.GROUPED
-        restore_tables(self.owner)
+        super().remove()
         self.detach()
 
 
-class RowModel(CalledModel):
+class RowModel(LayersOfModel):
     """Lets `model` compute a row whenever its attention mask belongs to the current batch."""
 
     def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32, is_sharded: bool = False):
@@ -106,18 +77,15 @@ class RowModel(CalledModel):
         super().__init__(model, is_sharded)
         if self.owner.config.is_encoder_decoder:
             raise NeedsPadding("the model has an encoder and a decoder")
-        if {kind for _, kind in self.configs.values()} == {"eager"} and own_attentions(self.layers):
+        if self.kinds == {"eager"} and own_attentions(self.layers):
             raise NeedsPadding("its attention is not an attention of transformers")
         owner, self.narrow = self.owner, narrow
         self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
-        # Adapters call `forward` of the model that they wrap, past its hooks.
-        callers = [m for m in model.modules() if m is not owner and getattr(m, "model", None) is self.base]
-        self.hooked = callers[0] if callers and self.base is owner else self.base
+        self.hooked = self.hook_target(self.base)
         signature = inspect.signature(type(self.base).forward).parameters
         self.names = [name for name in signature if name != "self"]
         if "position_ids" not in signature and not self.mixers:
             raise NeedsPadding("it does not take positions")
-        self.windows = windows_of(config for config, _ in self.configs.values())
         self.longest = min((window // 2 for window in self.windows), default=1 << 30)  # until `check` has seen the windows
         table = next((m for name, m in self.base.named_modules() if name.endswith("position_embeddings")), None)
         padding = getattr(table, "padding_idx", None)
@@ -125,7 +93,7 @@ class RowModel(CalledModel):
         self.adds_types = "token_type_ids" in signature and any(
             name.endswith("token_type_embeddings") for name, _ in self.base.named_modules()
         )
-        self.is_open, self.token = False, None
+        self.is_open = False
         self.shares = not self.mixers
         self.at: Segments | None = None
         self.has_marker = True  # whether the model takes a mask that its layers ignore
@@ -257,7 +225,7 @@ def _map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return output
 
 
-class FixedModel(CalledModel):
+class FixedModel(LayersOfModel):
     """Layers whose items have one length and no mask, such as images: their batch is a row of texts already."""
 
     is_fixed, is_plain = True, False
