@@ -229,6 +229,35 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
         assert not [word for word in ("evaluate_only", "sync_every", "profile", ".item()", ".tolist()") if word in text]
 
 
+# Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
+# number takes a line of reason in CONTRIBUTING.md.
+LINES: dict[str, int] = {}
+# Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
+SHARED = {"this_rank": 0, "links": 0, "ending": 0}
+
+
+def test_no_package_grows_beyond_its_budget_or_its_size():
+    sizes: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).parts
+        name = parts[0] if len(parts) > 1 else "(top)"
+        sizes[name] = sizes.get(name, 0) + len(path.read_text().splitlines())
+    assert {name: size for name, size in sizes.items() if size > LINES.get(name, 0)} == {}
+
+
+def test_modules_share_few_objects_and_the_loop_none():
+    trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
+    uses: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        nodes = [*ast.walk(tree)]
+        known = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        for name in (node.id for node in nodes if isinstance(node, ast.Name) and node.id in known and node.id in SHARED):
+            uses.setdefault(name, []).append(module)
+    assert {name: len(found) for name, found in uses.items() if len(found) > SHARED[name]} == {}
+    loop = {"engine.fit", "engine.step", "engine.ddp", "engine.scaler", "engine.step_sums", "engine.rehearsal", "engine.losses"}
+    assert loop.isdisjoint(module for found in uses.values() for module in found)
+
+
 def test_options_are_parsed_without_torch():
     code = (
         "import importlib, sys; sys.argv = ['recipe.py']; sys.path.insert(0, 'recipes')\n"

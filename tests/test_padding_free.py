@@ -316,6 +316,64 @@ def test_no_module_has_another_forward_beside_mixers_and_all_is_undone(kind):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+JAMBA = {**SHAPE, **GROUPS, "num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 3, "attn_layer_offset": 1}
+CALLED_TWICE = {
+    "llama": KINDS["llama"],
+    "gemma 3": FAMILIES["gemma 3"],
+    "qwen 3.5": of("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", **HYBRID),
+    "jamba": of("JambaForCausalLM", "JambaConfig", **JAMBA, use_mamba_kernels=False),
+}
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("kind", CALLED_TWICE)
+def test_a_model_that_is_called_twice_below_checkpointing_computes_each_call_with_its_own_texts(kind, is_reentrant):
+    """The backward pass computes layers again, those of a row and of a padded call, with and without gradients, in any order."""
+    torch.manual_seed(0)
+    model, batch = CALLED_TWICE[kind]().train(), a_batch()
+    for module in model.modules():
+        module.__dict__.update(
+            {name: 0.0 for name in ("attention_dropout", "dropout") if isinstance(getattr(module, name, 0), float)}
+        )
+    other = a_batch(seed=4, lengths=[7, 2, 19])
+
+    def loss(model, batch):
+        return losses.of_tokens(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits,
+                                batch["labels"])  # fmt: skip
+
+    def several(model, batch):
+        padded = loss(model, other)  # is not announced
+        found = padded + loss(model, batch)
+        with CurrentBatch(other):
+            found = found + loss(model, other)
+        with torch.no_grad():
+            loss(model, other)
+        return found
+
+    wanted = compute(model, batch, several)
+    layers = without_padding(model)
+    layers.install()
+    if is_reentrant:
+        model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+    if layers.layers and not layers.is_plain:  # as compiled layers get their arguments
+        layers.calls = [lambda *args, call=call, **kwargs: call(*args, **kwargs) for call in layers.calls]
+    assert difference(wanted, compute(model, batch, several)) < 1e-5
+
+
+def test_a_second_run_in_a_process_replaces_what_the_first_has_installed():
+    model, batch = KINDS["llama"]().eval(), a_batch()
+    padded = compute(model, batch)
+    first = without_padding(model)
+    first.install()
+    second = without_padding(model)
+    second.install()
+    assert second.check(lambda batch: loss_of(model, batch), batch) == ""
+    assert tokens_per_layer(second, model, batch) == [sum(LENGTHS)] * 3
+    second.remove()
+    assert difference(padded, compute(model, batch)) == 0
+
+
 def test_texts_in_one_row_do_not_attend_to_each_other():
     """The scores of a text stay the same to the bit when the other texts change. A comparison of sums could miss it."""
     model = KINDS["llama"]().eval()

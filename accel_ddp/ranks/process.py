@@ -195,15 +195,17 @@ def _keep_what_forks_inherit() -> None:
     is killed by signal: Aborted". The first collection after the fork would destroy what an earlier `fit` or a trial step has left in
     reference cycles, so none runs before these objects are frozen.
     """
-    forking = threading.local()  # each thread may fork
+    forking, was_enabled = threading.RLock(), [True]  # each thread may fork, one after the other
 
     def pause() -> None:
-        forking.was_enabled = gc.isenabled()
+        forking.acquire()
+        was_enabled[0] = gc.isenabled()
         gc.disable()
 
     def resume() -> None:
-        if forking.was_enabled:
+        if was_enabled[0]:
             gc.enable()
+        forking.release()
 
     def freeze() -> None:
         gc.freeze()

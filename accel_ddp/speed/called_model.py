@@ -10,6 +10,8 @@ from accel_ddp.speed.comparison import Compared
 from accel_ddp.speed.layer_stacks import DROPPED, expert_configs, replace_tables, restore_tables, windows_of
 from accel_ddp.speed.padding_free import GROUPED, NAME, NAME_OF_EAGER, NeedsPadding
 
+INSTALLED = "_without_padding"  # the attribute of a model with what was installed
+
 
 class CalledModel(Compared):
     """What models that compute without padding share. `check` compares them with padding."""
@@ -25,6 +27,8 @@ class CalledModel(Compared):
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
             raise NeedsPadding("it is not a transformers model")
+        if earlier := vars(owner).get(INSTALLED):  # by another run in this process
+            earlier.remove()
         self.model, self.owner, self.is_sharded = model, owner, is_sharded
         configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = {id(config): (config, config._attn_implementation) for config in configs}
@@ -46,6 +50,7 @@ class CalledModel(Compared):
         for config in self.expert_configs:
             config._experts_implementation = NAME
         replace_tables(self.owner)
+        setattr(self.owner, INSTALLED, self)
 
     def remove(self) -> None:
         for config, kind in self.configs.values():
@@ -53,6 +58,7 @@ class CalledModel(Compared):
         for config in self.expert_configs:
             config._experts_implementation = GROUPED
         restore_tables(self.owner)
+        vars(self.owner).pop(INSTALLED, None)
         for hook in self.hooks:
             hook.remove()
 

@@ -130,6 +130,10 @@ class LayerCalls:
         own = kwargs.pop(ROTARY, None) if self.alternates else None
         if self.alternates:
             found = [kind for kind, pair in self.rotary.items() if pair is own]
+            if (
+                not found and current_batch() is None and self.kinds[number][0]
+            ):  # computed again in the backward pass of another call
+                return args, kwargs | {"rotary": {self.kinds[number][0]: own}}
             if not found:
                 raise NeedsPadding("its layers get rotary embeddings of an unknown origin")
             self.kinds[number][:] = found[:1]

@@ -109,7 +109,7 @@ class PackedLayers(CalledModel):
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         row = self._row(current, positions if mask is None else mask)  # rows of several texts have no mask
         rows = self._rows(current, row, kwargs) if row is not None else []
-        if self._is_checkpointed() and self.stacks[0].at is not None and not is_first:
+        if self._checkpoints() and self.stacks[0].at is not None and not is_first:
             raise RuntimeError(
                 "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
                 "Add --padding_free off."
@@ -126,12 +126,12 @@ class PackedLayers(CalledModel):
         if self.token is not None:
             is_active.reset(self.token)
             self.token = None
-        if not self._is_checkpointed():
+        if not (self._checkpoints() and torch.is_grad_enabled()):
             self.forget_pass()
 
-    def _is_checkpointed(self) -> bool:
+    def _checkpoints(self) -> bool:
         """Return whether layers are called again in the backward pass, after the call of the model, and need the same `at`."""
-        return torch.is_grad_enabled() and any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
+        return any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
 
     def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
         """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""

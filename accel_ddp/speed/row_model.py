@@ -152,9 +152,20 @@ class RowModel(LayersOfModel):
 
     def _pad_around(self, mixer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """Let a mixer get padded texts, one behind the other in its batch. Tokens do not see the padding behind them."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        of_layer: list[Segments | None] = [None]
+
+        def remember(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            of_layer[0] = kwargs.get("segments")  # of this call, also if it is repeated below checkpointing
+
+        layers = [m for m in self.owner.modules() if isinstance(m, GradientCheckpointingLayer) and mixer in [*m.modules()]]
+        self.hooks += [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in layers]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            at = kwargs.pop("segments", None) or self.at  # of this pass, also if it is repeated below checkpointing
+            at = kwargs.pop("segments", None) or of_layer[0]
+            if at is None and self.is_open:
+                raise NeedsPadding(f"its layers do not pass their arguments on to {type(mixer).__name__}")
             if at is None:
                 return original(*args, **kwargs)
             grid, length = at.grid, len(at.grid.places)
@@ -204,7 +215,7 @@ class RowModel(LayersOfModel):
 
     def check(self, loss: Loss, batch: Any, allowed: float = 1e-4, exact: list[Tensor] | None = None) -> str:
         reason = super().check(loss, batch, allowed, exact)
-        if not reason or not self.has_marker or self.apart < FAR:
+        if not reason or not self.has_marker or self.apart < FAR or exact is not None:
             return reason
         self.has_marker = False  # some models read their mask themselves
         if self.is_sharded:
@@ -242,7 +253,9 @@ class FixedModel(LayersOfModel):
         if number == 0 and current is not self.last_batch:
             self.last_batch = current
             self.on_new_batch()
-        if current is None or not self.is_enabled:
+        # Below checkpointing a layer is called again in the backward pass, when no micro-batch is announced.
+        is_repeated = getattr(self.layers[number], "gradient_checkpointing", False)
+        if current is None or is_repeated or not self.is_enabled:
             out = self.originals[number](hidden_states, *args, **kwargs)
         else:
             if number == 0:

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -127,9 +127,13 @@ class Trial:
         return digest(self._read([item])) == digest(self._read([item]))
 
     def loss(self, items: list[int], seed: int = 0) -> float:
+        return self._together(lambda: self._compute(self.batch(items), seed))
+
+    def _together(self, compute: Callable[[], float]) -> float:
+        """Return a value, that of rank 0 for a sharded model, on all ranks or on none."""
         value, error = math.nan, ""
         try:
-            value = self._compute(self.batch(items), seed)
+            value = compute()
         except Exception as problem:  # a user's code; the first step reports it
             error = f"{type(problem).__name__}: {problem}"
         everyone = gather_everywhere((value, error)) if self.is_sharded else [(value, error)]
@@ -152,10 +156,7 @@ class Trial:
         return float(rows.double().abs().sum())  # a loss depends on the other items, and a row must not
 
     def count(self, items: list[int]) -> float:
-        try:
-            return float(self._count(self.batch(items)))
-        except Exception as problem:  # a user's code
-            raise _NotComputed(f"{type(problem).__name__}: {problem}") from problem
+        return self._together(lambda: float(self._count(self.batch(items))))
 
     def is_padded(self) -> bool:
         """Return whether the two items have tensors of different shapes, so that one is padded next to the other."""
