@@ -52,16 +52,11 @@ class Config(RecipeConfig):
     )  # fmt: skip
     num_negatives: int = option(1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1)
     mine_negatives: int = option(
-        0,
-        "negatives to mine per anchor: the nearest positives of other rows, by the model",
-        group="training",
-        at_least=0,
+        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0
     )
     mine_every: int = option(0, "steps between minings; 0: only before the first step", group="training", at_least=0)
     mine_margin: float = option(
-        0.0,
-        "skip mined texts whose cosine is above the positive's cosine minus this; they may be right",
-        group="training",
+        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training"
     )
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")

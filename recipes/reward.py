@@ -22,8 +22,7 @@ from accel_ddp.entry import run
 class Config(PairConfig):
     margin_column: str = option("", "column of margins between the scores; default: margin, if there is one", group="data")
     max_length: int | Literal["auto"] = option(
-        "auto",
-        "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: from the data",
+        "auto", "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: from the data"
     )
     center_rewards: float = option(
         0.0, "weight of (s_chosen + s_rejected)^2, which keeps scores around 0; 0.01 is usual", group="training", at_least=0,

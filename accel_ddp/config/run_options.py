@@ -189,8 +189,7 @@ class EvaluationConfig:
     eval_every: int = option(0, "steps between evaluations; 0: evaluate after every epoch")
     eval_first: bool = option(True, "also evaluate before the first step, and print the difference at the end")
     evaluate_only: str = option(
-        "",
-        "evaluate this --model, or this checkpoint of --resume, without training; `accel-ddp evaluate` sets all of them",
+        "", "evaluate this --model, or this checkpoint of --resume, without training; `accel-ddp evaluate` sets all of them"
     )
     best_metric: str = option(
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the recipe's first metric"
