@@ -237,19 +237,26 @@ def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
     return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 
 
-LORA_TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
+LORA_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+}  # fmt: skip
 
 
 def build(name: str, cfg: RecipeConfig, accelerator: Accelerator, tokenizer: Any, **options: Any) -> nn.Module:
     """Return the model of `--model` as this class of transformers, loaded and prepared. A head for other labels is replaced."""
     import transformers
 
+    if name == "AutoModelForSequenceClassification":
+        options["pad_token_id"] = tokenizer.pad_token_id
     if name != "AutoModelForCausalLM":
-        options |= {"pad_token_id": tokenizer.pad_token_id, "ignore_mismatched_sizes": True}
+        options["ignore_mismatched_sizes"] = True
     model = load(getattr(transformers, name), cfg, tokenizer, **options)
     model = prepare(model, cfg, accelerator, lora_task=LORA_TASKS[name])
     if name == "AutoModelForCausalLM":
         model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    elif name == "AutoModelForTokenClassification":
+        model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 
