@@ -83,7 +83,6 @@ def _digest_of_code() -> str:
 
 
 def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any, cache_dir: str = "") -> str:
-    """Return the name of the folder in the cache for `map_once`."""
     parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(function), depends_on]
     return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
 
