@@ -110,6 +110,7 @@ def make_tables(
 
 
 def make_answer_tables(samples: list["Sample"], answers: list[str], tokenizer: Any) -> dict[str, Table]:
+    """Return the answers to the samples, and chrF of each."""
     if not samples:
         return {}
     ids = [tokenizer(sample.answer, add_special_tokens=False)["input_ids"] for sample in samples]

@@ -167,6 +167,7 @@ def align(rows: dict[str, list], tokens_column: str, tags: Tags, tokenizer: Any,
 
 
 def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_length: int) -> None:
+    """Warn if words were truncated, which are not learned or count as O."""
     effects = {"training": "are not learned", "evaluation": "count as O"}
     for (name, effect), rows in zip(effects.items(), (train, test)):
         unseen = [row.count(-1) for row in iter_values(rows, "first")]
