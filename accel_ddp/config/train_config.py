@@ -207,10 +207,9 @@ class ModelConfig(TrainConfig):
 
     model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "dtype of the weights; 16 bits lose small updates; auto: float32; with --lora_r and mixed precision, as stored",
+        "auto", "dtype of the weights; 16 bits lose small updates; auto: float32; with --lora_r and mixed precision, as stored",
         legacy="float32",
-    )
+    )  # fmt: skip
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "attention implementation of transformers; auto: its default", affects_result=False
     )
@@ -245,10 +244,9 @@ class RecipeConfig(ModelConfig):
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
     file_endings: ClassVar[tuple[str, ...]] = (TABLE_FILES, ".txt")
     train_file: tuple[str, ...] = option(
-        (),
-        f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or save_to_disk folders; a mixture: PATH:WEIGHT",
+        (), f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or save_to_disk folders; a mixture: PATH:WEIGHT",
         per_node=True,
-    )
+    )  # fmt: skip
     eval_file: tuple[str, ...] = option(
         (), "evaluation files; default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True
     )
@@ -260,17 +258,13 @@ class RecipeConfig(ModelConfig):
     max_train_items: int = option(0, "train on a random sample of this many rows, drawn with --seed; 0: all")
     max_eval_items: int = option(0, "evaluate on a random sample of this many rows; 0: all", affects_result=False)
     log_predictions: int = option(
-        0,
-        "store this many correct, wrong and worst predictions of each evaluation in a table; they contain your data",
-        group="logging",
-        affects_result=False,
-    )
+        0, "store this many correct, wrong and worst predictions of each evaluation in a table; they contain your data",
+        group="logging", affects_result=False,
+    )  # fmt: skip
     show_example: int = option(
-        0,
-        "print this many training rows as the model receives them, with the trained tokens marked",
-        group="logging",
+        0, "print this many training rows as the model receives them, with the trained tokens marked", group="logging",
         affects_result=False,
-    )
+    )  # fmt: skip
     skip_broken: bool = option(False, "skip rows that cannot be used and report how many; default: stop and report them")
     eval_batch_size: int = option(64, "examples per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
 
