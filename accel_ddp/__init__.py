@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         text_blocks,
         vision,
     )
+    from accel_ddp.tasks.task import ClassTask, Task
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare

@@ -103,18 +103,17 @@ def run_case(name: str, compile: str, steps: int) -> None:
         run = memory.prepare(cfg, model_class, cfg.mixed_precision, micro)
         found = memory.estimate(run, 1, count)
 
-        def build_model(cfg: Any, accelerator: Any, tokenizer: Any, *labels: Any) -> Any:
+        def build_model(name: str, cfg: Any, accelerator: Any, tokenizer: Any, **labels: Any) -> Any:
             import transformers
 
             torch.manual_seed(0)
-            more = labels[0].model_config() if labels else {}
-            own = type(config).from_pretrained(made, **more)
+            own = type(config).from_pretrained(made, **labels)
             with torch.device(accelerator.device):
                 model = getattr(transformers, model_class).from_config(own)
             model._new_modules, model._adapters, model._source = [], None, made
             return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_CLS" if labels else "CAUSAL_LM")
 
-        recipe.build_model = build_model
+        accel_ddp.models.build = build_model
         peaks: list[int] = []
         on_gpu = torch.cuda.is_available()
 

@@ -138,7 +138,7 @@ def run_with_stages(file: Path, recipe_options: list[str]) -> None:
         time_calls(accel_ddp.recipe, "start", "start")
         time_calls(accel_ddp.models, "load_tokenizer", "tokenizer")
         time_calls(classify, "build_data", "data")
-        time_calls(classify, "build_model", "model")
+        time_calls(accel_ddp.models, "build", "model")
         time_calls(accel_ddp.optim, "build", "optimizer")
         time_calls(accel_ddp.recipe, "fit", "fit")
         classify.main(cfg)

@@ -4,7 +4,7 @@ r"""Fine-tune an encoder to classify texts or pairs of texts: one label, several
     accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py \
         --model FacebookAI/roberta-base --train_file train.csv --eval_file dev.csv --text_column review --lr 2e-5
 
-For other data or another model, change `build_data` or `build_model`. recipes/own_loop.py contains the loop written out.
+For other data or another model, change `build_data` or `Task`. recipes/own_loop.py contains the loop written out.
 """
 
 from dataclasses import dataclass
@@ -36,9 +36,11 @@ class Config(ScoredConfig):
     def kind(self):
         return "numbers" if self.num_labels == 1 else "classes"
 
+    def texts(self):
+        return {"text_column": self.text_column, "text_pair_column": self.text_pair_column}
+
     def check_columns(self, *tables):
-        texts = {"text_column": self.text_column, "text_pair_column": self.text_pair_column}
-        accel_ddp.data.require_columns({**texts, "label_column": self.label_column}, *tables)
+        accel_ddp.data.require_columns({**self.texts(), "label_column": self.label_column}, *tables)
 
     def metric_directions(self):
         of_kind = {
@@ -48,24 +50,20 @@ class Config(ScoredConfig):
         return {**of_kind[self.kind], "loss": "min", **accel_ddp.metrics.directions(self.metrics, self.kind)}
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.ClassTask):
     model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, cfg.kind)
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSequenceClassification")
             train_rows, self.eval_rows, self.labels, self.eval_texts = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
-            self.model = build_model(cfg, accelerator, self.processor, self.labels)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows, cfg.cache_dir)
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator)
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
-        self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+            head = self.labels.model_config()
+            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
+            facts["the data"] = self.identify(train_rows, self.eval_rows)
+        self.use(train_rows, self.eval_rows, self.pad())
         self.weights = None
         if cfg.class_weights == "balanced":
             self.weights = self.labels.balanced_weights(train_rows["labels"][:], accelerator.device)
@@ -77,56 +75,16 @@ class Task:
     def count(self, batch):
         return len(batch["labels"])
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
-    def measure(self, model, batch):
-        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
+    def scores(self, model, batch):
         scores = logits(model, batch)
-        losses = accel_ddp.losses.of_classes(scores, batch["labels"], self.labels.problem_type, reduction="none")
-        answers = (
-            scores.squeeze(-1)
-            if self.labels.is_regression
-            else (scores > 0).long()
-            if self.labels.is_multi_label
-            else scores.argmax(-1)
-        )
-        rows = {"loss": losses, "predictions": answers, "references": batch["labels"]}
-        if self.cfg.log_predictions and not self.labels.is_regression:
-            rows["confidence"] = accel_ddp.tables.confidence(scores, self.labels.is_multi_label)
-        if self.more_metrics.needs_probabilities:
-            scores = scores.float()
-            rows["probabilities"] = scores.sigmoid() if self.labels.is_multi_label else scores.softmax(-1)
-        return rows
-
-    def summarize(self, rows):
-        """Return the metrics of all items. This runs on the main rank."""
-        self.rows = {name: values for name, values in rows.items() if name != "probabilities"}  # for `tables`
-        loss = rows.pop("loss").mean()
-        rows.pop("confidence", None)
-        if self.labels.is_regression:
-            scores = accel_ddp.metrics.regression_metrics(**rows)
-        else:
-            scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)
-        return self.more_metrics.add_to({**scores, "loss": loss}, **rows)
-
-    def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
-        scores = None if self.labels.is_regression else self.table
-        return accel_ddp.labels.make_tables(self.labels, self.rows, scores, self.cfg.log_predictions, self.describe)
+        return scores, accel_ddp.losses.of_classes(scores, batch["labels"], self.labels.problem_type, reduction="none")
 
     def describe(self, items):
-        """Return the texts of some evaluation items, as the data contain them."""
         rows = self.eval_texts[items]
         return {name: accel_ddp.data.read_texts(rows, column) for name, column in text_columns(self.cfg).items()}
 
-    def report(self):
-        """Return what is printed after training."""
-        return "" if self.labels.is_regression else self.table.report(self.cfg.output_dir)
-
     @property
     def example(self):
-        """Python code that applies the exported {model} to the first evaluation row."""
         columns = text_columns(self.cfg)
         texts = dict(zip(columns, accel_ddp.examples.first_texts(self.eval_texts, list(columns.values()))))
         row = accel_ddp.examples.literal(texts if self.cfg.text_pair_column else texts["text"])
@@ -146,38 +104,22 @@ def text_columns(cfg: Config):
 def build_data(cfg: Config, tokenizer):
     """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, the labels, and the evaluation texts."""
     train, test = accel_ddp.data.load_rows(cfg)
-    texts = {"text_column": cfg.text_column, "text_pair_column": cfg.text_pair_column}
     cfg.check_columns(train, test)
-    accel_ddp.data.require_texts(texts, train, test)
+    accel_ddp.data.require_texts(cfg.texts(), train, test)
     labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
     columns = list(text_columns(cfg).values())
 
     def encode(rows):
-        tokens = tokenizer(
-            *(accel_ddp.data.read_texts(rows, column) for column in columns), truncation=True, max_length=cfg.max_length
-        )
+        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
+        tokens = tokenizer(*texts, truncation=True, max_length=cfg.max_length)
         problems = accel_ddp.data.merge_problems(accel_ddp.data.find_text_problems(rows, columns), labels.find_problems(rows))
         return {**tokens, "labels": labels.encode(rows), "problem": problems}
 
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.max_length, labels.identity]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    depends_on = [columns, cfg.max_length, labels.identity]
+    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
+    accel_ddp.tokenization.report_truncated(usable, cfg.max_length)
     labels.report_classes(usable)
     return (*usable, labels, accel_ddp.data.select_sources(test, usable[1]))
-
-
-def build_model(cfg: Config, accelerator, tokenizer, labels):
-    from transformers import AutoModelForSequenceClassification
-
-    model = accel_ddp.models.load(
-        AutoModelForSequenceClassification,
-        cfg,
-        tokenizer,
-        **labels.model_config(),
-        pad_token_id=tokenizer.pad_token_id,
-        ignore_mismatched_sizes=True,  # a head for other labels is replaced
-    )
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_CLS")
 
 
 def main(cfg: Config):

@@ -51,59 +51,50 @@ class Config(LossConfig):
         return {"loss": "min", "reward_accuracy": "max", "reward_margin": "max"}
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the pairs over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
     fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, self.model_class)
             rows, self.prompt = build_data(cfg, self.processor, today)
-            fingerprints = [accel_ddp.tokenization.fingerprint(table, cfg.cache_dir) for table in rows]
-            facts["the data"] = "".join(fingerprints)
+            facts["the data"] = self.identify(*rows)
             if cfg.has_reference:
                 accel_ddp.reference.choose_reference(cfg, len(rows[0]))
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
         with accel_ddp.together("load the model"):
             self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor)
             accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, accel_ddp.preferences.first_texts(rows[0]))
-        kind = accel_ddp.preferences.ItemCollate
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",), kind=kind)
+        collate = self.pad(per_token=("labels",), kind=accel_ddp.preferences.ItemCollate)
         logps, reference = accel_ddp.preferences.TextLogps(accel_ddp.linear_cross_entropy.OutputHead(self.model)), None
         if cfg.has_reference:
-            reference = accel_ddp.reference.Reference(cfg, accelerator, self.model, rows, fingerprints, collate, logps)
+            reference = accel_ddp.reference.Reference(cfg, accelerator, self.model, rows, self.fingerprints, collate, logps)
             rows = reference.rows
         self.loss_sum = accel_ddp.preferences.build_loss(cfg, logps, reference)
-        train_rows, self.eval_rows = rows
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprints[0])
-        self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.eval_rows = rows[1]
+        self.use(*rows, collate)
 
     def count(self, batch):
         return len(batch["good"]) if "good" in batch else len(batch["input_ids"]) // 2
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.loss_sum.measure, self.summarize)
+    def measure(self, model, batch):
+        return self.loss_sum.measure(model, batch)
 
     def summarize(self, rows):
-        """Return the means over all pairs, or the metrics of labeled answers. This runs on the main rank."""
         self.measured = rows  # for `tables`
         return self.loss_sum.summarize(rows)
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         return accel_ddp.preferences.make_tables(self.measured, self.cfg.log_predictions, self.decode)
 
     def decode(self, items, text):
-        """Return one of the texts of some evaluation items, with their prompts."""
         return [self.processor.decode(ids[text]) for ids in self.eval_rows[items]["input_ids"]]
 
     @property
     def example(self):
-        """Python code that applies the exported {model} to the first evaluation row."""
         options = f"{accel_ddp.examples.literal(self.prompt)}, max_new_tokens=40, do_sample=False"
         return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
 

@@ -52,16 +52,11 @@ class Config(RecipeConfig):
     )  # fmt: skip
     num_negatives: int = option(1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1)
     mine_negatives: int = option(
-        0,
-        "negatives to mine per anchor: the nearest positives of other rows, by the model",
-        group="training",
-        at_least=0,
+        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0
     )
     mine_every: int = option(0, "steps between minings; 0: only before the first step", group="training", at_least=0)
     mine_margin: float = option(
-        0.0,
-        "skip mined texts whose cosine is above the positive's cosine minus this; they may be right",
-        group="training",
+        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training"
     )
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")
@@ -94,26 +89,19 @@ class Config(RecipeConfig):
     def validate(self) -> None:
         super().validate()
         if self.score_column and self.negative_columns:
-            raise UserError(
-                f"--negative_columns {' '.join(self.negative_columns)}: cannot be used with --score_column {self.score_column}. "
-                "Give each negative as a pair with a low score."
-            )
+            given = f"--negative_columns {' '.join(self.negative_columns)}"
+            instead = "Give each negative as a pair with a low score"
+            raise UserError(f"{given}: cannot be used with --score_column {self.score_column}. {instead}.")
         if self.sync_every and self.mine_every % self.sync_every:
             near = max(self.sync_every, self.mine_every - self.mine_every % self.sync_every)
-            raise UserError(
-                f"--mine_every {self.mine_every}: negatives are mined when all workers have the same weights. Use a multiple of "
-                f"--sync_every {self.sync_every}, for example {near}."
-            )
+            why = "negatives are mined when all workers have the same weights"
+            instead = f"Use a multiple of --sync_every {self.sync_every}, for example {near}"
+            raise UserError(f"--mine_every {self.mine_every}: {why}. {instead}.")
         for name in ("negatives_file", "mine_negatives"):
-            if self.score_column and getattr(self, name):
-                raise UserError(
-                    f"--{name} {getattr(self, name)}: cannot be used with --score_column {self.score_column}. Leave it out."
-                )
-        for name, needed in (
-            ("num_negatives", "negatives_file"),
-            ("mine_every", "mine_negatives"),
-            ("mine_margin", "mine_negatives"),
-        ):
+            if self.score_column and (given := getattr(self, name)):
+                raise UserError(f"--{name} {given}: cannot be used with --score_column {self.score_column}. Leave it out.")
+        needs = {"num_negatives": "negatives_file", "mine_every": "mine_negatives", "mine_margin": "mine_negatives"}
+        for name, needed in needs.items():
             if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
                 raise UserError(f"--{name} {getattr(self, name)}: needs --{needed}.")
         if not self.score_column and (self.min_score, self.max_score) != (0, 1):
@@ -125,34 +113,29 @@ class Config(RecipeConfig):
         if self.scale <= 0:
             raise UserError(f"--scale {self.scale}: must be above 0. 20 is usual.")
         if any(size < 1 for size in self.matryoshka):
-            raise UserError(
-                f"--matryoshka {' '.join(map(str, self.matryoshka))}: must be numbers of dimensions, for example 256 128."
-            )
+            given = " ".join(map(str, self.matryoshka))
+            raise UserError(f"--matryoshka {given}: must be numbers of dimensions, for example 256 128.")
 
 
-class Task:
-    """What is learned: the model, the data, the loss over a whole batch, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModel"  # for the estimate of memory, before the model is loaded
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the model and the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
             train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
+            facts["the data"] = self.identify(train_rows, eval_rows)
             self.dimension = self.model.config.hidden_size
             if any(size > self.dimension for size in cfg.matryoshka):
                 raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
         self.sizes = tuple(sorted({*cfg.matryoshka, self.dimension}, reverse=True))
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
+        collate = self.pad(kind=accel_ddp.contrastive.ListCollate)
+        self.use(train_rows, eval_rows, collate)
         if cfg.mine_negatives:
             self.mined = accel_ddp.EvalBatches(train_rows, collate, cfg.eval_batch_size, accelerator, cfg)
-            self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, fingerprint, cfg, self.mine)
-        self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+            self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, self.fingerprints[0], cfg, self.mine)
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
         if not cfg.score_column:
@@ -176,37 +159,29 @@ class Task:
     def count(self, batch):
         return len(batch["keys"])
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
     def measure(self, model, batch):
-        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         if self.cfg.score_column:
             cosines = accel_ddp.contrastive.pair_cosines(self.embed(model, batch), self.sizes)
             return {"cosines": cosines, "scores": batch["scores"]}
         return {"embeddings": self.embed(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
 
     def summarize(self, rows):
-        """Return the metrics of all items. This runs on the main rank."""
         self.rows = rows  # for `tables`
         if self.cfg.score_column:
             return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
         return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         rows, self.rows = self.rows, {}  # the embeddings of all items are large
         return accel_ddp.contrastive.make_tables(rows, self.cfg.log_predictions, self.describe)
 
     def describe(self, items):
-        """Return the texts of some evaluation items, as the data contain them."""
         columns = {"anchor": self.cfg.anchor_column, "positive": self.cfg.positive_column}
         rows = self.eval_texts[items]
         return {name: accel_ddp.data.read_texts(rows, column) for name, column in columns.items()}
 
     @property
     def example(self):
-        """Python code that prints the cosine of the first evaluation row with the exported model in {folder}."""
         texts = accel_ddp.examples.first_texts(self.eval_texts, [self.cfg.anchor_column, self.cfg.positive_column])
         anchor, positive = map(accel_ddp.examples.literal, texts)
         return (
@@ -231,10 +206,8 @@ def build_data(cfg: Config, tokenizer):
         texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
         texts += [[(some + [""] * cfg.num_negatives)[i] for some in rows[more]] for i in range(cfg.num_negatives) if more in rows]
         prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(texts) - 1)
-        tokens = [
-            tokenizer([prefix + text for text in some], truncation=True, max_length=cfg.max_length)["input_ids"]
-            for prefix, some in zip(prefixes, texts)
-        ]
+        prefixed = [[prefix + text for text in some] for prefix, some in zip(prefixes, texts)]
+        tokens = [tokenizer(some, truncation=True, max_length=cfg.max_length)["input_ids"] for some in prefixed]
         done = {"input_ids": [list(row) for row in zip(*tokens)], "keys": accel_ddp.contrastive.text_keys(texts)}
         problems = accel_ddp.data.find_text_problems(rows, columns)
         if cfg.score_column:
@@ -244,9 +217,8 @@ def build_data(cfg: Config, tokenizer):
 
     scores = [cfg.score_column, cfg.min_score, cfg.max_score]
     options = [cfg.anchor_prefix, cfg.positive_prefix, cfg.max_length, cfg.num_negatives]
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, options, scores]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables]
-    usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
+    usable = accel_ddp.tokenization.encode_tables(tables, encode, tokenizer, [columns, options, scores], cfg)
+    accel_ddp.tokenization.report_truncated(usable, cfg.max_length)
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]))
 
 

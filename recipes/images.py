@@ -69,32 +69,27 @@ class Config(ScoredConfig):
     def validate_sharded(self) -> None:
         super().validate_sharded()
         if self.model == "mini-resnet":
-            raise UserError(
-                "--model mini-resnet: the accelerate config asks for FSDP, which needs a transformers model with a list of layers. Use "
-                "accelerate_configs/1node.yaml or 2node.yaml, or --model google/vit-base-patch16-224."
-            )
+            why = "the accelerate config asks for FSDP, which needs a transformers model with a list of layers"
+            instead = "Use accelerate_configs/1node.yaml or 2node.yaml, or --model google/vit-base-patch16-224"
+            raise UserError(f"--model mini-resnet: {why}. {instead}.")
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.ClassTask):
     model_class = "AutoModelForImageClassification"  # for the estimate of memory, before the model is loaded
 
     def __init__(self, cfg: Config, accelerator):
         from torch.utils.data import default_collate
 
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "classes")
             train, test, self.labels = build_data(cfg)
             self.more_metrics.try_out(test.properties["labels"][:], self.labels.names)
             self.model, self.processor = build_model(cfg, accelerator, self.labels, train)
-            facts["the data"] = train.fingerprint + test.fingerprint
-        images = accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
-        self.train = accel_ddp.TrainBatches(images, default_collate, train.fingerprint)
-        images = accel_ddp.vision.Images(test, self.processor, self.model)
-        self.test = test
-        self.eval_batches = accel_ddp.EvalBatches(images, default_collate, cfg.eval_batch_size, accelerator, cfg)
+            self.fingerprints = [train.fingerprint, test.fingerprint]
+            facts["the data"] = "".join(self.fingerprints)
+        self.test, augmented = test, accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
+        self.use(augmented, accel_ddp.vision.Images(test, self.processor, self.model), default_collate)
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
@@ -102,37 +97,15 @@ class Task:
     def count(self, batch):
         return len(batch["labels"])
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
-    def measure(self, model, batch):
-        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
+    def scores(self, model, batch):
         scores = logits(model, batch)
-        losses = accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
-        rows = {"loss": losses, "predictions": scores.argmax(-1), "references": batch["labels"]}
-        rows |= {"confidence": accel_ddp.tables.confidence(scores)} if self.cfg.log_predictions else {}
-        return rows | ({"probabilities": scores.softmax(-1)} if self.more_metrics.needs_probabilities else {})
+        return scores, accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
 
-    def summarize(self, rows):
-        """Return the metrics of all items. This runs on the main rank."""
-        self.rows = {name: values for name, values in rows.items() if name != "probabilities"}  # for `tables`
-        loss = rows.pop("loss").mean()
-        rows.pop("confidence", None)
-        scores, self.table = accel_ddp.metrics.class_metrics(rows["predictions"], rows["references"], self.labels.names)
-        return self.more_metrics.add_to({**scores, "loss": loss}, **rows)
-
-    def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
-        describe = lambda items: accel_ddp.vision.describe(self.test, items)
-        return accel_ddp.labels.make_tables(self.labels, self.rows, self.table, self.cfg.log_predictions, describe)
-
-    def report(self):
-        """Return what is printed after training."""
-        return self.table.report(self.cfg.output_dir)
+    def describe(self, items):
+        return accel_ddp.vision.describe(self.test, items)
 
     @property
     def example(self):
-        """Python code that applies the exported model in {folder} to the first evaluation image."""
         remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
         use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
         return f"{accel_ddp.vision.loading_code(self.cfg, self.test)}; {use}; print(use(image))"
@@ -146,9 +119,8 @@ def logits(model, batch):
 def build_data(cfg: Config):
     """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
     tables = accel_ddp.vision.load_images(cfg)
-    labels = accel_ddp.labels.Labels.from_rows(
-        *tables, cfg.label_column, use_both=accel_ddp.labels.may_lack_classes(cfg, tables[0])
-    )
+    use_both = accel_ddp.labels.may_lack_classes(cfg, tables[0])
+    labels = accel_ddp.labels.Labels.from_rows(*tables, cfg.label_column, use_both=use_both)
     if labels.is_multi_label:
         raise UserError(f"--label_column {cfg.label_column}: contains lists, but each image must have one label.")
     images = accel_ddp.vision.check_images(tables, labels, cfg)

@@ -48,24 +48,21 @@ class Config(RecipeConfig):
             raise UserError(f"--mask_share {self.mask_share}: must be a fraction between 0 and 1.")
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForMaskedLM"  # for the estimate of memory, before the model is loaded
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the model and the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForMaskedLM")
-            train_blocks, self.eval_blocks, fingerprints = build_data(cfg, self.processor)
+            train_blocks, self.eval_blocks, self.fingerprints = build_data(cfg, self.processor)
             self.model = build_model(cfg, accelerator, self.processor)
-            facts["the data"] = "".join(fingerprints)
-        kind = accel_ddp.masking.MaskedCollate
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",), kind=kind)
+            facts["the data"] = "".join(self.fingerprints)
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, cfg.mask_share, seed)
-        self.train = accel_ddp.TrainBatches(masked(train_blocks, None), collate, fingerprints[0])
         self.eval_masked = masked(self.eval_blocks, cfg.seed)
-        self.eval_batches = accel_ddp.EvalBatches(self.eval_masked, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.use(
+            masked(train_blocks, None), self.eval_masked, self.pad(per_token=("labels",), kind=accel_ddp.masking.MaskedCollate)
+        )
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch))
@@ -74,16 +71,14 @@ class Task:
         return len(batch["masked_positions"])
 
     def evaluate(self, model):
-        metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        metrics = super().evaluate(model)
         self.guesses = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.guess)
         return metrics
 
     def guess(self, model):
-        """Return some guesses of masked words."""
         return accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
 
     def measure(self, model, batch):
-        """Return one row of sums per block. `evaluate` puts the rows of all ranks in order."""
         scores, answers = accel_ddp.masking.masked_logits(model, batch)
         losses = accel_ddp.losses.cross_entropy(scores, answers, reduction="none")
         rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
@@ -98,16 +93,13 @@ class Task:
         return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "accuracy": float(rows["right"].sum() / tokens)}
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         return accel_ddp.masking.make_tables(self.cfg.log_predictions, self.rows, self.eval_masked, self.processor)
 
     def report(self):
-        """Return the guesses of masked words at the last evaluation."""
         return self.guesses
 
     @property
     def example(self):
-        """Python code that applies the exported {model} to the first evaluation row, with a masked word."""
         text = accel_ddp.examples.literal(accel_ddp.masking.masked_text(self.processor, self.eval_blocks))
         return f'from transformers import pipeline; print(*pipeline("fill-mask", {{model}})({text}), sep="\\n")'
 
@@ -130,10 +122,8 @@ def build_model(cfg: Config, accelerator, tokenizer):
     model = accel_ddp.models.load(AutoModelForMaskedLM, cfg, tokenizer)
     has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
     if cfg.lora_r and not has_head:
-        raise UserError(
-            f"--lora_r {cfg.lora_r}: {cfg.model} has no masked language model head, and adapters do not train a new one. "
-            "Leave --lora_r out."
-        )
+        reason = f"{cfg.model} has no masked language model head, and adapters do not train a new one"
+        raise UserError(f"--lora_r {cfg.lora_r}: {reason}. Leave --lora_r out.")
     model = accel_ddp.masking.compute_masked_logits_only(model)
     return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
 

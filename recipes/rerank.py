@@ -67,34 +67,28 @@ class Config(RecipeConfig):
             raise accel_ddp.UserError("--max_candidates 1: there is nothing to compare. Use 2 or more, or 0 for all.")
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
     fits_memory = True  # it calls `fit_memory` itself, when the number of candidates is known
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, self.model_class)
             self.processor.model_max_length = cfg.max_length  # sentence-transformers truncates to it
             train_rows, eval_rows, self.eval_texts, self.form, self.loss = build_data(cfg, self.processor)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(eval_rows, cfg.cache_dir)
+            facts["the data"] = self.identify(train_rows, eval_rows)
         cfg.texts_per_item = int(accel_ddp.stream.count_tokens(train_rows, ("relevance",)).max())
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, (train_rows, eval_rows))
         with accel_ddp.together("load the model"):
             is_binary = self.loss == "binary"
             head = {"num_labels": 1, "problem_type": "multi_label_classification" if is_binary else "regression"}
             self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
-            self.model.config.sentence_transformers = {  # what CrossEncoder applies to the score
-                "activation_fn": f"torch.nn.{'Sigmoid' if is_binary else 'Identity'}"
-            }
+            activation = f"torch.nn.{'Sigmoid' if is_binary else 'Identity'}"  # what CrossEncoder applies to the score
+            self.model.config.sentence_transformers = {"activation_fn": activation}
         self.more_files = self.form.files
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
-        self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.use(train_rows, eval_rows, self.pad(kind=accel_ddp.contrastive.ListCollate))
 
     def loss_sum(self, model, batch):
         losses = accel_ddp.ranking.list_losses if self.is_listwise else accel_ddp.ranking.pair_losses
@@ -103,33 +97,25 @@ class Task:
     def count(self, batch):
         return len(batch["relevance"] if self.is_listwise else batch["input_ids"])  # queries, or candidates
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
     def measure(self, model, batch):
-        """Return one row per candidate. `evaluate` puts the rows of all ranks in order."""
         scores, relevance = accel_ddp.ranking.score(model, batch)[:, 0], batch["relevance"][:, 0]
         loss = {} if self.is_listwise else {"loss": accel_ddp.ranking.pair_losses(scores, relevance, self.loss)}
         return {"scores": scores, "relevance": relevance, "keys": batch["keys"], **loss}
 
     def summarize(self, rows):
-        """Return the metrics of all queries. This runs on the main rank."""
         self.rows = rows  # for `tables`
         return accel_ddp.ranking.summarize(rows["scores"], rows["relevance"], rows["keys"], self.loss)
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         return accel_ddp.ranking.make_tables(self.rows, self.cfg.log_predictions, self.describe)
 
     def describe(self, items):
-        """Return the texts of some evaluation items, as the data contain them."""
         queries = [self.form.read(self.eval_texts[item], self.loss) for item in items]
         found = [query.candidates[self.places[item]] for query, item in zip(queries, items)]
         return {"query": [query.text for query in queries], "candidate": found}
 
     @property
     def example(self):
-        """Python code that ranks the candidates of the first evaluation row with the exported model in {folder}."""
         query = self.form.read(self.eval_texts[0], self.loss)
         texts = [accel_ddp.examples.literal(accel_ddp.examples.shorten(text)) for text in (query.text, *query.candidates[:3])]
         return (
@@ -152,10 +138,8 @@ def build_data(cfg: Config, tokenizer):
         return accel_ddp.ranking.encode(rows, form, loss, tokenizer, cfg, is_trained=False)
 
     depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity, loss, cfg.max_length, cfg.max_candidates, cfg.seed]
-    encoded = [
-        accel_ddp.tokenization.map_once(rows, function, depends_on=depends_on, cfg=cfg)
-        for rows, function in zip(tables, (encode, encode_pairs))
-    ]
+    parts = zip(tables, (encode, encode_pairs))
+    encoded = [accel_ddp.tokenization.map_once(rows, function, depends_on=depends_on, cfg=cfg) for rows, function in parts]
     usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
     accel_ddp.ranking.report_queries(usable[1], None if cfg.evaluate_only else usable[0])
     return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]), form, loss)

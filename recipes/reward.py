@@ -22,8 +22,7 @@ from accel_ddp.entry import run
 class Config(PairConfig):
     margin_column: str = option("", "column of margins between the scores; default: margin, if there is one", group="data")
     max_length: int | Literal["auto"] = option(
-        "auto",
-        "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: from the data",
+        "auto", "tokens of a prompt with an answer; longer rows are refused, or left out with --skip_broken; auto: from the data"
     )
     center_rewards: float = option(
         0.0, "weight of (s_chosen + s_rejected)^2, which keeps scores around 0; 0.01 is usual", group="training", at_least=0,
@@ -48,30 +47,25 @@ class Config(PairConfig):
         return {"accuracy": "max", "margin": "max", "loss": "min"}
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the pairs over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
     fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "rewards")
             rows, self.chosen = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
+            facts["the data"] = self.identify(*rows)
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
         with accel_ddp.together("load the model"):
             head = {"num_labels": 1, "problem_type": "regression"}
             self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
             # The model finds the last token of a text by it. It is exported, so that others read the same score.
             self.model.config.get_text_config().pad_token_id = self.processor.pad_token_id
-        train_rows, self.eval_rows = rows
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, kind=accel_ddp.contrastive.ListCollate)
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
-        self.eval_batches = accel_ddp.EvalBatches(self.eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.eval_rows = rows[1]
+        self.use(*rows, self.pad(kind=accel_ddp.contrastive.ListCollate))
 
     def loss_sum(self, model, batch):
         """Return the summed loss of pairs, and sums for the log."""
@@ -86,39 +80,28 @@ class Task:
     def count(self, batch):
         return len(batch["margin"])
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
     def measure(self, model, batch):
-        """Return one row per pair. `evaluate` puts the rows of all ranks in order."""
         scores, numbers = self.numbers(model, batch)
         return {"scores": scores, **numbers}
 
     def summarize(self, rows):
-        """Return the means over all pairs. This runs on the main rank."""
         self.scores = rows["scores"]  # for `tables`
         accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
         return {name: rows[name].mean(dtype="float64") for name in ("accuracy", "margin", "loss")}
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         chosen, rejected = self.scores.T
         rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
         return accel_ddp.preferences.make_tables(rows, self.cfg.log_predictions, self.decode)
 
     def decode(self, items, text):
-        """Return one of the texts of some evaluation items, with their prompts."""
         return [self.processor.decode(ids[text]) for ids in self.eval_rows[items]["input_ids"]]
 
     @property
     def example(self):
-        """Python code that prints the score of the first chosen answer with the exported model in {folder}."""
         chat, inputs = accel_ddp.examples.literal(self.chosen), 'return_tensors="pt"'
-        inputs = (
-            f"t({chat}, add_special_tokens=False, {inputs})"
-            if isinstance(self.chosen, str)
-            else f"t.apply_chat_template({chat}, return_dict=True, {inputs})"
-        )
+        of_text, of_chat = "t({}, add_special_tokens=False, {})", "t.apply_chat_template({}, return_dict=True, {})"
+        inputs = (of_text if isinstance(self.chosen, str) else of_chat).format(chat, inputs)
         return (
             "from transformers import AutoModelForSequenceClassification, AutoTokenizer; t = AutoTokenizer.from_pretrained({folder}); "
             "m = AutoModelForSequenceClassification.from_pretrained({folder}, num_labels=1, pad_token_id=t.pad_token_id); "

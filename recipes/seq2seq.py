@@ -30,20 +30,13 @@ class Config(ScoredConfig):
     max_length: int = option(128, "tokens per source; longer ones are truncated", group="data", at_least=1)
     max_target_length: int = option(128, "tokens per target; longer ones are truncated", group="data", at_least=1)
     max_new_tokens: int = option(
-        64,
-        "tokens of a generated text, in evaluations and in the exported model",
-        group="evaluation",
-        affects_result=False,
-        at_least=1,
-        also=("generation_max_length",),
-    )
+        64, "tokens of a generated text, in evaluations and in the exported model", group="evaluation", affects_result=False,
+        at_least=1, also=("generation_max_length",),
+    )  # fmt: skip
     samples: int = option(
-        3,
-        "generated texts to print at each evaluation; its table has them too, and they contain your data",
-        group="evaluation",
-        affects_result=False,
-        at_least=0,
-    )
+        3, "generated texts to print at each evaluation; its table has them too, and they contain your data", group="evaluation",
+        affects_result=False, at_least=0,
+    )  # fmt: skip
     num_beams: int = option(1, "beam search width; 1: greedy", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 7.0
     micro_batch_size: int | Literal["auto"] = 32
@@ -61,15 +54,13 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForSeq2SeqLM"  # for the estimate of memory, before the model is loaded
 
     def __init__(self, cfg: Config, accelerator):
         from transformers import DataCollatorForSeq2Seq
 
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "texts")
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSeq2SeqLM")
@@ -77,14 +68,12 @@ class Task:
             train_rows, self.eval_rows = build_data(cfg, self.processor)
             self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])
             self.model = build_model(cfg, accelerator, self.processor)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows, cfg.cache_dir)
+            facts["the data"] = self.identify(train_rows, self.eval_rows)
         multiple = 8 if accelerator.device.type == "cuda" else None
         collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
         train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
         lengths = partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels"))  # of sources and targets
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint, lengths)
-        self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+        self.use(train_rows, eval_rows, collate, lengths)
 
     def loss_sum(self, model, batch, reduction="sum"):
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -95,16 +84,11 @@ class Task:
     def count(self, batch):
         return (batch["labels"] != -100).sum()
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
     def measure(self, model, batch):
-        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         return {"loss": self.loss_sum(model, batch, "rows"), "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
 
     def summarize(self, rows):
-        """Return the mean loss over tokens, and metrics of the generated texts. This runs on the main rank."""
         outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         self.rows, self.outputs = rows, outputs  # for `tables`
@@ -113,16 +97,13 @@ class Task:
         return self.more_metrics.add_to(metrics, predictions=outputs, references=targets, sources=sources)
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
-        return accel_ddp.generation_metrics.make_tables(
-            self.cfg.log_predictions, sources, targets, self.outputs, losses, self.cfg.samples
-        )
+        shown = (self.cfg.log_predictions, sources, targets, self.outputs, losses, self.cfg.samples)
+        return accel_ddp.generation_metrics.make_tables(*shown)
 
     @property
     def example(self):
-        """Python code that applies the exported model in {folder} to the first evaluation row."""
         source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.eval_rows[0]["source"]))
         # Adapters have no generation config.
         options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
@@ -151,9 +132,9 @@ def build_data(cfg: Config, tokenizer):
             "max_target_length": accel_ddp.generation_metrics.find_truncated(tokenizer, targets, labels, cfg.max_target_length),
         }
 
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    return accel_ddp.generation_metrics.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg)
+    depends_on = [columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
+    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
+    return accel_ddp.generation_metrics.report_truncated(usable, cfg)
 
 
 def build_model(cfg: Config, accelerator, tokenizer):
@@ -161,9 +142,8 @@ def build_model(cfg: Config, accelerator, tokenizer):
 
     model = accel_ddp.models.load(AutoModelForSeq2SeqLM, cfg, tokenizer)
     accel_ddp.generation_metrics.require_decoder(model, cfg)
-    model.generation_config = accel_ddp.generation_metrics.build_generation_config(
-        model.generation_config, cfg.max_new_tokens, cfg.num_beams
-    )
+    options = (model.generation_config, cfg.max_new_tokens, cfg.num_beams)
+    model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
     return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_2_SEQ_LM")
 
 

@@ -46,12 +46,9 @@ class Config(ChatConfig):
     )  # fmt: skip
     shuffle_block: int = option(10_000, "with --streaming: shuffle within this many consecutive rows", group="data", at_least=1)
     samples: int = option(
-        3,
-        "answers to generate and print at each evaluation; its table has them too, and they contain your data",
-        group="evaluation",
-        affects_result=False,
-        at_least=0,
-    )
+        3, "answers to generate and print at each evaluation; its table has them too, and they contain your data",
+        group="evaluation", affects_result=False, at_least=0,
+    )  # fmt: skip
     log_predictions: int = option(0, "answers to generate for the table of each evaluation, if more than --samples")
     max_new_tokens: int = option(40, "tokens of a generated answer", group="evaluation", affects_result=False, at_least=1)
     epochs: float = 4.0
@@ -71,21 +68,18 @@ class Config(ChatConfig):
         return {"loss": "min", "perplexity": "min"}
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
     fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         today = accel_ddp.chat.agree_on_today()
         with accel_ddp.together("load the data") as facts:
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
             self.processor.padding_side = "right"
             rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
-            fingerprint = accel_ddp.tokenization.fingerprint(rows[0], cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(rows[1], cfg.cache_dir)
+            facts["the data"] = self.identify(*rows)
         share_rows = form.kind == "texts" and not cfg.streaming
         accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
         with accel_ddp.together("load the model") as facts:
@@ -94,13 +88,10 @@ class Task:
             if share_rows:
                 rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
                 facts["--packing"] = cfg.packing
-        train_rows, eval_rows = rows
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
+        collate = self.pad(per_token=("labels",))
+        self.use(*rows, collate)
         if cfg.streaming:
-            self.train = accel_ddp.row_stream.RowStream(*source, train_rows, form, collate, cfg)
-        else:
-            self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
-        self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+            self.train = accel_ddp.row_stream.RowStream(*source, rows[0], form, collate, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
 
     def loss_sum(self, model, batch):
@@ -110,16 +101,14 @@ class Task:
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
 
     def evaluate(self, model):
-        metrics = accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
+        metrics = super().evaluate(model)
         self.answers = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer)  # on the main rank only
         return metrics
 
     def answer(self, model):
-        """Return the answers to the samples."""
         return accel_ddp.chat.generate(model, self.processor, [sample.ids for sample in self.samples], self.cfg.max_new_tokens)
 
     def measure(self, model, batch):
-        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         losses = self.head.row_losses(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
@@ -129,12 +118,10 @@ class Task:
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         return accel_ddp.generation_metrics.make_answer_tables(self.samples, self.answers, self.processor)
 
     @property
     def example(self):
-        """Python code that applies the exported {model} to the first evaluation row."""
         options = f"{accel_ddp.examples.literal(self.prompt)}, max_new_tokens={self.cfg.max_new_tokens}, do_sample=False"
         return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
 

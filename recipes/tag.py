@@ -41,13 +41,11 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "tags")}
 
 
-class Task:
-    """What is learned: the model, the data, the summed loss, the items over which it is averaged, and the metrics."""
-
+class Task(accel_ddp.Task):
     model_class = "AutoModelForTokenClassification"  # for the estimate of memory, before the model is loaded
 
     def __init__(self, cfg: Config, accelerator):
-        self.cfg, self.accelerator = cfg, accelerator
+        super().__init__(cfg, accelerator)
         with accel_ddp.together("load the model and the data") as facts:
             self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "tags")
             self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
@@ -55,13 +53,10 @@ class Task:
             train_rows, self.eval_rows, self.tags, self.eval_words = build_data(cfg, self.processor)
             self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
             self.more_metrics.try_out(self.references)
-            self.model = build_model(cfg, accelerator, self.processor, self.tags)
-            fingerprint = accel_ddp.tokenization.fingerprint(train_rows, cfg.cache_dir)
-            facts["the data"] = fingerprint + accel_ddp.tokenization.fingerprint(self.eval_rows, cfg.cache_dir)
-        collate = accel_ddp.tokenization.pad_collate(self.processor, accelerator, per_token=("labels",))
-        train_rows, eval_rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
-        self.train = accel_ddp.TrainBatches(train_rows, collate, fingerprint)
-        self.eval_batches = accel_ddp.EvalBatches(eval_rows, collate, cfg.eval_batch_size, accelerator, cfg)
+            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **self.tags.model_config())
+            facts["the data"] = self.identify(train_rows, self.eval_rows)
+        rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
+        self.use(*rows, self.pad(per_token=("labels",)))
 
     def loss_sum(self, model, batch):
         return accel_ddp.losses.of_tokens(logits(model, batch), batch["labels"])
@@ -69,11 +64,7 @@ class Task:
     def count(self, batch):
         return (batch["labels"] != -100).sum()
 
-    def evaluate(self, model):
-        return accel_ddp.evaluate(self.accelerator, model, self.eval_batches, self.measure, self.summarize)
-
     def measure(self, model, batch):
-        """Return one row per item. `evaluate` puts the rows of all ranks in order."""
         scores, labels = logits(model, batch), batch["labels"]
         losses = accel_ddp.losses.of_tokens(scores, labels, "rows")
         rows = {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
@@ -82,7 +73,6 @@ class Task:
         return rows
 
     def summarize(self, rows):
-        """Return the metrics of all items. This runs on the main rank."""
         self.rows = rows  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(rows["predictions"], self.eval_rows["first"][:], self.tags.names)
         scores, self.table = accel_ddp.tagging.score_entities(answers, self.references)
@@ -90,18 +80,15 @@ class Task:
         return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
 
     def tables(self):
-        """Return the tables of the last evaluation. This runs on the main rank."""
         words = lambda items: self.eval_words[items][self.cfg.tokens_column]
         tables = accel_ddp.tagging.make_tables(self.tags, self.rows, self.eval_rows, self.cfg.log_predictions, words)
         return {"classes": self.table.as_table(), **tables}
 
     def report(self):
-        """Return what is printed after training."""
         return self.table.report(self.cfg.output_dir)
 
     @property
     def example(self):
-        """Python code that applies the exported {model} to the first evaluation row."""
         text = accel_ddp.tagging.first_text(self.eval_words, self.cfg.tokens_column, self.tags)
         use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
         row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
@@ -122,28 +109,11 @@ def build_data(cfg: Config, tokenizer):
         return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
 
     of_tags = [tags.column, tags.names, sorted(map(repr, tags.tag_ids.items()))]
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), cfg.tokens_column, cfg.max_length, *of_tags]
-    encoded = [accel_ddp.tokenization.map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in (train, test)]
-    rows = test
-    train, test = accel_ddp.data.drop_broken(encoded, cfg)
-    accel_ddp.tagging.report_truncated(train, test, cfg.max_length)
-    tags.report_classes([train, test])
-    return train, test, tags, accel_ddp.data.select_sources(rows, test)
-
-
-def build_model(cfg: Config, accelerator, tokenizer, tags):
-    from transformers import AutoModelForTokenClassification
-
-    model = accel_ddp.models.load(
-        AutoModelForTokenClassification,
-        cfg,
-        tokenizer,
-        **tags.model_config(),
-        ignore_mismatched_sizes=True,  # a head for other tags is replaced
-    )
-    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="TOKEN_CLS")
-    accel_ddp.model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model)
-    return model
+    depends_on = [cfg.tokens_column, cfg.max_length, *of_tags]
+    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
+    accel_ddp.tagging.report_truncated(*usable, cfg.max_length)
+    tags.report_classes(usable)
+    return (*usable, tags, accel_ddp.data.select_sources(test, usable[1]))
 
 
 def main(cfg: Config):

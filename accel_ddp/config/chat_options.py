@@ -33,10 +33,9 @@ class ChatConfig(RecipeConfig):
         "auto", "examples per rank in evaluations; auto: by memory, on CPUs 16", legacy=16
     )
     gradient_checkpointing: bool | Literal["auto"] = option(
-        "auto",
-        "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
+        "auto", "recompute activations: less memory, about a third more time; auto: if a step does not fit otherwise",
         legacy=False,
-    )
+    )  # fmt: skip
 
     def validate(self) -> None:
         super().validate()

@@ -92,9 +92,8 @@ class OptimizerConfig:
                 instead = f"Leave it out, or use --optimizer {' or '.join(_using(name))}"
                 raise UserError(f"--{name} {getattr(self, name)}: --optimizer {self.optimizer} does not use it. {instead}.")
         if self.min_lr_ratio != type(self).min_lr_ratio and self.lr_schedule == "constant":
-            raise UserError(
-                f"--min_lr_ratio {self.min_lr_ratio}: the learning rate of --lr_schedule constant never falls. Leave it out."
-            )
+            reason = "the learning rate of --lr_schedule constant never falls"
+            raise UserError(f"--min_lr_ratio {self.min_lr_ratio}: {reason}. Leave it out.")
         if self.decay_ratio != type(self).decay_ratio and self.lr_schedule != "wsd":
             raise UserError(f"--decay_ratio {self.decay_ratio}: needs --lr_schedule wsd, and it is {self.lr_schedule}.")
         if self.lr_schedule == "wsd" and not self.warmup_steps and self.warmup_ratio + self.decay_ratio > 1:

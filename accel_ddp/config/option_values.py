@@ -23,10 +23,8 @@ class BestMetric(NamedTuple):
     def require(self, metrics: dict[str, float]) -> None:
         """Raise UserError if an evaluation has not measured the metric."""
         if self.name not in metrics:
-            raise UserError(
-                f"--best_metric {self.name}: the evaluation has no such metric.{_suggest(self.name, list(metrics))} "
-                f"Use one of: {', '.join(metrics)}."
-            )
+            reason = f"the evaluation has no such metric.{_suggest(self.name, list(metrics))} Use one of: {', '.join(metrics)}"
+            raise UserError(f"--best_metric {self.name}: {reason}.")
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Return whether `value` is better than an earlier one. NaN is never better, and of equal values the first is best."""
@@ -62,10 +60,8 @@ def choose(text: str, declared: dict[str, Direction], can_add: bool = False) -> 
         )
     direction = given or declared.get(name, "")
     if direction not in ("min", "max"):
-        raise UserError(
-            f"--best_metric {text}: whether a lower or a higher {name} is better is not known. Use --best_metric {name}:min or "
-            f"--best_metric {name}:max."
-        )
+        instead = f"Use --best_metric {name}:min or --best_metric {name}:max"
+        raise UserError(f"--best_metric {text}: whether a lower or a higher {name} is better is not known. {instead}.")
     return BestMetric(name, direction)
 
 
@@ -100,10 +96,8 @@ def parse_steps(text: str) -> Window | Literal["auto"] | None:
         return "auto"
     found = re.fullmatch(r"(\d+)(?:[-:](\d+))?", word)
     if not found:
-        raise UserError(
-            f"--profile {text}: must be a range of steps such as 10-14, one step, auto or off. Without a value it records "
-            f"{NUM_STEPS} steps after the first {WARM_UP_STEPS}."
-        )
+        default = f"Without a value it records {NUM_STEPS} steps after the first {WARM_UP_STEPS}"
+        raise UserError(f"--profile {text}: must be a range of steps such as 10-14, one step, auto or off. {default}.")
     window = Window(int(found[1]), int(found[2] or found[1]))
     if window.first < 1 or window.last < window.first:
         example = f"{max(1, window.last)}-{max(1, window.first)}" if window.last < window.first else "1-5"
@@ -121,10 +115,8 @@ def check_end(text: str, total_steps: int) -> None:
     window = parse_steps(text)
     if isinstance(window, Window) and window.last > total_steps:
         first = max(1, min(window.first, total_steps - (window.last - window.first)))
-        raise UserError(
-            f"--profile {text}: the run has {counted(total_steps, 'step')}. Use --profile {first}-{total_steps}, or "
-            "train for more --steps."
-        )
+        instead = f"Use --profile {first}-{total_steps}, or train for more --steps"
+        raise UserError(f"--profile {text}: the run has {counted(total_steps, 'step')}. {instead}.")
 
 
 def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
@@ -172,9 +164,8 @@ def parse_shares(text: str, num_ranks: int = 0) -> tuple[float, ...] | None:
     if not all(re.fullmatch(r"\d+(\.\d+)?", word) and float(word) > 0 for word in words) or len(words) < 2:
         raise UserError(f"--balance {text}: must be off, speed, or a number above 0 for each rank, for example 2,1.")
     if num_ranks and len(words) != num_ranks:
-        raise UserError(
-            f"--balance {text}: has {len(words)} numbers for {num_ranks} ranks. Give one for each, or use --balance speed."
-        )
+        instead = "Give one for each, or use --balance speed"
+        raise UserError(f"--balance {text}: has {len(words)} numbers for {num_ranks} ranks. {instead}.")
     return tuple(float(word) / sum(map(float, words)) for word in words)
 
 
@@ -217,7 +208,6 @@ def split_weight(given: str) -> tuple[str, float | None]:
 
 
 def check_streaming(cfg: Any) -> None:
-    """Raise UserError for options that `--streaming` lacks or cannot have."""
     for option, is_there in (
         ("--steps, because the number of rows is not known", cfg.steps),
         ("--max_length N", cfg.max_length != "auto"),

@@ -84,9 +84,8 @@ def _read_file(
     arguments, problems, empty = [], [], []
     values = _read_yaml(path, recipe)
     if "recipe" not in properties and (stated := values.pop("recipe", recipe)) != recipe and recipe:
-        raise UserError(
-            f"--config {path}: has options of the recipe {stated}, not {recipe}: accel-ddp run {stated} --config {path}"
-        )
+        reason = f"has options of the recipe {stated}, not {recipe}: accel-ddp run {stated} --config {path}"
+        raise UserError(f"--config {path}: {reason}")
     for name, value in values.items():
         if name not in properties and value is None:
             empty.append(str(name))
@@ -189,7 +188,6 @@ def _is_switch(kind: Any) -> bool:
 
 
 def _choices(kind: Any) -> list[str]:
-    """Return the words that an option accepts."""
     if kind is bool:
         return ["true", "false"]
     if typing.get_origin(kind) is Literal:
@@ -198,7 +196,6 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _expected(kind: Any) -> str:
-    """Return what an option accepts, for a message."""
     parts, words = (kind, *typing.get_args(kind)), _choices(kind)
     found = ["a whole number"] * (int in parts) + ["a number"] * (float in parts)
     found += [f"one of {', '.join(words)}" if len(words) > 1 else words[0]] if words else []

@@ -107,10 +107,9 @@ class TrainingConfig:
     )
     max_grad_norm: float = option(1.0, "clip gradients to this global norm; 0: do not clip", at_least=0)
     on_nonfinite: Literal["stop", "skip"] = option(
-        "stop",
-        "if the loss or gradient norm is NaN or infinite: stop the run, or skip the step on every rank",
+        "stop", "if the loss or gradient norm is NaN or infinite: stop the run, or skip the step on every rank",
         affects_result=False,
-    )
+    )  # fmt: skip
     max_nonfinite: int = option(25, "stop the run after this many skipped steps in a row", affects_result=False, at_least=1)
     dropout: bool = option(True, "use dropout")
     freeze: tuple[str, ...] = option((), "freeze parameters whose names contain one of these words")
@@ -128,11 +127,9 @@ class SpeedConfig:
     """The options of the computation."""
 
     micro_batch_size: int | Literal["auto"] = option(
-        8,
-        "examples that a rank computes at once; auto: as many as fit in memory; only dropout depends on it",
-        at_least=1,
+        8, "examples that a rank computes at once; auto: as many as fit in memory; only dropout depends on it", at_least=1,
         per_node=True,
-    )
+    )  # fmt: skip
     micro_batch_tokens: int = option(
         0, "at most this many tokens (with padding, if any) instead of --micro_batch_size; balances ranks by cost; 0: off"
     )
@@ -145,11 +142,9 @@ class SpeedConfig:
         at_least=0,
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
-        "auto",
-        "compute precision; auto: from the accelerate config, else bf16 if all GPUs support it, and no (float32) on CPUs",
-        affects_result=True,
-        legacy="no",
-    )
+        "auto", "compute precision; auto: from the accelerate config, else bf16 if all GPUs support it, and no (float32) on CPUs",
+        affects_result=True, legacy="no",
+    )  # fmt: skip
     tf32: bool = option(True, "use TF32 tensor cores for float32 matrix products", affects_result=True)
     deterministic: bool = option(
         False, "use deterministic GPU kernels; slower; a resumed run is bit-identical", affects_result=True
@@ -189,8 +184,7 @@ class EvaluationConfig:
     eval_every: int = option(0, "steps between evaluations; 0: evaluate after every epoch")
     eval_first: bool = option(True, "also evaluate before the first step, and print the difference at the end")
     evaluate_only: str = option(
-        "",
-        "evaluate this --model, or this checkpoint of --resume, without training; `accel-ddp evaluate` sets all of them",
+        "", "evaluate this --model, or this checkpoint of --resume, without training; `accel-ddp evaluate` sets all of them"
     )
     best_metric: str = option(
         "", "metric for --keep_best and early stopping: NAME, NAME:min or NAME:max; default: the recipe's first metric"

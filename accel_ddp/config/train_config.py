@@ -42,9 +42,8 @@ class TrainConfig(RunConfig, OptimizerConfig):
         if self.mixed_precision == "fp16":
             raise UserError("--mixed_precision fp16: needs a loss scaler, which FSDP does not have. Use --mixed_precision bf16.")
         if self.sync_every:
-            raise UserError(
-                f"--sync_every {self.sync_every}: every worker needs the whole model, but this run uses FSDP. Leave it out."
-            )
+            reason = "every worker needs the whole model, but this run uses FSDP"
+            raise UserError(f"--sync_every {self.sync_every}: {reason}. Leave it out.")
 
     def validate_local_steps(self) -> None:
         """Raise UserError for values that a run cannot have with `--sync_every`, or that it has no use for without."""
@@ -85,9 +84,8 @@ class TrainConfig(RunConfig, OptimizerConfig):
         self.validate_local_steps()
         if self.on_nonfinite == "skip" and self.comm_hook == "powersgd":
             reason = "powersgd adds the rest of a gradient to later ones, so no later one is finite either"
-            raise UserError(
-                f"--on_nonfinite skip --comm_hook powersgd: {reason}. Use another --comm_hook, or --on_nonfinite stop."
-            )
+            instead = "Use another --comm_hook, or --on_nonfinite stop"
+            raise UserError(f"--on_nonfinite skip --comm_hook powersgd: {reason}. {instead}.")
         is_profiled = option_values.parse_steps(self.profile) is not None
         if option_values.parse_ranks(self.profile_ranks) != "auto" and not is_profiled:
             raise UserError(f"--profile_ranks {self.profile_ranks}: needs the steps to record, for example --profile 10-14.")
@@ -107,7 +105,6 @@ class TrainConfig(RunConfig, OptimizerConfig):
         return option_values.choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
     def tracker_names(self) -> list[str]:
-        """Return the names in `--report_to`, each once."""
         return list(dict.fromkeys(name.strip() for name in self.report_to.split(",") if name.strip() not in ("", "none")))
 
     @property
@@ -136,10 +133,8 @@ class TrainConfig(RunConfig, OptimizerConfig):
             micro, count = self.split(workers)
             return micro, count * (workers // num_ranks)
         if workers and num_ranks % workers:
-            raise UserError(
-                f"--local_workers {workers}: {num_ranks} ranks cannot be divided among them. Use a number of ranks that is a multiple "
-                f"or a divisor of {workers}, which keeps the result."
-            )
+            instead = f"Use a number of ranks that is a multiple or a divisor of {workers}, which keeps the result"
+            raise UserError(f"--local_workers {workers}: {num_ranks} ranks cannot be divided among them. {instead}.")
         if self.micro_batch_tokens or self.global_batch_tokens:
             return self._estimate_split(num_ranks, "workers" if num_ranks == workers else "ranks")
         per_rank, remainder = divmod(self.global_batch_size, num_ranks)
@@ -165,9 +160,8 @@ class TrainConfig(RunConfig, OptimizerConfig):
 
     def _estimate_split(self, num_ranks: int, noun: str) -> tuple[int, int]:
         if self.global_batch_size < num_ranks and not self.global_batch_tokens:
-            raise UserError(
-                f"--global_batch_size {self.global_batch_size}: {num_ranks} {noun} need an item each. Use at least {num_ranks}."
-            )
+            instead = f"Use at least {num_ranks}"
+            raise UserError(f"--global_batch_size {self.global_batch_size}: {num_ranks} {noun} need an item each. {instead}.")
         length = getattr(self, "max_length", 0)
         length = length if isinstance(length, int) and length else 512
         per_rank = max(1, (self.global_batch_tokens // length or self.global_batch_size) // num_ranks)
@@ -213,10 +207,9 @@ class ModelConfig(TrainConfig):
 
     model: str = option("", "Hub name, folder, or a built-in model", per_node=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "dtype of the weights; 16 bits lose small updates; auto: float32; with --lora_r and mixed precision, as stored",
+        "auto", "dtype of the weights; 16 bits lose small updates; auto: float32; with --lora_r and mixed precision, as stored",
         legacy="float32",
-    )
+    )  # fmt: skip
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "attention implementation of transformers; auto: its default", affects_result=False
     )
@@ -251,10 +244,9 @@ class RecipeConfig(ModelConfig):
     dataset: str = option("", "Hub name (name:configuration) or a built-in dataset; --train_file overrides it", per_node=True)
     file_endings: ClassVar[tuple[str, ...]] = (TABLE_FILES, ".txt")
     train_file: tuple[str, ...] = option(
-        (),
-        f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or save_to_disk folders; a mixture: PATH:WEIGHT",
+        (), f"files, folders or patterns: {TABLE_FILES} (.gz .bz2 .xz .zst), or save_to_disk folders; a mixture: PATH:WEIGHT",
         per_node=True,
-    )
+    )  # fmt: skip
     eval_file: tuple[str, ...] = option(
         (), "evaluation files; default: a tenth of the training rows, at most 2,000", affects_result=False, per_node=True
     )
@@ -266,17 +258,13 @@ class RecipeConfig(ModelConfig):
     max_train_items: int = option(0, "train on a random sample of this many rows, drawn with --seed; 0: all")
     max_eval_items: int = option(0, "evaluate on a random sample of this many rows; 0: all", affects_result=False)
     log_predictions: int = option(
-        0,
-        "store this many correct, wrong and worst predictions of each evaluation in a table; they contain your data",
-        group="logging",
-        affects_result=False,
-    )
+        0, "store this many correct, wrong and worst predictions of each evaluation in a table; they contain your data",
+        group="logging", affects_result=False,
+    )  # fmt: skip
     show_example: int = option(
-        0,
-        "print this many training rows as the model receives them, with the trained tokens marked",
-        group="logging",
+        0, "print this many training rows as the model receives them, with the trained tokens marked", group="logging",
         affects_result=False,
-    )
+    )  # fmt: skip
     skip_broken: bool = option(False, "skip rows that cannot be used and report how many; default: stop and report them")
     eval_batch_size: int = option(64, "examples per rank in evaluations", group="evaluation", affects_result=False, at_least=1)
 
@@ -296,19 +284,16 @@ class RecipeConfig(ModelConfig):
         super().validate()
         if self.evaluate_only and self.evaluate_only not in (self.model, self.resume):
             instead = "which loads it with the options that it was trained with"
-            raise UserError(
-                f"--evaluate_only {self.evaluate_only}: the run would evaluate --model {self.model}. Use `accel-ddp evaluate "
-                f"{self.evaluate_only}`, {instead}."
-            )
+            reason = f"the run would evaluate --model {self.model}. Use `accel-ddp evaluate {self.evaluate_only}`, {instead}"
+            raise UserError(f"--evaluate_only {self.evaluate_only}: {reason}.")
         if self.eval_file and not self.train_file:
             raise UserError(f"--eval_file {' '.join(self.eval_file)}: was given without --train_file. Give both.")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"--eval_fraction {self.eval_fraction:g}: must be a fraction between 0 and 1, for example 0.1.")
         for name in ("eval_file", "eval_split"):
             if self.eval_fraction and getattr(self, name) != getattr(type(self), name):
-                raise UserError(
-                    f"--eval_fraction {self.eval_fraction:g} and --{name}: both name evaluation rows. Give one of them."
-                )
+                reason = "both name evaluation rows"
+                raise UserError(f"--eval_fraction {self.eval_fraction:g} and --{name}: {reason}. Give one of them.")
         for name in ("train_split", "eval_split"):
             given = getattr(self, name)
             is_used = not self.train_file or (has_splits(self) and not (self.eval_file and name == "eval_split"))
@@ -325,9 +310,8 @@ class RecipeConfig(ModelConfig):
         if self.lora_targets != type(self).lora_targets and not self.lora_r:
             raise UserError(f"--lora_targets {' '.join(self.lora_targets)}: needs --lora_r, for example --lora_r 16.")
         if self.lora_alpha != type(self).lora_alpha and not self.lora_r:
-            raise UserError(
-                f"--lora_alpha {self.lora_alpha}: needs --lora_r, for example --lora_r 16. Adapters in --model keep their own."
-            )
+            reason = "needs --lora_r, for example --lora_r 16"
+            raise UserError(f"--lora_alpha {self.lora_alpha}: {reason}. Adapters in --model keep their own.")
         if self.log_predictions > MOST_PREDICTIONS:
             raise UserError(f"--log_predictions {self.log_predictions}: must be {MOST_PREDICTIONS:,} or less.")
         if self.lora_dropout >= 1:
@@ -348,7 +332,6 @@ class ScoredConfig(RecipeConfig):
 
 
 def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the options that must be the same on every node."""
     properties = properties_of(type(cfg))
     found = {name: value for name, value in as_plain_dict(cfg).items() if not properties[name].per_node}
     found["micro_batch_size"] = "auto" if cfg.micro_batch_size == "auto" else "a number"  # ranks choose together

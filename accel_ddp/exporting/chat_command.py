@@ -125,7 +125,6 @@ class Conversation:
         return "".join(parts)
 
     def command(self, line: str) -> None:
-        """Carry out a line that begins with a slash."""
         name, _, text = line.partition(" ")
         if name == "/system":
             self.system = text.strip()

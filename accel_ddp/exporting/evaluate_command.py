@@ -49,7 +49,6 @@ OF_ROWS = ("dataset", "train_split", "eval_split", "eval_fraction", "train_file"
 
 
 def main(words: list[str]) -> int:
-    """Evaluate a model, print its metrics, and return the exit code."""
     if not words or words[0] in ("-h", "--help"):
         print(HELP, file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
@@ -98,9 +97,8 @@ def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
         return recipe_files.recipe_path(recipe)
     if not facts:
         names = ", ".join(recipe_files.recipe_names())
-        raise UserError(
-            f"{place}: is not a run with a checkpoint, nor an exported model of accel-ddp. For another model, add --recipe: {names}."
-        )
+        instead = f"For another model, add --recipe: {names}"
+        raise UserError(f"{place}: is not a run with a checkpoint, nor an exported model of accel-ddp. {instead}.")
     name = facts.get("recipe", "")
     if Path(name).stem in recipe_files.recipe_names():
         return recipe_files.recipe_path(Path(name).stem)

@@ -148,9 +148,8 @@ def describe(folder: Path, files: dict[str, bytes], config: dict[str, Any], exam
         if dtype in ("bfloat16", "float16") and (base or dtype != config.get("dtype", "float32")):
             lines[0] += f" ({dtype}; its metrics are those before the weights were rounded)"
     if (folder / ADAPTER_CONFIG).is_file():
-        lines.append(
-            f"It contains only the adapters for {base}. To write the whole model: --merge_adapters on, or accel-ddp export --merge on."
-        )
+        ways = "--merge_adapters on, or accel-ddp export --merge on"
+        lines.append(f"It contains only the adapters for {base}. To write the whole model: {ways}.")
         if not _is_on_hub(base):
             lines.append("On another machine, replace the place of that model in the last line.")
             base = _locate(base, config)
@@ -237,15 +236,12 @@ def from_checkpoint(
     if not any((path / "files" / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         model = checkpoint_format.MODEL
         stored = path / (model if (path / model).is_file() else checkpoint_format.PIECES[model])
-        raise UserError(
-            f"{path}: contains no config of a transformers model, so it cannot be exported. Its weights are in {stored}. "
-            "Load them with safetensors."
-        )
+        reason = f"contains no config of a transformers model, so it cannot be exported. Its weights are in {stored}"
+        raise UserError(f"{path}: {reason}. Load them with safetensors.")
     averages = weights != "raw" and has_averages(path)
     if weights == "ema" and not averages:
-        raise UserError(
-            f"--weights ema: {path} has no average of weights, because its run had no --ema_decay. Leave --weights out."
-        )
+        instead = "Leave --weights out"
+        raise UserError(f"--weights ema: {path} has no average of weights, because its run had no --ema_decay. {instead}.")
     run = checkpoint_format.read_run(path)
     files = {str(p.relative_to(path / "files")): p.read_bytes() for p in (path / "files").rglob("*") if p.is_file()}
     facts = {name: value for name, value in read_facts(path).items() if name not in ("options", "checkpoint")}
@@ -399,10 +395,8 @@ def _write(
     except Exception as error:  # safetensors has its own error for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) or "os error" in str(error):
-            raise UserError(
-                f"{folder}: the model could not be written on {this_rank.host}: {error}. Free some space, and export a checkpoint "
-                f"with: accel-ddp export {folder.parent} FOLDER"
-            ) from error
+            instead = f"Free some space, and export a checkpoint with: accel-ddp export {folder.parent} FOLDER"
+            raise UserError(f"{folder}: the model could not be written on {this_rank.host}: {error}. {instead}") from error
         raise
 
 
@@ -460,7 +454,6 @@ def push(folder: Path, name: str) -> None:
         repository = api.create_repo(name, exist_ok=True)
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
     except Exception as error:  # of many kinds: no network, no permission, no token
-        raise UserError(
-            f"--push_to_hub {name}: {first_line(error)} The model is in {folder}. Upload it later with: hf upload {name} {folder}"
-        ) from error
+        reason = f"{first_line(error)} The model is in {folder}"
+        raise UserError(f"--push_to_hub {name}: {reason}. Upload it later with: hf upload {name} {folder}") from error
     print(f"model uploaded to {repository}")

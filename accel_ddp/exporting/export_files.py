@@ -179,7 +179,6 @@ def _describe_evaluation_data(config: dict[str, Any]) -> str:
 
 
 def _head_of_card(facts: dict[str, Any], base: str) -> "ModelCardData":
-    """Return what the Hub reads of a model card."""
     from huggingface_hub import EvalResult, ModelCardData
 
     config, task = facts["config"], TASKS.get(facts["recipe"])

@@ -86,7 +86,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `predict` and `chat` share."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="an exported folder, adapters, a run, a checkpoint, or any folder or Hub name")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: as stored; float32 on CPUs")
@@ -98,7 +97,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(given: argparse.Namespace) -> None:
-    """Raise UserError for a value that `predict` and `chat` refuse."""
     check_template(given.chat_template)
     positive = {"top_p": "above 0 and at most 1", "top_k": "1 or more"}
     for name, value in vars(given).items():

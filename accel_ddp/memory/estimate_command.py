@@ -35,7 +35,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(words: list[str]) -> int:
-    """Print a table, or JSON with --json, and return the exit code."""
     given, name, options = _split(words)
     launch = _read_config(given.config_file)
     recipe = load_recipe(recipe_files.recipe_path(name))
@@ -43,10 +42,8 @@ def main(words: list[str]) -> int:
         raise UserError(f"{name}: has no class Config, so it is not a recipe.")
     cfg = parse_config(recipe.Config, options, name)
     if not hasattr(cfg, "model"):
-        raise UserError(
-            f"{name}: has no option --model, so its model is not known before it runs. "
-            "Estimate a recipe with a model of transformers, for example sft."
-        )
+        why = "has no option --model, so its model is not known before it runs"
+        raise UserError(f"{name}: {why}. Estimate a recipe with a model of transformers, for example sft.")
     precision = (launch.precision or "bf16") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     model_class = getattr(getattr(recipe, "Task", None), "model_class", "")
     from accel_ddp.memory import estimate_output  # imports torch, for which --help and a mistake need not wait
@@ -60,9 +57,8 @@ def main(words: list[str]) -> int:
         raise
     except Exception as error:  # code of transformers, or of the model
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(
-            f"--model {cfg.model}: its memory cannot be estimated. Tracing its forward pass failed: {reason}"
-        ) from error
+        what = "its memory cannot be estimated. Tracing its forward pass failed"
+        raise UserError(f"--model {cfg.model}: {what}: {reason}") from error
     if given.json:
         more = ("total", "peak", "with_graphs")
         rows = [{**dataclasses.asdict(one), **{name: getattr(one, name) for name in more}} for one, _ in layouts]
@@ -85,9 +81,8 @@ def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
         raise UserError(f"accel-ddp estimate needs a recipe, for example sft. {listed}")
     own = next((word for word in words[at + 1 :] if word.partition("=")[0] in parser._option_string_actions), "")
     if own not in ("", "-h", "--help"):
-        raise UserError(
-            f"{own}: is an option of accel-ddp estimate. Put it before the recipe: accel-ddp estimate {own} ... {words[at]}."
-        )
+        instead = f"Put it before the recipe: accel-ddp estimate {own} ... {words[at]}"
+        raise UserError(f"{own}: is an option of accel-ddp estimate. {instead}.")
     for name, values in (("gpus", given.gpus or [1]), ("memory", given.memory)):
         if wrong := [value for value in values if not 0 < value < math.inf]:
             raise UserError(f"--{name} {wrong[0]:g}: must be above 0.")

@@ -117,10 +117,8 @@ def _check_keys(ranks: list[dict]) -> None:
             "every node, or on none."
         )
     if True in first:
-        print_on_main(
-            f"security: the nodes trust the keys that they have exchanged at this start. Set {TOKEN} to the same random text on every "
-            "node to exclude strangers from the beginning (SECURITY.md)."
-        )
+        instead = f"Set {TOKEN} to the same random text on every node to exclude strangers from the beginning (SECURITY.md)"
+        print_on_main(f"security: the nodes trust the keys that they have exchanged at this start. {instead}.")
 
 
 def _join_nodes(ranks: list[dict], keys: NodeKeys | None) -> None:
@@ -189,7 +187,6 @@ def _check_options(ranks: list[dict]) -> None:
 
 
 def _difference(plan: dict, other: dict) -> str:
-    """Return what a plan of sharding has that another one has not."""
     if not plan:
         return "DDP"
     return ", ".join(["FSDP2", *(f"{name}: {value}" for name, value in plan.items() if other and other[name] != value)])

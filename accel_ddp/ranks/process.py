@@ -45,7 +45,6 @@ class RankPlace:
 
     @classmethod
     def read(cls) -> "RankPlace":
-        """Return the place of this process."""
         adopt_mpi_world()
         env = os.environ
         return cls(

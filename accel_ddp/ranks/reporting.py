@@ -42,7 +42,6 @@ def start_monitor_of_node(cfg: TrainConfig, ip: str) -> MonitorAddress | None:
 
 
 def link_to_monitor(address: MonitorAddress) -> None:
-    """Connect this rank to the monitor of its node."""
     links.monitor = Link(address, this_rank.rank, phases.HERE, _receive, lambda: _lose_monitor(address))
 
 
@@ -133,13 +132,11 @@ def record(text: str, kind: str = "WARNING", level: str = "", step: int = -1) ->
 
 
 def warn(text: str, kind: str, step: int = -1) -> None:
-    """Print a text to stderr, and store it."""
     print(text, file=sys.stderr, flush=True)
     record(text, kind, step=step)
 
 
 def warn_on_main(text: str, kind: str = "WARNING", step: int = -1) -> None:
-    """Print a text on the main rank, and store it."""
     if this_rank.is_main:
         print(text, flush=True)
         record(text, kind, step=step)

@@ -187,7 +187,6 @@ def _this_rank() -> str:
 
 
 def _where() -> str:
-    """Return where this rank is, once it trains."""
     heartbeat = phases.HERE
     return "" if heartbeat.phase in UNLIMITED else f" {format_place(heartbeat.step, heartbeat.phase)}"
 

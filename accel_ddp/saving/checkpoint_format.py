@@ -115,7 +115,6 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a partial one."""
     if path.name.startswith("step_"):  # hidden first, so that a kill meanwhile leaves no partial checkpoint
         hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
@@ -197,7 +196,6 @@ def read_facts(place: str | Path) -> dict[str, Any]:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest, or None if it is missing or damaged."""
     manifest = read_json(path / MANIFEST)
     if not isinstance(manifest, dict):
         return None

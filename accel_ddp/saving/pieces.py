@@ -159,7 +159,6 @@ class AveragedPieces(Pieces):
 
 
 def has_averages(checkpoint: Path) -> bool:
-    """Return whether the run of a checkpoint had `--ema_decay`."""
     return any(name.endswith(f"/{EMA}") for name in Pieces(checkpoint, OPTIMIZER).tensors)
 
 

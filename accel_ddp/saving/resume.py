@@ -42,7 +42,6 @@ BLOCK = 1 << 28  # bytes of a tensor that are sent at once to ranks that cannot 
 
 
 def folder_of_resume(cfg: TrainConfig) -> str:
-    """Return the folder of the run that `--resume PATH` names, or "" if it has no path."""
     return str(_run_folder(Path(cfg.resume))) if cfg.resume not in ("", "auto") else ""
 
 
@@ -109,10 +108,8 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
         host = broadcast_object(this_rank.host, rank)
         warn_on_main(f"--resume: {path} on {host} cannot be used: {problem}.", "CHECKPOINT_DAMAGED")
     if damaged:
-        raise UserError(
-            f"--resume: no complete checkpoint is left. {damaged[0][1]}: {damaged[0][2]}. Copy a complete one there, or start again "
-            "in another --output_dir."
-        )
+        instead = "Copy a complete one there, or start again in another --output_dir"
+        raise UserError(f"--resume: no complete checkpoint is left. {damaged[0][1]}: {damaged[0][2]}. {instead}.")
     return None
 
 
@@ -136,10 +133,8 @@ def _check_one_run(shares: list[tuple[str, list]], folder: Path) -> None:
     others = [host for host, runs in holders if not runs & holders[0][1]]
     hosts = broadcast_object([holders[0][0], *others] if others else [])
     if hosts:
-        raise UserError(
-            f"--resume: the nodes {' and '.join(hosts)} have checkpoints of different runs in {folder}. Name the right one with "
-            "--resume PATH, or remove the checkpoints of the other run."
-        )
+        instead = "Name the right one with --resume PATH, or remove the checkpoints of the other run"
+        raise UserError(f"--resume: the nodes {' and '.join(hosts)} have checkpoints of different runs in {folder}. {instead}.")
 
 
 def set_aside(path: Path, folder: Path, prefix: str) -> None:
@@ -293,10 +288,8 @@ def load(
     there = broadcast_object({group: file.tensors for group, file in files.items()}, source)
     state_tensors.check_same_model({name: ([*t.shape], t.dtype) for name, t in weights.items()}, there[MODEL], path)
     if run.get("frozen", "") != state_tensors.digest_of_frozen(model):
-        raise UserError(
-            f"--resume: the adapters in {path} were trained on other weights than --model has now. Use the model of the run: "
-            f"--model {run['config'].get('model')}."
-        )
+        instead = f"Use the model of the run: --model {run['config'].get('model')}"
+        raise UserError(f"--resume: the adapters in {path} were trained on other weights than --model has now. {instead}.")
 
     def receive(group: str, name: str, offsets: list[int], lengths: list[int]) -> Tensor:
         if reads_alone:

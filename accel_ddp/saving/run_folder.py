@@ -158,10 +158,8 @@ def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
                 f"--resume {cfg.resume}: there is no such checkpoint or run. To continue the run in --output_dir {folder} "
                 f"({checkpoints[-1].name}), use --resume without a path."
             )
-        raise UserError(
-            f"--output_dir {folder} holds another run ({checkpoints[-1].name}). Add --resume without a path to continue it, or "
-            "choose another --output_dir."
-        )
+        instead = "Add --resume without a path to continue it, or choose another --output_dir"
+        raise UserError(f"--output_dir {folder} holds another run ({checkpoints[-1].name}). {instead}.")
     step = last_step_of(folder / "log.jsonl")
     if step or (folder / "model").exists():
         what = f"its log ends at step {step}" if step else "it has exported its model"

@@ -104,9 +104,8 @@ def capture(
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     if others := [key for key in optimizer.state if not isinstance(key, Tensor)]:
-        raise UserError(
-            f"The optimizer {type(optimizer).__name__} has state of no parameter, which cannot be stored: {others[0]!r}."
-        )
+        reason = f"has state of no parameter, which cannot be stored: {others[0]!r}"
+        raise UserError(f"The optimizer {type(optimizer).__name__} {reason}.")
     to_plain = getattr(optimizer, "to_plain", dict)
     of_groups = [
         {f"{GROUP}{key}": value for key, value in group.items()
@@ -219,7 +218,6 @@ DTYPES = {
 
 
 def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) -> None:
-    """Raise UserError if a checkpoint has other tensors than the model."""
     lines = [f"{name} is only in the checkpoint" for name in there if name not in ours]
     lines += [f"{name} is only in the model" for name in ours if name not in there]
     lines += [
@@ -227,9 +225,8 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
         for name in ours if name in there and tuple(ours[name]) != tuple(there[name])
     ]  # fmt: skip
     if lines:
-        raise UserError(
-            f"--resume: {path} belongs to another model: {listed(lines, separator='; ')}. Use the --model and options of that run."
-        )
+        instead = "Use the --model and options of that run"
+        raise UserError(f"--resume: {path} belongs to another model: {listed(lines, separator='; ')}. {instead}.")
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:

@@ -101,10 +101,8 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
             model = peft.get_peft_model(model, config)
     except ValueError as error:
         layers = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
-        raise UserError(
-            f"--lora_targets {' '.join(cfg.lora_targets)}: the model has no layer with this name. Its linear layers are: "
-            f"{', '.join(layers)}."
-        ) from error
+        reason = f"the model has no layer with this name. Its linear layers are: {', '.join(layers)}"
+        raise UserError(f"--lora_targets {' '.join(cfg.lora_targets)}: {reason}.") from error
     for layer in model.modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer) and _is_plain(layer):
             # Not a method, which pickle would look for in peft's class.
@@ -122,7 +120,6 @@ def add_adapters(model: nn.Module, cfg: RecipeConfig, task: str) -> nn.Module:
 
 
 def trained_tokens(config: Any) -> list[int]:
-    """Return the tokens whose embeddings are part of adapters."""
     found = getattr(config, "trainable_token_indices", None) or {}
     return sorted({*found} if isinstance(found, list) else {token for tokens in found.values() for token in tokens})
 
@@ -256,10 +253,8 @@ def _checked_config(given: Adapters, model: Any, cfg: RecipeConfig, task: str) -
     options.append(("lora_targets", targets, "their own layers", targets and " ".join(type(cfg).lora_targets)))
     differing = [f"--{name} {value} (the adapters have {own})" for name, value, own, no in options if value not in (own, no)]
     if differing:
-        raise UserError(
-            f"{', '.join(differing)}: --model {cfg.model} contains LoRA adapters, which are trained further as they are. Leave these "
-            f"options out. To train new adapters, use --model {given.base}."
-        )
+        reason = f"--model {cfg.model} contains LoRA adapters, which are trained further as they are. Leave these options out"
+        raise UserError(f"{', '.join(differing)}: {reason}. To train new adapters, use --model {given.base}.")
     kept = config.modules_to_save or []
     if lost := [name for name in model._new_modules if not any(f".{name}".endswith(f".{one}") for one in kept)]:
         raise UserError(

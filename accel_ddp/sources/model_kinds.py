@@ -186,10 +186,8 @@ def report_router_loss(model: nn.Module) -> None:
     for config in configs:
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
-    print_on_main(
-        f"mixture of experts: the router's auxiliary loss (factor {factor:g} in the config) is off. Only the loss of the task is "
-        "learned; docs/exactness.md explains why."
-    )
+    state = f"the router's auxiliary loss (factor {factor:g} in the config) is off"
+    print_on_main(f"mixture of experts: {state}. Only the loss of the task is learned; docs/exactness.md explains why.")
 
 
 def keep_weights_in_eval(model: nn.Module) -> None:

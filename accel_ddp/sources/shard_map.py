@@ -176,10 +176,8 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
                 if not errors.empty():
                     error, trace = errors.get()
                     raise error from RuntimeError(trace)
-                raise RuntimeError(
-                    f"{progress.doing}: a worker process was killed ({failed.exitcode}), often because the memory is used up. "
-                    "A restarted run continues with the remaining rows."
-                )
+                reason = f"a worker process was killed ({failed.exitcode}), often because the memory is used up"
+                raise RuntimeError(f"{progress.doing}: {reason}. A restarted run continues with the remaining rows.")
             if not running:
                 return
             wait(running, timeout=1.0)

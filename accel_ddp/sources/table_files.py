@@ -104,7 +104,6 @@ def ending_of(file: Path) -> str:
 
 
 def open_plain(file: Path) -> IO[bytes]:
-    """Open a file for reading, without its compression."""
     import pyarrow
 
     compression = COMPRESSIONS.get(file.suffix.lower())
@@ -129,9 +128,8 @@ def _load_saved(option: str, path: str) -> "datasets.Dataset":
     if splits := saved_splits(Path(path)):
         usual = EVAL_SPLITS if option == "--eval_file" else ("train",)
         if not (name := next((name for name in usual if name in splits), "")):
-            raise UserError(
-                f"{option} {path}: has the splits {', '.join(splits)}. Give one of them, for example {path}/{splits[0]}."
-            )
+            instead = f"Give one of them, for example {path}/{splits[0]}"
+            raise UserError(f"{option} {path}: has the splits {', '.join(splits)}. {instead}.")
         return _load_saved(option, f"{path}/{name}")
     try:
         return datasets.load_from_disk(path)
@@ -183,14 +181,12 @@ def require_file(option: str, path: str) -> Path:
         raise UserError(f"{option} {path}: is a zip archive or a table of Excel. Export the table as .csv in UTF-8.")
     if tool and file.suffix.lower() not in COMPRESSIONS:
         command = f"unzip {file.name}" if tool == "unzip" else f"{tool} < {file.name} > new{file.suffix}"
-        raise UserError(
-            f"{option} {path}: is compressed. Decompress it first, for example: {command}. Or give it its usual ending."
-        )
+        instead = f"Decompress it first, for example: {command}. Or give it its usual ending"
+        raise UserError(f"{option} {path}: is compressed. {instead}.")
     return file
 
 
 def describe_folder(folder: Path) -> str:
-    """Return what is in a folder, and which of its files to give instead."""
     entries = [entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")]
     if not entries:
         return "It is empty."

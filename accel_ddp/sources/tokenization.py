@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.phases import TOKENIZE
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import row_numbers, with_row_numbers
+from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
+from accel_ddp.sources.models import tokenizer_digest
 from accel_ddp.sources.places import Progress, warn, write_once
 from accel_ddp.sources.shard_map import NARROW, SOURCE, Function, let_pages_go, load_shards, write_shards
 
@@ -82,7 +83,6 @@ def _digest_of_code() -> str:
 
 
 def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any, cache_dir: str = "") -> str:
-    """Return the name of the folder in the cache for `map_once`."""
     parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(function), depends_on]
     return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
 
@@ -104,6 +104,14 @@ def map_once(
         done = load_shards(write_once(cfg.cache_dir, key, write, "tokenize", keeps_parts=True))
         source = np.array(done.with_format("numpy")[SOURCE][:], dtype=int)
     return with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
+
+
+def encode_tables(
+    tables: Sequence["datasets.Dataset"], encode: Function, tokenizer: Any, depends_on: list[Any], cfg: TrainConfig
+) -> list["datasets.Dataset"]:
+    """Return the usable rows of training and evaluation tables as `encode` makes them with this tokenizer; see `map_once`."""
+    depends_on = [tokenizer_digest(tokenizer), *depends_on]
+    return drop_broken([map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg)
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:

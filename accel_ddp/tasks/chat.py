@@ -239,9 +239,8 @@ class Format:
             chats = len(np.unique(sources[notes & SPLIT > 0]))
             log.info(f"the template rewrites earlier turns: {chats:,} chats become {number[SPLIT]:,} examples, one per answer")
         if number[THOUGHTS]:
-            log.info(
-                f"the template removes thoughts of earlier answers, as at inference: {number[THOUGHTS]:,} examples begin without them"
-            )
+            effect = f"{number[THOUGHTS]:,} examples begin without them"
+            log.info(f"the template removes thoughts of earlier answers, as at inference: {effect}")
         if number[NO_PREFIX]:
             log.info(
                 f"the generation prompt is not the beginning of {counted(number[NO_PREFIX], 'chat')} (the template adds or changes "

@@ -294,7 +294,6 @@ def _read_message(given: Any, template: str) -> tuple[dict[str, Any], int]:
 
 
 def role_of(message: Any) -> str:
-    """Return the role of a message as it stands in the data."""
     role = message.get("role") or message.get("from") if isinstance(message, dict) else ""
     return _usual_role(role) if isinstance(role, str) else ""
 

@@ -98,10 +98,8 @@ def set_template(tokenizer: Any, cfg: Any) -> None:
     if given in TEMPLATES:
         usable = [name for name, (_, needed) in TEMPLATES.items() if all(getattr(tokenizer, t, t) in known for t in needed)]
         if given not in usable:
-            raise UserError(
-                f"--chat_template {given}: the tokenizer of {cfg.model} lacks one of its tokens: {' '.join(TEMPLATES[given][1])}. "
-                f"Use one of: {', '.join(usable)}, or a file."
-            )
+            reason = f"the tokenizer of {cfg.model} lacks one of its tokens: {' '.join(TEMPLATES[given][1])}"
+            raise UserError(f"--chat_template {given}: {reason}. Use one of: {', '.join(usable)}, or a file.")
         tokenizer.chat_template = TEMPLATES[given][0]
     elif given:
         try:
@@ -258,7 +256,6 @@ class Template:
         return made
 
     def _place(self, chat: Chat, i: int, text: str) -> Place:
-        """Return the place of answer `i`."""
         prompt = self.render(chat, i, prompt=True)[0]
         whole = text if i == len(chat.messages) - 1 else self.render(chat, i + 1)[0]
         before = prompt if whole.startswith(prompt) else prompt.removesuffix(self.lost_prompt)
@@ -400,7 +397,6 @@ def _fields(chat: Chat) -> Iterator[tuple[str, int, list[str]]]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the texts, numbers and keys inside a value."""
     if isinstance(value, dict):
         return [text for key, item in value.items() for text in (key, *_texts(item))]
     if isinstance(value, list | tuple):

@@ -32,20 +32,16 @@ def report_truncated(tables: list["datasets.Dataset"], cfg: Any) -> list["datase
             if number := sum(rows[option][:]):
                 warn(f"--{option} {getattr(cfg, option)}: {number:,} of {len(rows):,} {name} {texts} are truncated.")
     if number := sum(len(row) > cfg.max_new_tokens for row in tables[1]["labels"][:]):
-        warn(
-            f"--max_new_tokens {cfg.max_new_tokens}: {number:,} of {len(tables[1]):,} evaluation targets are longer and cannot be "
-            "generated in full."
-        )
+        effect = f"{number:,} of {len(tables[1]):,} evaluation targets are longer and cannot be generated in full"
+        warn(f"--max_new_tokens {cfg.max_new_tokens}: {effect}.")
     return [rows.remove_columns(list(columns)) for rows in tables]
 
 
 def require_decoder(model: Any, cfg: Any) -> None:
     """Raise UserError if the model has no decoder, or if it has too few positions for the options."""
     if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-        raise UserError(
-            f"--model {cfg.model}: {type(model).__name__} does not derive the inputs of its decoder from labels. "
-            "Use an encoder-decoder model such as T5 or BART."
-        )
+        reason = f"{type(model).__name__} does not derive the inputs of its decoder from labels"
+        raise UserError(f"--model {cfg.model}: {reason}. Use an encoder-decoder model such as T5 or BART.")
     most = getattr(model.config, "max_position_embeddings", None) or float("inf")
     for option in ("max_length", "max_target_length", "max_new_tokens"):
         if getattr(cfg, option) > most:

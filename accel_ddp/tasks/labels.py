@@ -39,18 +39,14 @@ class Labels:
         """Return the labels that `--label_column`, `--num_labels` and `--class_weights` define."""
         if cfg.num_labels == 1:
             if all(data.parse_number(value) is None for value in data.iter_values(train, cfg.label_column)):
-                raise UserError(
-                    f"--label_column {cfg.label_column}: no training row contains a number, for example "
-                    f"{train[0][cfg.label_column]!r:.40}. For classes, leave --num_labels out."
-                )
+                reason = f"no training row contains a number, for example {train[0][cfg.label_column]!r:.40}"
+                raise UserError(f"--label_column {cfg.label_column}: {reason}. For classes, leave --num_labels out.")
             labels = cls(cfg.label_column, [cfg.label_column], {}, is_regression=True)
         else:
             labels = cls.from_rows(train, test, cfg.label_column, use_both=may_lack_classes(cfg, train))
             if cfg.num_labels not in (0, len(labels.names)):
-                raise UserError(
-                    f"--num_labels {cfg.num_labels}: the data have {len(labels.names)} labels ({', '.join(labels.names[:20])}). "
-                    "Leave it out."
-                )
+                reason = f"the data have {len(labels.names)} labels ({', '.join(labels.names[:20])})"
+                raise UserError(f"--num_labels {cfg.num_labels}: {reason}. Leave it out.")
         if cfg.class_weights != "none" and labels.problem_type != "single_label_classification":
             raise UserError(f"--class_weights {cfg.class_weights}: needs one label per row. This is {labels.problem_type}.")
         return labels
@@ -61,7 +57,6 @@ class Labels:
         return [self.column, self.names, self.problem_type, sorted(map(repr, self.class_ids.items()))]
 
     def model_config(self) -> dict[str, Any]:
-        """Return the options of a transformers config for a model with these labels."""
         names = {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
         return {"num_labels": len(self.names), **names, "problem_type": self.problem_type}
 
@@ -195,7 +190,6 @@ def _find_values(cells: set) -> dict[Any, Any] | None:
 
 
 def describe_unknown(what: str, unknown: list, names: list[str], is_declared: bool) -> str:
-    """Return the problem of a row that has a label or tag (`what`) without a class."""
     known = ", ".join(names[:10]) + (", ..." if names[10:] else "")
     reason = "is not declared by the dataset" if is_declared else "does not occur in the training data"
     return f"it has a {what} that {reason} ({known})\t{', '.join(map(repr, unknown[:3]))}"
@@ -250,10 +244,8 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
         groups.setdefault(" ".join(name.split()).casefold(), []).append(i)
     show = lambda some: ", ".join(f"{names[i]!r} ({counted(train[i] + test[i], noun)})" for i in some)
     if alike := [group for group in groups.values() if group[1:]]:
-        warn(
-            f"{option}: some names differ only in case or white space, and are separate classes: "
-            f"{listed(map(show, alike), 5, '; ')}. Write them in the same way if they mean the same."
-        )
+        reason = f"some names differ only in case or white space, and are separate classes: {listed(map(show, alike), 5, '; ')}"
+        warn(f"{option}: {reason}. Write them in the same way if they mean the same.")
     if odd := [i for i, name in enumerate(names) if name.strip() in NAMES_OF_MISSING]:
         warn(f"{option}: a class is named {show(odd)}. Leave these {unit} empty if the label is missing, and use --skip_broken.")
     if all(name.startswith("[") and name.endswith("]") for name in names):

@@ -58,9 +58,8 @@ def directions(names: tuple[str, ...], kind: Kind) -> dict[str, Direction]:
         known = SHORT.get(kind, {}).get(name, name)
         kinds = [other for other, those in BUILT_IN.items() if name in those]
         if known not in BUILT_IN[kind] and kinds:
-            raise UserError(
-                f"--metrics {name}: is a metric of {' and '.join(kinds)}, but this run predicts {kind}. {_hint(kind)}"
-            )
+            reason = f"is a metric of {' and '.join(kinds)}, but this run predicts {kind}. {_hint(kind)}"
+            raise UserError(f"--metrics {name}: {reason}")
         found[known if known in BUILT_IN[kind] else _stem(name)] = BUILT_IN[kind].get(known, "")
     return found
 
@@ -101,7 +100,6 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
 
 
 def _present(predictions: "np.ndarray", references: "np.ndarray") -> list[int]:
-    """Return the numbers of the classes that occur in predictions or references."""
     import numpy as np
 
     if references.ndim > 1:
@@ -158,9 +156,8 @@ class MoreMetrics:
                 values, left_out = self._values(name, predictions=references, references=references, **inputs)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-                raise UserError(
-                    f"--metrics {name}: cannot be computed for the evaluation data: {reason}. Leave it out. {_hint(self.kind)}"
-                ) from error
+                instead = f"Leave it out. {_hint(self.kind)}"
+                raise UserError(f"--metrics {name}: cannot be computed for the evaluation data: {reason}. {instead}") from error
             if not values:
                 raise UserError(f"--metrics {name}: returns no number ({', '.join(left_out)}). Leave it out.")
             if left_out:
@@ -281,7 +278,6 @@ def _of_classes(name: str, predictions: Any, references: Any, probabilities: Any
 
 
 def one_hot(references: "np.ndarray", number: int) -> "np.ndarray":
-    """Return a row for each class number, with 1 at this class and 0 elsewhere."""
     import numpy as np
 
     return np.eye(number, dtype="float32")[references]

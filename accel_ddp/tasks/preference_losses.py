@@ -165,9 +165,8 @@ class _LossConfig(PairConfig):
         super().validate()
         for name, losses in USERS.items():
             if (value := getattr(self, name)) != getattr(type(self), name) and self.loss not in losses:
-                raise UserError(
-                    f"--{name} {value}: is an option of --loss {' and '.join(losses)}, not of {self.loss}. Leave it out."
-                )
+                reason = f"is an option of --loss {' and '.join(losses)}, not of {self.loss}"
+                raise UserError(f"--{name} {value}: {reason}. Leave it out.")
 
 
 def _declare(name: str) -> tuple[str, type, Any]:

@@ -270,11 +270,9 @@ class PairLoss:
         return {"loss": losses, **pair_numbers(policy, rewards)}
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return one row per item."""
         return {METRICS.get(name, name): values for name, values in self._of_pairs(model, batch).items()}
 
     def summarize(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the metrics of all evaluation rows."""
         return {name: float(values.mean(dtype="float64")) for name, values in rows.items()}
 
 
@@ -293,7 +291,6 @@ class LabelLoss(PairLoss):
 
     @torch.no_grad()
     def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Any], seed: int, team: Team) -> Callable:
-        """Return the loss function of a step."""
         module, references = accelerator.unwrap_model(model), {}
         total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         for i, batch in enumerate(batches):
@@ -313,7 +310,6 @@ class LabelLoss(PairLoss):
         return {"policy": policy, "reference": reference, "tokens": answer_tokens(batch), "good": batch["good"]}
 
     def summarize(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the metrics of all evaluation rows, from all of which `z` is estimated. The rewards become a column of them."""
         policy, reference, tokens, good = (torch.from_numpy(rows[n]).double() for n in ("policy", "reference", "tokens", "good"))
         z = (policy - reference)[:, 1].mean().clamp(min=0)
         losses, rewards = compute(self.cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)

@@ -138,9 +138,8 @@ class Reference:
                 with together("store the log-probabilities of the reference"):
                     if not np.isfinite(values).all():
                         row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
-                        raise UserError(
-                            f"--reference stored: the model computes no finite value for item {row + 1:,} of the {what} data."
-                        )
+                        reason = f"the model computes no finite value for item {row + 1:,} of the {what} data"
+                        raise UserError(f"--reference stored: {reason}.")
                     if this_rank.is_local_main:
                         _write(file, values)
             made.append(_with_column(rows, np.load(file, mmap_mode="r")))

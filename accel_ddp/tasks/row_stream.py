@@ -173,9 +173,8 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
     except Exception as error:  # many types of datasets, pyarrow and fsspec
         raise UserError(f"--streaming: the first rows cannot be read: {first_line(error)[:300]}") from error
     if len(first) <= skipped:
-        raise UserError(
-            f"--streaming --max_eval_items {skipped}: the data have {len(first):,} rows, and none is left to be trained."
-        )
+        reason = f"the data have {len(first):,} rows, and none is left to be trained"
+        raise UserError(f"--streaming --max_eval_items {skipped}: {reason}.")
     if cfg.eval_file:
         test = many_files.read_all("--eval_file", cfg.eval_file, data.load_file, cfg.file_endings, cfg.cache_dir)
         test = data.draw_sample(data.attach(test), "max_eval_items", cfg)
@@ -193,9 +192,8 @@ def _open(files: list[str], name: str, split: str) -> "datasets.IterableDataset"
     places.prepare_hub()
     kinds = {KINDS.get(ending_of(Path(file)), "") for file in files}
     if "" in kinds or len(kinds) > 1:
-        raise UserError(
-            f"--streaming --train_file {listed(files, 3)}: reads files of one kind: {', '.join(KINDS)}, also .gz or .zst."
-        )
+        reason = f"reads files of one kind: {', '.join(KINDS)}, also .gz or .zst"
+        raise UserError(f"--streaming --train_file {listed(files, 3)}: {reason}.")
     if not files and name.startswith(builtin.PREFIX):
         raise UserError(f"--streaming --dataset {name}: is a small built-in dataset. Leave --streaming out.")
     try:

@@ -46,7 +46,6 @@ class Row(NamedTuple):
         return cls(name, *(float(report[key]) for key in ("precision", "recall", "f1-score")), int(report["support"]))
 
     def cells(self) -> list[Any]:
-        """Return the values, with None instead of NaN."""
         return [None if isinstance(value, float) and math.isnan(value) else value for value in self]
 
 

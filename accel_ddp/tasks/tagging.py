@@ -101,7 +101,6 @@ class Tags:
         report_classes(f"--tags_column {self.column}", "words", self.names, *map(count, tables))
 
     def model_config(self) -> dict[str, Any]:
-        """Return the options of a transformers config for a model with these tags."""
         return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
 
 
@@ -168,7 +167,7 @@ def align(rows: dict[str, list], tokens_column: str, tags: Tags, tokenizer: Any,
 
 
 def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_length: int) -> None:
-    """Warn if words were truncated."""
+    """Warn if words were truncated, which are not learned or count as O."""
     effects = {"training": "are not learned", "evaluation": "count as O"}
     for (name, effect), rows in zip(effects.items(), (train, test)):
         unseen = [row.count(-1) for row in iter_values(rows, "first")]

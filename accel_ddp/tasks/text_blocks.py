@@ -56,18 +56,16 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
         return data.load_rows(cfg, endings=TEXT_FILES)
     if cfg.eval_fraction:
         reason = "lines of .txt files belong together and cannot be chosen one by one"
-        raise UserError(
-            f"--eval_fraction {cfg.eval_fraction:g}: {reason}. Give --eval_file, or leave it out: the last tenth is used."
-        )
+        instead = "Give --eval_file, or leave it out: the last tenth is used"
+        raise UserError(f"--eval_fraction {cfg.eval_fraction:g}: {reason}. {instead}.")
     places.prepare_hub()
     if cfg.eval_file:
         tables = [load_lines(f"--{name}", getattr(cfg, name), cfg) for name in ("train_file", "eval_file")]
     else:
         rows = load_lines("--train_file", cfg.train_file, cfg)
         if len(rows) < 2:
-            raise UserError(
-                f"--train_file {cfg.train_file[0]}: has one line, and training and evaluation need two. Give --eval_file."
-            )
+            instead = "Give --eval_file"
+            raise UserError(f"--train_file {cfg.train_file[0]}: has one line, and training and evaluation need two. {instead}.")
         numbers = data.dataset_numbers(rows)
         parts = (
             [np.arange(len(rows))] if numbers is None else np.split(np.arange(len(rows)), np.flatnonzero(np.diff(numbers)) + 1)
@@ -96,7 +94,6 @@ def load_lines(option: str, arguments: Sequence[str], cfg: RecipeConfig) -> "dat
 
 
 def are_texts(option: str, arguments: Sequence[str]) -> bool:
-    """Return whether these arguments of an option name .txt files only."""
     files = expand(option, arguments, TEXT_FILES)
     return bool(files) and all(ending_of(Path(file)) == ".txt" for _, file in files)
 
@@ -133,10 +130,8 @@ class BlockTokenizer:
         self.prefix, self.suffix = ids[:first], ids[len(ids) - last :]
         self.tokenizer, self.max_length, self.room = tokenizer, max_length, max_length - first - last
         if self.room < 1:
-            raise UserError(
-                f"--max_length {max_length}: the model adds {first + last} special tokens, which leaves no room for text. "
-                "Give a higher value."
-            )
+            reason = f"the model adds {first + last} special tokens, which leaves no room for text"
+            raise UserError(f"--max_length {max_length}: {reason}. Give a higher value.")
         self.identity = [models.tokenizer_digest(tokenizer), max_length]
 
     def tokenize(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -210,9 +205,8 @@ class StreamedBlocks(Dataset):
         identity = [*(file.name for file in self.files), *map(str, sizes), *samples]
         num_tokens = len(block_tokenizer.tokenize(samples)[0])
         if num_tokens == 0:
-            raise UserError(
-                f"{option} {' '.join(places)}: {len(samples)} samples of the files contain white space only, and no text."
-            )
+            reason = f"{len(samples)} samples of the files contain white space only, and no text"
+            raise UserError(f"{option} {' '.join(places)}: {reason}.")
         bytes_per_token = sum(len(sample.encode()) for sample in samples) / num_tokens
         for fill in np.arange(1, 0.5, -0.05):
             self.block_bytes = max(4, int(bytes_per_token * room * fill))
@@ -242,7 +236,6 @@ class StreamedBlocks(Dataset):
         return "\n".join(self.pieces(index))
 
     def pieces(self, index: int) -> list[str]:
-        """Return the text of an item as a list with one part for each file."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         first, last = self._boundary(index * self.block_bytes), self._boundary((index + 1) * self.block_bytes)
@@ -295,7 +288,6 @@ class StreamedBlocks(Dataset):
         return {**self.__dict__, "_open": {}}  # a spawned worker opens the files itself
 
     def _sample_indices(self) -> list[int]:
-        """Return some items, evenly spread."""
         return np.unique(np.linspace(0, len(self) - 1, self.SAMPLES).astype(int)).tolist()
 
 
@@ -317,10 +309,8 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[D
         train, test = range(len(blocks)), range(len(test_blocks))
     else:
         if len(blocks) < 2:
-            raise UserError(
-                f"--train_file {cfg.train_file[0]}: the text fills one block, but training and evaluation need two. "
-                "Give more text, a lower --max_length, or --eval_file."
-            )
+            reason = "the text fills one block, but training and evaluation need two"
+            raise UserError(f"--train_file {cfg.train_file[0]}: {reason}. Give more text, a lower --max_length, or --eval_file.")
         num_train = len(blocks) - min(2000, max(1, len(blocks) // 100, min(100, len(blocks) // 10)))
         test_blocks, train, test = blocks, range(num_train), range(num_train, len(blocks))
     parts = []

@@ -82,7 +82,6 @@ def load_first(path: str, column: str) -> Image.Image:
 
 
 def read_content(image: dict[str, Any]) -> bytes:
-    """Return the encoded image."""
     return image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
 
 
@@ -144,9 +143,8 @@ def _read_npz(option: str, path: str) -> "datasets.Dataset":
     with _open_npz(option, path) as arrays:
         pair = next((pair for pair in pairs if set(pair) <= set(arrays)), None)
         if pair is None:
-            raise UserError(
-                f"{option} {path}: has the arrays {', '.join(arrays)}. It needs x_train and y_train, or images and labels."
-            )
+            reason = f"has the arrays {', '.join(arrays)}"
+            raise UserError(f"{option} {path}: {reason}. It needs x_train and y_train, or images and labels.")
         try:
             pixels, labels = arrays[pair[0]], arrays[pair[1]]
         except Exception as error:  # types of numpy, zipfile and zlib
@@ -157,10 +155,8 @@ def _read_npz(option: str, path: str) -> "datasets.Dataset":
             "shape (images, height, width) or (images, height, width, 1 or 3 channels)."
         )
     if labels.size != len(pixels):
-        raise UserError(
-            f"{option} {path}: there are {len(pixels):,} images, but {pair[1]} has the shape {labels.shape}. Give one label for "
-            "each image."
-        )
+        reason = f"there are {len(pixels):,} images, but {pair[1]} has the shape {labels.shape}"
+        raise UserError(f"{option} {path}: {reason}. Give one label for each image.")
     images = [{"bytes": encode_png(one), "path": None} for one in (pixels[..., 0] if pixels.shape[3:] == (1,) else pixels)]
     return datasets.Dataset.from_dict({"image": images, "label": labels.reshape(-1).tolist()})
 
@@ -276,7 +272,6 @@ def describe(images: CheckedImages, items: list[int]) -> dict[str, list]:
 
 
 def image_mode(model: nn.Module) -> str:
-    """Return Pillow's mode for the channels of the model: grayscale or RGB."""
     channels = getattr(model.config, "num_channels", 3)
     if channels not in (1, 3):
         raise UserError(f"--model: this model expects images with {channels} channels. Use one with 1 (grayscale) or 3 (RGB).")

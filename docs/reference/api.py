@@ -11,7 +11,7 @@ from reference import notice, table
 ROOT = Path(accel_ddp.__file__).parents[1]
 # The names that are no modules, in the order in which a reader needs them.
 GROUPS = {
-    "Run a recipe": ("run", "train", "fit", "start"),
+    "Run a recipe": ("run", "train", "Task", "ClassTask", "fit", "start"),
     "Options": ("TrainConfig", "RecipeConfig", "option", "parse_config"),
     "Data and evaluation": ("TrainBatches", "EvalBatches", "evaluate", "Table"),
     "Ranks and errors": ("together", "UserError"),
