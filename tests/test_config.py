@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_ddp.config.options import GROUPS, option, properties_of
 from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES
@@ -297,6 +298,15 @@ def test_a_setting_without_a_counterpart_says_what_to_do_on_the_command_line_too
     expected = next(text for end, text in texts.items() if typed.endswith(end))
     with pytest.raises(UserError, match=f"there is no such option. .*{expected}"):
         parse_config(RecipeConfig, [typed, "1"])
+
+
+def test_the_tables_of_other_names_contain_texts_and_no_key_twice():
+    """YAML would silently use the last value of a key, and read `off` and `1e3` as a bool and a number."""
+    for name, table in yaml.compose((ROOT / "accel_ddp/config/other_names.yaml").read_text()).value:
+        keys = [key.value for key, _ in table.value]
+        assert len(keys) == len({*keys}), name.value
+    texts = [text for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES, NOTES) for pair in table.items() for text in pair]
+    assert not [text for text in texts if not isinstance(text, str) or text != " ".join(text.split())]
 
 
 def test_what_to_do_instead_names_options_that_exist():

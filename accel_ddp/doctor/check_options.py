@@ -25,8 +25,6 @@ from accel_ddp.words import find_options
 
 @dataclass(kw_only=True)
 class CheckOptions:
-    """What to check, and for how long to wait."""
-
     wait_seconds: float = 300.0  # for nodes that are not started yet
     no_answer_seconds: float = host.NO_ANSWER  # an address that gives no answer at all is given up earlier
     secret: str = field(default_factory=read_secret)
@@ -45,7 +43,6 @@ class CheckOptions:
 
 
 def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
-    """Return what to check for the run that these options describe."""
     files = {}
     places = [
         (f"{name}{f' {number}' if number else ''}", split_weight(value)[0])
@@ -113,12 +110,10 @@ def read_recipe_option(argv: list[str], name: str, default: str) -> str:
 
 
 def runs_preflight(argv: list[str]) -> bool:
-    """Return whether the options of the recipe leave the preflight on."""
     return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
 
 
 def wait_of(argv: list[str]) -> float:
-    """Return for how many seconds to wait for other nodes."""
     wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
     return float(wait) if wait.replace(".", "", 1).isdigit() else CheckOptions.wait_seconds
 

@@ -65,7 +65,6 @@ class CollectiveChecks(CollectiveWorker):
         return Finding(code, saw, fix, rank=rank, **about).as_dict()
 
     def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str | None = None) -> None:
-        """Store a finding, and continue with the steps."""
         self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
 
     def add_line(self, text: str, unless: str = "") -> None:

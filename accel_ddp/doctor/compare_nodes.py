@@ -314,7 +314,6 @@ def clean(kind: str, message: Any) -> dict[str, Any]:
 
 
 def clean_finding(value: Any) -> Finding:
-    """Return the finding that another process sent as JSON."""
     fields = clean("finding", value)
     if fields["code"][:2] not in ("E_", "W_", "I_"):
         raise ValueError("not a finding")
@@ -339,7 +338,6 @@ def clean_facts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean_probes(answer: dict[str, Any], node: int, nodes: set[int]) -> list[dict[str, Any]]:
-    """Return the results of the probes that a node sent to the other nodes."""
     probes = []
     for one in bounded_list(answer.get("paths"), MOST_NODES):
         if not isinstance(one, dict) or one.get("to") not in nodes or one.get("how") not in (OK, *_PATH_FAILURES):
@@ -352,5 +350,4 @@ def clean_probes(answer: dict[str, Any], node: int, nodes: set[int]) -> list[dic
 
 
 def clean_roster(value: Any) -> list[dict[str, Any]]:
-    """Return the list of all nodes that the coordinator sends."""
     return [clean("peer", peer) for peer in bounded_list(value, MOST_NODES)]

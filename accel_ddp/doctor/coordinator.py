@@ -112,7 +112,6 @@ class Coordinator:
             return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection until it is closed or silent."""
         if member := await self._verify(reader, writer):
             try:
                 await self.join(member)
@@ -155,7 +154,6 @@ class Coordinator:
 
 
 def describe_loss(error: BaseException, silence_seconds: float) -> str:
-    """Return what happened to a connection whose use raised this error."""
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return f"has sent nothing for {silence_seconds:.0f} s"
     is_closed = isinstance(error, (OSError, asyncio.CancelledError))

@@ -64,7 +64,6 @@ def count_visible() -> int:
 
 
 def _read_gpu(gpu: ElementTree.Element) -> dict[str, Any]:
-    """Return name, identity, memory, uncorrectable errors and processes of one GPU."""
     volatile = gpu.find("ecc_errors/volatile")
     counters = [] if volatile is None else list(volatile.iter())
     uncorrectable = [one for one in counters if "uncorrectable" in one.tag or one.tag.endswith("_dbe")]
@@ -169,7 +168,6 @@ _PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages among PACKAGES."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

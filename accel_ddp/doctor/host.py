@@ -59,7 +59,6 @@ def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) ->
 
 
 def firewall_advice() -> str:
-    """Return how to let the nodes reach each other on this platform."""
     return _ADVICE[detect_platform()]
 
 
@@ -114,7 +113,6 @@ def resolve(name: str, seconds: float = 5) -> str:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Return the IP addresses of each network interface that is up."""
     up, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     found = {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
@@ -124,7 +122,6 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def port_answers(address: str, port: int) -> bool:
-    """Return whether a program listens on this port."""
     try:
         socket.create_connection((address, port), timeout=2).close()
         return True
@@ -291,7 +288,6 @@ def check_host_name(
 
 
 def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:
-    """Return findings about open files, locked memory, shared memory and the disk."""
     found: list[Finding] = []
     add = lambda code, saw: found.append(local_finding(topology, code, saw))
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -320,7 +316,6 @@ class FolderCheck:
         self.marker: Path | None = None
 
     def write(self, mark: str, node_rank: int | None) -> None:
-        """Write the marker file once, on node 0."""
         if node_rank or not self.folder or self.marker:
             return
         self.marker = self._file(mark)

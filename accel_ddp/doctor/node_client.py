@@ -124,7 +124,6 @@ class CoordinatorSearch:
         return min(limit, 5.0) if has_errors(self.findings) else limit
 
     def _explain(self) -> Finding:
-        """Return the finding for a main node that could not be reached, depending on what the network answered."""
         topology, ip, result, reason = self.topology, self.ip, self.result, self.reason
         candidates = topology.coordinator_ports
         ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"

@@ -268,7 +268,6 @@ class _Copier:
         return [text.decode(errors="surrogateescape") for text in out.rpartition(_MARK)[2].split(b"\0")[:-1]]
 
     def explain(self, node: Node, code: int, errors: str) -> str:
-        """Return why a node has not received the code, from the exit code and the messages of a program."""
         folder, text = f"folder {node.folder}", "; ".join(line.strip() for line in errors.splitlines() if line.strip())[-600:]
         if code == _IS_HOME:
             return f"{folder}: is the home directory or the root on this node, which contain more than code. Write for example ~/work"

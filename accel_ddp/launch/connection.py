@@ -209,5 +209,4 @@ async def open_all(cluster: Cluster) -> list[Connection]:
 
 
 def join_reasons(title: str, reasons: list[str]) -> str:
-    """Return one reason as it is, and several below a title."""
     return reasons[0] if len(reasons) == 1 else "\n  ".join([title, *reasons])

@@ -347,7 +347,6 @@ def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fai
 
 
 def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Return the nodes, and the paths of all files with variables."""
     env_files: list[str] = []
 
     def read_env(where: dict[str, Any], prefix: str) -> dict[str, str]:

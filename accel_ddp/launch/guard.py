@@ -56,7 +56,6 @@ class Channel:
 
     @property
     def is_full(self) -> bool:
-        """Whether much of what was sent is still waiting."""
         return not self.transport.is_closing() and self.transport.get_write_buffer_size() > _MOST_BUFFERED // 2
 
     def send(self, kind: str, **values: Any) -> None:
@@ -290,7 +289,6 @@ class _Guard:
         self.is_silent = False  # no message for SILENT_SECONDS
 
     async def run(self) -> int:
-        """Exchange messages until the end. Return the exit code of the guard."""
         if not self.is_detached:
             self.transport.write(b"\n")  # a login script may have printed a text without the end of its line
             self.channel.send("hello", protocol=PROTOCOL, pid=os.getpid())

@@ -86,7 +86,6 @@ def used_config(cluster: Cluster) -> str:
 
 
 def launcher_words(cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
-    """Return the words of the launcher on a node."""
     restarts = ["--max_restarts", str(cluster.restarts)] if cluster.restarts else []
     launcher = ["torchrun"] if uses_torchrun(cluster) else ["accelerate", "launch"]
     return [*launcher, *_topology_words(cluster, node_rank, address, port), *restarts, job.script, *job.options]
@@ -167,7 +166,6 @@ def to_shell(words: Iterable[str]) -> str:
 
 
 def wrap(words: list[str], separator: str = " \\\n  ") -> str:
-    """Return a shell command with one option per line."""
     lines: list[str] = []
     script = script_at(words)
     for at, word in enumerate(words):

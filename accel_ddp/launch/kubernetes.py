@@ -215,12 +215,10 @@ def _index(pod: dict[str, Any]) -> int:
 
 
 def _end(pod: dict[str, Any]) -> dict[str, Any]:
-    """Return how the container of a pod has ended, or {} if it has not."""
     return next(iter(_container_states(pod, "terminated")), {})
 
 
 def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
-    """Return the state of a pod and the message that explains it."""
     status = pod.get("status", {})
     state, message = status.get("phase", "Unknown"), status.get("message", "")
     if end := _end(pod):
@@ -282,7 +280,6 @@ class _Kubectl:
         return f"{_TRAIN_JOB}/{object_name(job.name, len(self.cluster.nodes))}"
 
     def find(self, job: Job) -> dict[str, Any]:
-        """Return the TrainJob of a job. Raises UserError if it does not exist."""
         if (found := self.get(self.name_of(job))) is None:
             raise UserError(
                 f"there is no {self.name_of(job)} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
@@ -297,7 +294,6 @@ class _Kubectl:
         return [newest[index] for index in sorted(newest)]
 
     def explain(self, command: str, error: str) -> str:
-        """Return the message for a kubectl command that failed with the output `error`."""
         lines = list(dict.fromkeys(line.strip() for line in error.splitlines() if line.strip()))
         shown = " ".join(lines)[-600:] or "it printed nothing"
         fits = lambda pattern: re.search(pattern, error.strip(), re.IGNORECASE | re.DOTALL)

@@ -102,7 +102,6 @@ def read_settings(cluster: Cluster) -> dict[str, Any]:
 
 
 def fail(cluster: Cluster, key: str, value: object, reason: str) -> NoReturn:
-    """Raise UserError with a key of the description, its value and the reason."""
     raise UserError(f"{cluster.file}: {key} {value}: {reason}.")
 
 

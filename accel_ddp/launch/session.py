@@ -181,7 +181,6 @@ class Session:
         return await asyncio.gather(*map(ask, self.connections))
 
     def _request(self, connection: Connection, make: Callable[..., list[str]], address: str, detach: bool) -> dict[str, Any]:
-        """Return the request to start a program on a node, whose words `make` returns."""
         node, cluster = connection.node, self.cluster
         words = make(cluster, self.job, node_rank=node.rank, address=address, port=cluster.main_port)
         # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
@@ -243,7 +242,6 @@ class Session:
         return True
 
     async def _follow(self, connection: Connection) -> None:
-        """Show the output of a node until its part of the job has ended."""
         node, is_silent = connection.node, False
         try:
             while True:
@@ -341,7 +339,6 @@ def _refuse(errors: list[str]) -> None:
 
 
 def _terminal_size() -> list[int] | None:
-    """Return the size of the terminal, or None if the output is not a terminal."""
     with contextlib.suppress(OSError, ValueError):
         if os.isatty(sys.stdout.fileno()):
             return list(os.get_terminal_size(sys.stdout.fileno()))

@@ -214,7 +214,6 @@ def _sbatch_environment(script: str) -> dict[str, str]:
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
-    """Return why sbatch has refused a job, and the keys of the description to check."""
     reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."

@@ -218,7 +218,6 @@ def _directives(cluster: Cluster, job: Job) -> list[str]:
 
 
 def _command(cluster: Cluster, job: Job) -> str:
-    """Return the command of a node as lines with one option each."""
     rank, address, port = map(Shell, ('"$SLURM_NODEID"', '"$MAIN_ADDRESS"', '"$MAIN_PORT"'))
     words = job_commands.launcher_words(cluster, job, node_rank=rank, address=address, port=port)
     paths = [job_commands.config_word(cluster), job.run_folder]
@@ -238,7 +237,6 @@ def code_folder(cluster: Cluster) -> Path:
 
 
 def launch_folder(cluster: Cluster, job: Job) -> Path:
-    """Return the folder of the script and the logs."""
     return code_folder(cluster) / Path(job.run_folder).expanduser() / "launch"
 
 

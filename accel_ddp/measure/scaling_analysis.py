@@ -101,7 +101,6 @@ class Result:
 
     @property
     def known(self) -> Measurement:
-        """The measurement, where there is one."""
         assert self.measured
         return self.measured
 
@@ -112,8 +111,6 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured setting beside the base, the measured setting of the same table with the fewest ranks."""
-
     base: Result
     result: Result
 
@@ -265,7 +262,6 @@ def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Adv
 
 
 def describe_advice(advice: Advice, batch: int) -> str:
-    """Return the advice as text. `batch` is the global batch of strong scaling."""
     ranks = f"{advice.ranks} ranks"
     if advice.is_reached:
         return f"{ranks}: --global_batch_size {batch} reaches {GOAL:.0%}."

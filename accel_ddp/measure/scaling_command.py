@@ -70,8 +70,6 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 
 
 class Scaling:
-    """The runs of one command."""
-
     def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
         self.results: list[Result] = []

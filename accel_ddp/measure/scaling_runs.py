@@ -32,8 +32,6 @@ TIMED_OUT = 124  # the exit code of `timeout`
 
 
 class Ended(NamedTuple):
-    """One run that has ended."""
-
     code: int
     text: str  # its output
     events: list[dict[str, Any]]  # of its log

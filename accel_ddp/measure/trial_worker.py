@@ -56,7 +56,6 @@ class TrialWorker(CollectiveWorker):
         report("done")
 
     def connect(self) -> None:
-        """Create the process group and report the transport that it uses."""
         torch = self.torch
         gpus = 0 if cpu_is_wanted() or self.spec["backend"] == "gloo" else torch.cuda.device_count()
         if 0 < gpus < self.num_local:
@@ -113,7 +112,6 @@ class TrialWorker(CollectiveWorker):
         self.collective(lambda: self.dist.all_gather(gathered, buffer[:64].contiguous()))
 
     def measure_ddp(self) -> None:
-        """Report the time of a DDP step for each config."""
         torch, spec = self.torch, self.spec
         model = build_proxy_model(torch, spec["entries"], getattr(torch, spec["dtype"]), self.device)
         self.autocast = contextlib.nullcontext()

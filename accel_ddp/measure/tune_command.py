@@ -74,7 +74,6 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
 
 
 def _why_not_writable(folder: str) -> str:
-    """Return the reason why files cannot be written to the folder, or an empty string."""
     existing, path = host.nearest_existing_folder(folder), Path(folder).expanduser().absolute()
     if existing is None:
         return "the disk does not answer"

@@ -173,7 +173,6 @@ class Transport:
 
     @property
     def uses_sockets(self) -> bool:
-        """Whether NCCL sends data through TCP sockets."""
         return self.is_nccl and any("Socket" in path for path in self.paths or [self.network])
 
 
@@ -315,7 +314,6 @@ def entries_of_size(size: int) -> Entries:
 
 
 def count_elements(entries: Entries) -> int:
-    """Return the number of trained elements."""
     return sum(math.prod(shape) for _, shape, is_trained in entries if is_trained)
 
 

@@ -213,7 +213,6 @@ class DdpTuner:
         return DdpConfig(bucket_cap_mb=bucket, comm_hook=hook), speedup
 
     def exact_bucket(self) -> int:
-        """Return the best bucket size without a hook."""
         exact = {choice: times for choice, times in self.measurements.times().items() if choice[1] == "none"}
         return tune_results.confirmed_choice(exact)[0][0] if tune_results.DEFAULT in exact else tune_results.DEFAULT[0]
 
@@ -244,7 +243,6 @@ class DdpTuner:
             await self._add(report["number"], DdpTiming(report["ms"], report["ended_early"]))
 
     async def _add(self, number: int, timing: DdpTiming) -> None:
-        """Store a timing and print its row on every node."""
         measurements = self.measurements
         measurements.timings[number] = timing
         default_ms = min(measurements.times().get(tune_results.DEFAULT, [math.nan]))

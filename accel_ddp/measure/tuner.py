@@ -65,7 +65,6 @@ class Tuner:
         await self.conclude(default, best, ddp_best, transport)
 
     async def read_gradients(self) -> Gradients:
-        """Return the gradients of the model in the options, and print their size."""
         options = self.options
         if not options.model and not options.model_bytes:
             await self.show("bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes")

@@ -38,14 +38,12 @@ def whole_number(value: Any, most: int = 10**9) -> int | None:
 
 
 def finite_number(value: Any) -> float:
-    """Return a number that is neither NaN nor infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:  # false for NaN
         raise ValueError("not a number")
     return float(value)
 
 
 def bounded_list(value: Any, most: int) -> list[Any]:
-    """Return a list of at most `most` entries."""
     if not isinstance(value, list) or len(value) > most:
         raise ValueError("not a list")
     return value

@@ -108,7 +108,6 @@ def config_path(word: str) -> Path:
 
 
 def config_names() -> list[str]:
-    """Return the names of the accelerate configs that come with accel_ddp."""
     return sorted(path.name for path in folder("accelerate_configs").glob("*.yaml"))
 
 

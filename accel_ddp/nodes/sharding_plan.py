@@ -79,7 +79,6 @@ class ShardingPlan:
         return {name: str(value).lower() for name, value in flags.items()}
 
     def _unusual(self) -> list[str]:
-        """Return the settings of the config that differ from their defaults."""
         return [": ".join(flag) for flag in self._flags().items() if flag not in ShardingPlan()._flags().items()]
 
     def settings(self) -> dict[str, str]:
@@ -89,7 +88,6 @@ class ShardingPlan:
         return {"copies of the model": copies, **self._flags(), "fsdp_transformer_layer_cls_to_wrap": classes}
 
     def facts(self, num_ranks: int) -> dict[str, Any]:
-        """Return the plan for the log of a run."""
         shards = {"text": self.summarize(num_ranks), "shards": num_ranks // self.replicas}
         return {**shards, **asdict(self), "layer_classes": list(self.layer_classes)}
 

@@ -248,7 +248,6 @@ def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[
 
 
 def write(folder: Path, summary: dict[str, Any], text: str) -> None:
-    """Write summary.json and summary.txt."""
     (folder / traces.SUMMARY_TEXT).write_text(text + "\n")
     replace_file(folder / traces.SUMMARY, json.dumps(summary, indent=1) + "\n")
 
@@ -361,7 +360,6 @@ def main(words: list[str]) -> int:
 
 
 def read_summary(folder: Path, run: Path) -> dict[str, Any]:
-    """Return the content of summary.json. Raise UserError if there is none."""
     path, hint = folder / traces.SUMMARY, "Name a run folder, for example: accel-ddp profile runs/my_run"
     if not run.is_dir():
         raise UserError(f"{run}: there is no such folder. {hint}")

@@ -228,7 +228,6 @@ class Renderer:
         return list(self._framed(content, state.title, inner)) if has_frame else [*map(self._draw, content)]
 
     def _framed(self, rows: Sequence[Text], title: str, inner: int) -> Iterator[str]:
-        """Yield the rows in a frame with a title."""
         box = self.box
         name = _plain(f" {title} " if title else "", "bold")
         name.truncate(inner, overflow=self.overflow)
@@ -240,7 +239,6 @@ class Renderer:
         yield self._draw(_plain(box.bottom_left + box.bottom * (inner + 2) + box.bottom_right, "dim"))
 
     def _draw(self, row: Text) -> str:
-        """Return the text with the sequences of its colors."""
         segments = row.render(self.console)
         if self.console.no_color:
             segments = Segment.remove_color(segments)
@@ -297,7 +295,6 @@ def _evaluation_items(state: State) -> Iterator[Text]:
 
 
 def _time_items(splits: Sequence[Split]) -> Iterator[Text]:
-    """Yield how an average rank spends a step."""
     mean = Split(*(sum(values) / len(splits) for values in zip(*splits)))
     seconds = max(sum(mean), 1e-9)
     compute = mean.forward + mean.backward + mean.optimizer

@@ -51,7 +51,6 @@ class Clock(NamedTuple):
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Return a trace. Raise UserError if it cannot be read."""
     try:
         # torch does not escape every character in the names of operations.
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -128,7 +127,6 @@ Intervals = NDArray[np.float64]  # [n, 2], the start and the end of each
 
 
 def clip(given: Intervals, first: float, last: float) -> Intervals:
-    """Return the parts of the intervals between `first` and `last`."""
     inside = np.clip(given, first, last)
     return inside[inside[:, 1] > inside[:, 0]]
 
@@ -147,7 +145,6 @@ def union(*given: Intervals) -> Intervals:
 
 
 def length(*given: Intervals) -> float:
-    """Return the time that the intervals cover together."""
     merged = union(*given)
     return float((merged[:, 1] - merged[:, 0]).sum())
 
@@ -163,7 +160,6 @@ def outside(one: Intervals, other: Intervals) -> float:
 
 
 def gaps(given: Intervals, first: float, last: float) -> Intervals:
-    """Return the intervals between `first` and `last` that are not covered."""
     covered = union(clip(given, first, last))
     starts, ends = np.concatenate([[first], covered[:, 1]]), np.concatenate([covered[:, 0], [last]])
     found = np.stack([starts, ends], axis=1)

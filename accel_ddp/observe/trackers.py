@@ -43,8 +43,6 @@ MOST_NODES = 16  # beyond, there is the minimum, mean and maximum of all ranks
 
 
 class Call(NamedTuple):
-    """One call of a tracker that waits in the queue."""
-
     what: str  # for messages
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
@@ -53,8 +51,6 @@ class Call(NamedTuple):
 
 
 class TrackerThread(BackgroundWriter):
-    """The thread and the queue of one tracker."""
-
     def __init__(self, tracker: Tracker):
         super().__init__(self._call, f"tracker {tracker.name}", most=MOST_CALLS)
         self.tracker, self.name = tracker, tracker.name
@@ -243,7 +239,6 @@ class Trackers(Hook):
             self._put("upload the model", "log_model", folder, is_vital=False)
 
     def close(self, seconds: float) -> None:
-        """Finish the trackers, and wait for them for a limited time."""
         if not self.is_closed:
             self.is_closed = True
             close_all(self.threads, seconds)

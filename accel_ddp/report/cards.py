@@ -134,7 +134,6 @@ def scroll(caption: str, *content: Html, class_: str | None = None) -> Html:
 
 
 def cell(value: Any) -> Html:
-    """Return a value as the content of a cell. Long text is cut."""
     if isinstance(value, Html):
         return value
     text = number(value)
@@ -142,7 +141,6 @@ def cell(value: Any) -> Html:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
-    """Return names and values as a list."""
     rows = [tag("div", tag("dt", name), tag("dd", cell(value))) for name, value in pairs]
     return tag("dl", *rows, class_="facts") if rows else Html()
 

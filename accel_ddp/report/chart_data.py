@@ -66,7 +66,6 @@ def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
 
 
 def metric_names(run: ReportedRun) -> list[str]:
-    """Return the names of the metrics of the evaluations, in the order in which they appear."""
     found = dict.fromkeys(name for one in run.evaluations for name, value in one.items() if is_number(value))
     return [name for name in found if name not in ("step", "time")]
 

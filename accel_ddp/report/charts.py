@@ -37,7 +37,6 @@ MARKS = {"error": "error", "warning": "warning", "info": "information", "save": 
 
 
 def curves(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
-    """Return the section with the curves of all runs, which share their controls."""
     names = list(dict.fromkeys(name for one in data for name in one["curves"]))
     if not names:
         return Html()
@@ -104,7 +103,6 @@ def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
 
 
 def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
-    """Return the last value of a curve as text, and its lowest and highest value."""
     steps, _, values = series(run, name)
     usable = np.isfinite(values)
     steps, values = steps[usable], values[usable]
@@ -159,7 +157,6 @@ def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int
 
 
 def _slowest(run: ReportedRun, level: int) -> Html:
-    """Return a table of the ranks with the largest own time."""
     count = run.ranks.num_ranks
     if count < 2:
         return Html()
@@ -214,7 +211,6 @@ Rows = list[list[Any]]
 
 
 def evaluations(run: ReportedRun, index: int, level: int, prefix: str) -> Html:
-    """Return the section, or nothing for a run without evaluations."""
     steps, best, blocks = sorted(run.tables), run.summary.get("best") or {}, []
     # Without --keep_best it is the loss, whatever --best_metric is.
     mark = f"best {best.get('metric', '')}".replace("_", " ").strip()
@@ -292,7 +288,6 @@ def _count(count: float, share: float, is_correct: bool) -> Html:
 
 
 def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return sample predictions, with a list that chooses one group."""
     at = columns.index("group") if "group" in columns else None
     shown = rows[:PREDICTIONS]
     groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)

@@ -13,8 +13,6 @@ from accel_ddp.report.run_data import PARTS, RankTimes, dict_of, holds_number, n
 
 
 class RankRow(NamedTuple):
-    """One event `ranks`."""
-
     step: int
     first: int
     last: int

@@ -96,7 +96,6 @@ def whole_of(value: Any, default: int | None = None) -> int | None:
 
 
 def dict_of(value: Any) -> dict[str, Any]:
-    """Return a value if it is an object, or {}."""
     return value if isinstance(value, dict) else {}
 
 

@@ -242,7 +242,6 @@ def _find_checkpoints(folder: Path, content: LogContent, best: dict[str, Any]) -
 
 
 def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return the tables of the last evaluation and of the best one."""
     steps = sorted({event["step"] for event in content.events if event["event"] == "tables"})
     found = {}
     for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):

@@ -92,8 +92,6 @@ class Event(NamedTuple):
 
 @dataclass
 class Cause:
-    """Why the run does not progress."""
-
     kind: str
     seconds: float  # since when
     text: str  # a sentence that names the rank or the node
@@ -323,7 +321,6 @@ class Judge:
         return self._hung(working, scene) if len(working) < len(waiting) else {}
 
     def _standstill(self, scene: _Scene) -> dict[str, Cause]:
-        """Find that all ranks wait for each other."""
         if not scene.is_standstill:
             return {}
         active, places = scene.active, []

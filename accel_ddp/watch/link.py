@@ -57,8 +57,6 @@ SHAPES = {
 
 
 class MonitorAddress(NamedTuple):
-    """Where a monitor listens."""
-
     folder: str  # for the socket and the pages of the ranks of its node
     pid: int
     ip: str  # for the monitors of other nodes
@@ -152,8 +150,6 @@ class Link:
 
 @dataclass
 class Peer:
-    """Another node."""
-
     node: int
     host: str
     address: str

@@ -44,8 +44,6 @@ GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspende
 
 @dataclass
 class Monitor:
-    """The state of this process."""
-
     node: int
     host: str
     launcher: int  # pid of the parent of the ranks; 0: they have none of interest
@@ -351,7 +349,6 @@ class Monitor:
         task.add_done_callback(end)
 
     async def run(self) -> None:
-        """Watch until the last rank of this node has ended."""
         if self.launcher:
             self._keep(self.watch_launcher())
         parent = asyncio.ensure_future(wait_for_end(self.parent))

@@ -48,7 +48,6 @@ def write_outcome(launcher_pid: int, outcome: dict[str, Any], replaced: int | No
 
 
 def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
-    """Return what `write_outcome` has stored for an attempt of this launcher, or None."""
     return _read(launcher_pid, f"outcome{number}")
 
 
@@ -58,7 +57,6 @@ def store_run(launcher_pid: int, **values: Any) -> None:
 
 
 def read_run(launcher_pid: int) -> dict[str, Any]:
-    """Return what `store_run` has stored for this launcher."""
     return _read(launcher_pid, "run") or {}
 
 
