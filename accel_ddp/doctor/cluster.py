@@ -237,7 +237,6 @@ def print_progress(text: str) -> None:
 
 
 def raise_on_errors(outcome: Outcome) -> None:
-    """Raise UserError with all findings if one of them is an error."""
     if outcome.has_errors:
         hint = "Training was not started. --preflight off starts it without these checks."
         lines = [report.format_findings(outcome.findings), *outcome.table, hint]

@@ -181,7 +181,6 @@ class CollectiveChecks(CollectiveWorker):
     # ---- the steps
 
     def connect(self) -> None:
-        """Connect to the store of rank 0, choose the backend and create the process group."""
         torch, seconds = self.torch, self.seconds + 60  # later than the time limits here, which report more
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while self.rank > 0 and not port_answers(*address):  # TCPStore itself would print a warning for every attempt
@@ -232,7 +231,6 @@ class CollectiveChecks(CollectiveWorker):
         return "nccl" if requested == "nccl" or has_own_gpus else "gloo"
 
     def check_sums(self) -> None:
-        """Compare all-reduces of several sizes and types with the known sums."""
         torch, n, sizes, wrong = self.torch, self.num_ranks, (1, 1023, 65536, 1_000_003), []
         for dtype in ("float32", "bfloat16") if self.device.type == "cuda" else ("float32",):
             for size in sizes:

@@ -82,7 +82,6 @@ def check_counts(members: list[Hello], is_complete: bool = False) -> list[Findin
 
 
 def check_duplicates(members: list[Hello]) -> list[Finding]:
-    """Return a finding for each machine rank (and local rank), or each RANK, that several processes have."""
     members, by_rank = _sort_members(members), counts_ranks(members)
     holders: dict[tuple[int, int], list[Hello]] = {}
     for m in members:
@@ -174,7 +173,6 @@ def count_ranks(members: list[Hello]) -> dict[int, int]:
 
 
 def check_storage(members: list[Hello], folders: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:
-    """Return findings about the output folder of the main node, which writes the checkpoints, and a line about it."""
     main = next((m for m in members if m["node"] == 0), members[0])
     place, answer = {"host": main["host"], "node": main["node"]}, folders.get(main["node"], {})
     folder, free = answer.get("folder", "?"), format_bytes(answer.get("free", 0))
@@ -216,7 +214,6 @@ _PATH_FAILURES = {
 
 
 def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[Finding]:
-    """Return findings about paths that fail or are slow, from the probes of all nodes."""
     peers = {peer["node"]: peer for peer in roster}
     by_pair = {(one["from"], one["to"]): one for one in probes}
     found = []

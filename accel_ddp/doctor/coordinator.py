@@ -98,7 +98,6 @@ class Coordinator:
         await self.inbox.put((member, message))
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
-        """Return the member if it has the token and a valid description, and otherwise None."""
         try:
             stream = await self.door.admit(reader, writer)
             hello = self.read_hello(await stream.receive(_HELLO_SECONDS))

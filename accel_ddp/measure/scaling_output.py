@@ -82,7 +82,6 @@ def format_table(summary: Summary, mode: str) -> list[str]:
 
 
 def format_summary(summary: Summary) -> str:
-    """Return the tables, a chart, what limits scaling, and which batch reaches 90 %."""
     steps = f"medians of {summary.steps} steps after {summary.warmup} steps of warm-up"
     lines = [f"\n{summary.recipe} on {summary.device()}: {steps}"]
     for mode in summary.modes:

@@ -30,8 +30,6 @@ class TrialFailed(Exception):
 
 
 class TrialWorker(CollectiveWorker):
-    """Measures all-reduce or DDP steps together with the other ranks."""
-
     def run(self) -> None:
         code = 1
         try:

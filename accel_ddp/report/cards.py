@@ -146,7 +146,6 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
 
 
 def fold(title: str, content: Html) -> Html:
-    """Return content that opens on a click, or nothing if there is no content."""
     return tag("details", tag("summary", title), content) if content else Html()
 
 
