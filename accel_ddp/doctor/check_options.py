@@ -72,7 +72,6 @@ def options_of_script(argv: list[str]) -> CheckOptions:
 
 
 def load_recipe_config(argv: list[str]) -> TrainConfig | None:
-    """Return the resolved options of a recipe, or None if the script does not use accel_ddp, or has several config classes."""
     path = Path(argv[0])
     if not path.is_file():
         raise UserError(f"{path}: there is no such script.")

@@ -232,7 +232,6 @@ def report_to_other_nodes(reason: str, topology: Topology | None = None, script:
 
 
 def print_progress(text: str) -> None:
-    """Print a line about what the doctor waits for, with the name of this host."""
     print(f"{HOST}: {text}", file=sys.stderr, flush=True)
 
 

@@ -135,7 +135,6 @@ class CollectiveChecks(CollectiveWorker):
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
 
     def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
-        """Return a finding about the ranks that the others have waited for."""
         behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
         ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
         text = f"stuck in step '{STEPS[max(reached)[0]]}' for {seconds} s: "
@@ -250,7 +249,6 @@ class CollectiveChecks(CollectiveWorker):
         self.add_line(f"all-reduce: the sums are right on every rank ({sizes} elements)", unless="E_COLLECTIVE_WRONG")
 
     def measure_bandwidth(self) -> None:
-        """Measure the latency and the bandwidth of all-reduces, defined as in nccl-tests."""
         largest, seconds = self.spec["megabytes"] or (64 if self.device.type == "cuda" else 8), self.seconds
         time_all_reduces = lambda buffer, times: [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
         ring = 2 * (self.num_ranks - 1) / self.num_ranks  # bytes that each link carries, per byte of the buffer

@@ -103,7 +103,6 @@ def check_duplicates(members: list[Hello]) -> list[Finding]:
 
 
 def compare_facts(members: list[Hello]) -> tuple[list[Finding], list[str]]:
-    """Return (findings, lines of a table) about facts that differ between the nodes."""
     members = _sort_members(members)
     found, rows = [], []
     for group, code in _CODES.items():

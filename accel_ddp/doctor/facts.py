@@ -293,8 +293,6 @@ def collect_facts(topology: Topology, options: CheckOptions) -> tuple[dict[str, 
 
 
 def _hash_or_error(path: str, seconds: float) -> str:
-    """Return the hash of a path, NOT_READ, or `!` and an error message."""
-
     def compute() -> str:
         try:
             return hash_files(Path(path).expanduser(), seconds)
@@ -307,7 +305,6 @@ def _hash_or_error(path: str, seconds: float) -> str:
 
 
 def describe_node(facts: dict[str, Any]) -> str:
-    """Return one line about this node, or an empty text if its facts are not known."""
     if not facts:
         return ""
     kinds = {kind: facts["gpus"].count(kind) for kind in facts["gpus"] or []}

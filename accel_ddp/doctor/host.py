@@ -330,7 +330,6 @@ class FolderCheck:
         self.error = call_with_timeout(write, 3, "the disk does not answer")
 
     def look(self, mark: str) -> dict[str, Any]:
-        """Return the answer to the coordinator: the folder, its free space and the nodes whose markers are in it."""
         if not self.folder:
             return {"folder": "", "error": "", "free": 0, "sees": []}
         for _ in range(3):  # a network disk may show files of other hosts a moment later

@@ -141,7 +141,6 @@ def _differences(one: dict[str, Any], usual: dict[str, Any]) -> list[str]:
 
 
 def _most_frequent(values: list[Any]) -> Any:
-    """Return the most frequent value that is not empty, or the first of several."""
     return next((value for value, _ in Counter(filter(None, values)).most_common(1)), None)
 
 
@@ -152,7 +151,6 @@ def program_environment() -> dict[str, str]:
 
 
 def git_output(folder: Path, *words: str) -> str:
-    """Return what git prints, or an empty text if it fails."""
     try:
         ended = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=60, env=program_environment())
     except (OSError, subprocess.SubprocessError):

@@ -82,8 +82,6 @@ class Lost(Exception):
 
 
 class Connection:
-    """Exchanges messages with the guard of a node."""
-
     def __init__(self, cluster: Cluster, node: Node):
         self.cluster, self.node = cluster, node
         self.process: asyncio.subprocess.Process | None = None

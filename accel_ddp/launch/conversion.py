@@ -380,7 +380,6 @@ class Conversion:
             self.lose(option, self.options.pop(option), message)
 
     def _refused(self, left_out: str) -> str:
-        """Return why a run refuses the file without this option, or "" if it does not."""
         lines = [line for line in self.text("").splitlines() if not left_out or not line.startswith(f"{left_out}:")]
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write("\n".join(lines))

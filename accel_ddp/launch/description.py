@@ -18,7 +18,6 @@ _FILE = read_table(Path(__file__).with_name("cluster_keys.yaml"))
 
 
 def nearest_key(word: Any, known: Iterable[str]) -> str:
-    """Return a question that suggests the known word nearest to `word`, or ""."""
     known = list(known)
     other = _FILE["other_names"].get(str(word))
     return f" Did you mean {other}?" if other in known else did_you_mean(str(word), known)
@@ -33,8 +32,6 @@ def _text(value: Any) -> str:
 
 
 def _that(is_right: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
-    """Return a check that accepts the values for which `is_right` is true."""
-
     def check(value: Any) -> Any:
         if not is_right(value):
             raise ValueError(reason)

@@ -279,8 +279,6 @@ async def serve(is_detached: bool) -> int:
 
 
 class _Guard:
-    """Answers the launching machine."""
-
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.WriteTransport, is_detached: bool):
         self.reader, self.transport, self.is_detached = reader, transport, is_detached
         self.channel = Channel(transport)
@@ -311,7 +309,6 @@ class _Guard:
         return 0
 
     async def read(self) -> dict[str, Any] | None:
-        """Return the next message, or None if the launching machine is gone."""
         try:
             line = await asyncio.wait_for(self.reader.readline(), SILENT_SECONDS)
         except asyncio.TimeoutError:

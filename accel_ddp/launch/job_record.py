@@ -76,7 +76,6 @@ class Record:
             replace_file(self.state, json.dumps({**self.read(), **values}), has_rivals=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return the state of the job on this node as `accel-ddp status` shows it."""
         state = self.read()
         if state.get("state") in ("starting", "running") and not self.is_running():
             state |= {"state": "ended", "why": "its guard was killed, or the node was restarted"}

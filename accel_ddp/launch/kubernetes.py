@@ -195,12 +195,10 @@ def _container_states(pod: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
 
 
 def _has_started(pod: dict[str, Any]) -> bool:
-    """Return whether a pod has a log: its container runs, or has ended."""
     return bool(_container_states(pod, "running", "terminated"))
 
 
 def _state(found: dict[str, Any] | None) -> str:
-    """Return the state of a TrainJob: its last condition that is true."""
     conditions = [one for one in (found or {}).get("status", {}).get("conditions", []) if one.get("status") == "True"]
     ends = [one for one in conditions if one["type"] in ("Complete", "Failed")]
     if not (shown := (ends or conditions)[-1:]):
@@ -276,7 +274,6 @@ class _Kubectl:
         return json.loads(text) if output == "json" else {}
 
     def name_of(self, job: Job) -> str:
-        """Return TYPE/NAME of the TrainJob of a job."""
         return f"{_TRAIN_JOB}/{object_name(job.name, len(self.cluster.nodes))}"
 
     def find(self, job: Job) -> dict[str, Any]:

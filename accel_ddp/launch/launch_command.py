@@ -158,7 +158,6 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
 
 
 def _find(given: argparse.Namespace, needs_name: bool = True) -> tuple[Cluster, Job | None]:
-    """Return the description and the job that the options name, or None for all jobs."""
     check_name(given.name)
     cluster, file = read_description(given.file, given.set), given.file
     name = given.name or (cluster.name if needs_name else "")

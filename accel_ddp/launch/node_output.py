@@ -174,7 +174,6 @@ class Console:
         self.exit_codes: dict[str, int | None] = {}  # host -> exit code in the report of torch; None: the report has begun
 
     def show(self, host: str, rank: int | None, lines: list[str]) -> None:
-        """Print lines of a rank, or of the launcher of a node if `rank` is None."""
         prefix = "" if rank == 0 else f"[{host}] " if rank is None else f"[{host} rank {rank}] "
         for line in lines:
             self._remember(host, rank, line)

@@ -200,7 +200,6 @@ class Session:
         }  # fmt: skip
 
     async def _start(self, address: str) -> None:
-        """Start the launchers of all nodes. If one does not start, stop the others."""
         self.has_started = True
 
         async def start(connection: Connection) -> None:
@@ -304,7 +303,6 @@ class Session:
                 connection.send(kind, **values)
 
     def _finish(self) -> int:
-        """Print the first cause of a failure, once, and where the logs are. Return the exit code."""
         failed = {rank: code for rank, code in self.codes.items() if code}
         code = next((code for code in failed.values() if code not in (STOPPED, INTERRUPTED)), next(iter(failed.values()), 0))
         if UNSAVED in failed.values():

@@ -75,7 +75,6 @@ class SlurmJob:
         return self.state in ACTIVE
 
     def describe(self) -> str:
-        """Return the state in words, for example `exited with code 75`."""
         if self.state == "PENDING":
             return f"waiting ({self.reason})"
         if self.is_active:
@@ -352,7 +351,6 @@ def _parse(line: str) -> SlurmJob:
 
 
 def _log_files(folder: Path) -> list[Path]:
-    """Return the logs in a folder, the oldest first."""
     return sorted(folder.glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
 
 

@@ -40,12 +40,10 @@ class Measurement:
     gradient_bytes: int = 0  # 0: not known
 
     def mean(self, *parts: str) -> float:
-        """Return the seconds of these parts, on average over the ranks."""
         return sum(statistics.fmean(self.parts[part]) for part in parts)
 
     @property
     def waiting(self) -> float:
-        """Seconds in which ranks wait for slower ones, on average."""
         return self.mean("communication") - self.exposed
 
     @property
@@ -55,7 +53,6 @@ class Measurement:
         return min(self.waiting, max(own) - statistics.fmean(own))
 
     def own(self) -> list[float]:
-        """Return the seconds that each rank needs itself, without communication and waiting."""
         return [sum(self.parts[part][rank] for part in PARTS[:-1]) for rank in range(len(self.parts["data"]))]
 
 
@@ -92,8 +89,6 @@ def summarize(steps: list[dict[str, Any]], **facts: Any) -> Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One setting and what was measured, or why nothing was measured."""
-
     setting: Setting
     measured: Measurement | None
     problem: str = ""

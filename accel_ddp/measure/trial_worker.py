@@ -183,7 +183,6 @@ class TrialWorker(CollectiveWorker):
             tokens = min(requested, tokens * 4 if ms * 4 < longest_ms else tokens * 2)
 
     def wrap(self, model: Any, config: DdpConfig) -> Any:
-        """Return the model in DDP, with the options that Accelerate would pass for this config."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 

@@ -99,8 +99,6 @@ class TuneCoordinator(Coordinator):
 
 @dataclass
 class _State:
-    """What the coordinator has received in the running trial."""
-
     began: float
     deadline: float
     status_at: float

@@ -158,8 +158,6 @@ class Trial:
 
 @dataclass
 class Transport:
-    """How the ranks communicate, from their reports."""
-
     backend: str  # nccl or gloo
     device: str
     version: str  # of torch and of the backend
@@ -192,8 +190,6 @@ class DdpConfig:
 
 @dataclass
 class DdpTiming:
-    """The time of a DDP step, or the reason why there is none."""
-
     milliseconds: float = math.nan
     ended_early: bool = False
     failure: str = ""
@@ -289,8 +285,6 @@ _SIDE = 1024  # of the square matrices that stand for a model if only its size i
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients that DDP averages in a step."""
-
     entries: Entries  # empty if there is no model
     dtype: str = "float32"
 

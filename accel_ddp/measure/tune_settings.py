@@ -155,8 +155,6 @@ TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
 
 @dataclass
 class _Measurements:
-    """The configs and what the workers have reported about them."""
-
     configs: dict[int, DdpConfig]
     tokens: int
     timings: dict[int, DdpTiming] = field(default_factory=dict)
@@ -265,7 +263,6 @@ class DdpTuner:
 
 
 def configs_to_time(gradient_bytes: int, is_nccl: bool) -> list[DdpConfig]:
-    """Return the configs in the order in which they are timed, DDP's default first."""
     # gloo cannot reduce bf16. With several buckets PowerSGD hangs over gloo, because callbacks start its collectives in a
     # different order on each rank (seen with torch 2.13).
     hooks = ["bf16", "fp16", "powersgd"] if is_nccl else ["fp16"]

@@ -104,7 +104,6 @@ class Tuner:
         return answer["entries"]
 
     async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
-        """Print the best values, write them to files on every node, and print how to use them."""
         lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
         if ddp_best:
             config, speedup = ddp_best

@@ -21,7 +21,6 @@ LONGEST_TEXT = 2000  # characters
 
 
 def printable(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return a text of at most `longest` characters without those that move a terminal's cursor."""
     if not isinstance(value, str):
         raise ValueError("not a text")
     text = "".join(letter if letter.isprintable() else " " for letter in value[: longest + 1])

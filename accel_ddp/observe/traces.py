@@ -150,12 +150,10 @@ def length(*given: Intervals) -> float:
 
 
 def overlap(one: Intervals, other: Intervals) -> float:
-    """Return the time that both cover."""
     return length(one) + length(other) - length(one, other)
 
 
 def outside(one: Intervals, other: Intervals) -> float:
-    """Return the time that `one` covers and `other` does not."""
     return length(one, other) - length(other)
 
 
@@ -346,7 +344,6 @@ def self_times(operations: list[Event]) -> list[tuple[str, float]]:
 
 
 def _largest(operations: Iterable[tuple[str, float]], window: _Window) -> list[dict[str, Any]]:
-    """Return the operations that take the most time, with their share of the step."""
     totals: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for name, time in operations:

@@ -92,7 +92,6 @@ class TrackerThread(BackgroundWriter):
         self.is_loaded.set()  # the import is the first call
 
     def report(self, text: str) -> None:
-        """Print what goes wrong and store it as an incident."""
         warn(redact(text), "TRACKER")
 
 
@@ -300,7 +299,6 @@ def _row_of_system(ranks: Sequence[RankSample], nodes: Sequence[int]) -> dict[st
 
 
 def best_of(evaluations: dict[int, dict[str, float]], directions: dict[str, Any]) -> dict[str, float]:
-    """Return the best value of each metric whose direction is known, and its step."""
     best: dict[str, float] = {}
     for name, direction in directions.items():
         for step in BestMetric(name, direction).rank(evaluations)[:1] if direction in ("min", "max") else ():

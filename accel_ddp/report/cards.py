@@ -150,7 +150,6 @@ def fold(title: str, content: Html) -> Html:
 
 
 def legend(items: Iterable[tuple[str, str]]) -> Html:
-    """Return a legend of (class of the swatch, text)."""
     return tag("ul", *(tag("li", tag("i", class_=f"swatch {name}"), text) for name, text in items), class_="legend")
 
 

@@ -46,7 +46,6 @@ NOT_CURVES = ("step", "time", "items", "tokens", "repeated")
 
 
 def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
-    """Return the numbers of the charts of one run, as they are stored in the page."""
     first = run.summary.get("began") or 0.0
     batch = dict_of(run.start.get("batch")).get("global")
     share = max(1, num_runs // 4)  # up to 4 runs have all points, more runs divide them
@@ -226,7 +225,6 @@ def system_data(run: ReportedRun, first: float, columns: int) -> dict[str, Any]:
 
 
 def _axis(run: ReportedRun, steps: np.ndarray, first: float, edges: np.ndarray) -> dict[str, list[float]]:
-    """Return the last step and its time of each interval."""
     steps = steps[edges[1:] - 1]
     known = run.updates["step"]
     at = np.interp(steps, known, run.updates["time"]) - first if len(known) else steps * math.nan

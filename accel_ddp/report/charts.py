@@ -88,7 +88,6 @@ def _controls(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
 
 
 def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
-    """Return the card of one curve. `over` is another curve in the same chart."""
     plain = name.removeprefix("eval:").replace("_", " ")
     if name.startswith("eval:"):
         title, unit, text = f"Evaluation: {plain}", "", "Measured on the evaluation data."

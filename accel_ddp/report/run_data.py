@@ -26,7 +26,6 @@ class RankTimes:
 
     @property
     def num_ranks(self) -> int:
-        """Return W, which is 0 if no times were recorded."""
         return max((values.shape[1] for values in self.seconds.values()), default=0)
 
     def usual_lines(self, first_steps: list[int]) -> np.ndarray:
@@ -65,7 +64,6 @@ class ReportedRun:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Return the event `start` of the last attempt, or {}."""
         return self.starts[-1] if self.starts else {}
 
 
@@ -80,7 +78,6 @@ def number_of(value: Any) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -30,7 +30,6 @@ _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the
 
 
 def unique_names(folders: list[Path]) -> list[str]:
-    """Return the shortest end of each path that no other path has."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for own in parts:

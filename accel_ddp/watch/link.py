@@ -166,7 +166,6 @@ class Peer:
         return now - self.heard_at if self.heard_at and not self.is_done else 0.0
 
     def is_one_way(self, now: float) -> bool:
-        """Return whether the peer's packets reach us while ours do not reach it."""
         return bool(self.pinged_at) and now - self.pinged_at < 3 * RETRY_SECONDS
 
     def closed(self, now: float) -> float:
@@ -221,7 +220,6 @@ class Peers:
         return head + messages.make_proof(self.keys[other], b"ping", head)
 
     def ping_silent(self) -> None:
-        """Send a datagram to each node that has been silent for some time."""
         now = time.monotonic()
         for peer in self.peers.values():
             if self.pings and peer.silent(now) > 4 * RETRY_SECONDS:

@@ -95,7 +95,6 @@ class LocalRanks(dict[int, LocalRank]):
         return found
 
     def timings(self) -> dict[int, phases.Timing]:
-        """Return the times that each rank has published, rounded to keep messages short."""
         timings = {rank: (local.reading or phases.read(local.memory)).timing for rank, local in self.items()}
         return {rank: phases.Timing(times.step, *(round(each, 4) for each in times[1:])) for rank, times in timings.items()}
 

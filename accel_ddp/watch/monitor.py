@@ -316,7 +316,6 @@ class Monitor:
         return view
 
     def _report_unreachable(self, now: float) -> None:
-        """Print once which coordinators have never answered."""
         if self.peers.peers and not self.has_reported_unreachable and now - self.peers.started_at > UNREACHABLE_SECONDS:
             self.has_reported_unreachable = True
             for peer in self.peers.peers.values():
@@ -452,7 +451,6 @@ class Monitor:
 
 
 async def watch(options: dict[str, Any]) -> None:
-    """Watch the ranks of this node until they have ended."""
     names = ("node", "host", "launcher", "parent", "report_after", "abort_after")
     monitor = Monitor(**{name: options[name] for name in names})
 

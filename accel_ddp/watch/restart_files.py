@@ -61,7 +61,6 @@ def read_run(launcher_pid: int) -> dict[str, Any]:
 
 
 def remove(launcher_pid: int) -> None:
-    """Remove what is stored for this launcher, and the files of launchers that are gone."""
     for path in folder.iterdir() if (folder := _folder()) else []:
         pid, _, rest = path.name.removeprefix(".").partition("-")  # a process that was killed leaves a hidden draft
         if pid.isdigit() and (int(pid) == launcher_pid or rest.split(".")[0] != _start_time(int(pid))):
