@@ -33,7 +33,9 @@ class _Script(string.Template):
 
 # With SBATCH_EXPORT=NONE in the environment of the user, srun would not give the variables of the script to the tasks either.
 # Some clusters bind a task to one core (CpuBind), and Slurm 22.05 and newer do not give srun the --cpus-per-task of the job.
-_SCRIPT = _Script(Path(__file__).with_name("slurm_job.sh").read_text(encoding="utf-8"))
+_SCRIPT, _REQUEUE, _CHECK_OF_SENT = (
+    _Script(Path(__file__).with_name(f"slurm_{name}.sh").read_text(encoding="utf-8")) for name in ("job", "requeue", "sent")
+)
 _BLOCK = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -41,28 +43,6 @@ _ACTIVATE_VENV = """\
 [ -f "$VENV/bin/activate" ] || fail "venv $VENV: this node does not have it. Create it, or change the key venv."
     . "$VENV/bin/activate"\
 """
-# The values of secrets are only in the environment of sbatch.
-_CHECK_OF_SENT = _Script("""\
-# The values of these variables are not in this file. `accel-ddp launch` gives them to sbatch in its environment.
-for name in @names; do
-    if [ -z "${!name+set}" ]; then
-        echo "error: the variable $name is not set. Submit the job with accel-ddp launch, or export the variables of" \\
-            @files >&2
-        exit @user_error
-    fi
-done
-""")
-_REQUEUE = _Script("""\
-# @stopped: the ranks have saved and stopped, because of preemption, the time limit, or a stop on request.
-# `accel-ddp stop` sets Requeue=0 before it stops the ranks.
-# Another code, if Slurm preempts the job: the ranks were not ready yet, and have nothing to save.
-state=$(scontrol show job "$SLURM_JOB_ID")
-if [ "$code" = @stopped ] || { [ "$code" != 0 ] && [[ $state == *" PreemptTime="[0-9]* ]]; } &&
-    [[ $state == *" Requeue=1 "* ]]; then
-    echo "the job is requeued: restart $((${SLURM_RESTART_COUNT:-0} + 1))"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-""")
 
 
 def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
