@@ -9,10 +9,11 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from accel_ddp.measure.scaling_plan import STRONG, Setting
-from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si
+from accel_ddp.measure.scaling_plan import Setting
+from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si, read_table
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 GOAL = 0.9
@@ -22,6 +23,7 @@ STRAGGLER = 0.1  # a rank that is slower than the median rank by this fraction
 # Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
 HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 BUCKET_BYTES = 25e6  # of DDP
+_LOSSES: dict[str, str] = read_table(Path(__file__).with_name("losses.yaml"))
 
 
 @dataclass(frozen=True)
@@ -283,42 +285,20 @@ def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
 def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_gpu: bool) -> str:
     """Return the cause of a loss and what to do about it. `lost` states how long it is."""
     now, base = comparison.result.known, comparison.base.known
+    values: dict[str, Any] = {}
     if name == "communication":
+        smaller = _LOSSES["fewer_bytes"].format(hook="bf16" if on_gpu else "fp16") if now.gradient_bytes >= SMALL_BYTES else ""
         sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
-        # Of few bytes the latency counts, and not the size.
-        smaller = f" --comm_hook {'bf16' if on_gpu else 'fp16'} halves the bytes. `accel-ddp tune` finds faster settings."
-        return (
-            f"communication: the all-reduce{sent} is not hidden behind the backward pass for {lost}. A larger --global_batch_size "
-            f"needs it less often per item.{smaller if now.gradient_bytes >= SMALL_BYTES else ''}"
-        )
-    if name == "waiting":
+        values = {"sent": sent, "smaller": smaller}
+    elif name == "waiting":
         rank, slower = slowest_rank(now)
-        if slower <= STRAGGLER:
-            return f"waiting: ranks wait for each other {lost}, but no rank is always the slowest. The duration of their steps varies."
         host = next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), "")
-        return (
-            f"a slow rank: rank {rank}{host} is {slower:.0%} slower than the median rank. The ranks wait {lost} for it, on average. "
-            "Check this host: other processes, temperature, its disk."
-        )
-    if name == "compute":
+        name, values = "slow_rank" if slower > STRAGGLER else name, {"rank": rank, "slower": slower, "host": host}
+    elif name == "compute":
         each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
         ratio = each(comparison.result) / max(each(comparison.base), 1e-12)
-        slower = f"n item takes {ratio:.2f} times as long to compute as in the first row, which costs {lost}"
-        if now.micro < base.micro:
-            return (
-                f"too few items per rank: a rank computes {now.micro} items at once instead of {base.micro}. A{slower}, because "
-                "launching the operations takes as long as before. Use a larger --global_batch_size, or fewer ranks."
-            )
-        return f"{'computing' if on_gpu else 'shared cores'}: a{slower}, with the same micro-batch. " + (
-            "Check the power limit and the temperature of the GPUs, and other processes."
-            if on_gpu
-            else "The ranks of a node share its cores, caches and memory bandwidth, and gloo uses the same cores. On more nodes, or on "
-            "GPUs, this loss is smaller."
-        )
-    same_work = "It has the same work on every rank, so other processes or shared cores are the cause."
-    all_work = "Every rank updates all parameters, so this time does not shrink with the items of a rank."
-    return {
-        "data": f"data: ranks wait {lost} longer for their batches than the ideal. Increase --num_workers, or use a faster disk.",
-        "optimizer": f"optimizer: clipping and the optimizer step cost {lost}. {all_work if mode == STRONG else same_work}",
-        "other": f"other: logging and Python code outside of the model cost {lost}. The time does not shrink with the items of a rank.",
-    }[name]
+        name = "few_items" if now.micro < base.micro else "compute_gpu" if on_gpu else "compute_cpu"
+        values = {"now": now.micro, "base": base.micro, "item": _LOSSES["item"].format(ratio=ratio, lost=lost)}
+    elif name == "optimizer":
+        name = f"optimizer_{mode}"
+    return _LOSSES[name].format(lost=lost, **values)
