@@ -22,6 +22,7 @@ from accel_ddp.config.train_config import (
     options_that_must_match,
 )
 from accel_ddp.doctor.check_options import load_recipe
+from accel_ddp.doctor.findings import FIXES
 from accel_ddp.errors import UserError
 from accel_ddp.sources.data import mixture_weights
 from tests.conftest import ROOT
@@ -300,12 +301,18 @@ def test_a_setting_without_a_counterpart_says_what_to_do_on_the_command_line_too
         parse_config(RecipeConfig, [typed, "1"])
 
 
-def test_the_tables_of_other_names_contain_texts_and_no_key_twice():
+def test_tables_in_yaml_contain_texts_and_no_key_twice():
     """YAML would silently use the last value of a key, and read `off` and `1e3` as a bool and a number."""
-    for name, table in yaml.compose((ROOT / "accel_ddp/config/other_names.yaml").read_text()).value:
-        keys = [key.value for key, _ in table.value]
-        assert len(keys) == len({*keys}), name.value
-    texts = [text for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES, NOTES) for pair in table.items() for text in pair]
+    files = sorted((ROOT / "accel_ddp").glob("*/*.yaml"))
+    assert len(files) > 5
+    for file in files:
+        nodes = [yaml.compose(file.read_text())]
+        for node in nodes:
+            for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+                nodes += child if isinstance(child, tuple) else [child]
+            keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+            assert len(keys) == len({*keys}), f"{file}: {keys}"
+    texts = [text for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES, NOTES, FIXES) for pair in table.items() for text in pair]
     assert not [text for text in texts if not isinstance(text, str) or text != " ".join(text.split())]
 
 

@@ -65,7 +65,6 @@ def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
 
 
 def options_of_script(argv: list[str]) -> CheckOptions:
-    """Return what to check: the resolved options and files of a recipe, or the arguments of any other script."""
     if cfg := load_recipe_config(argv):
         return options_of_config(cfg, script=argv[0])
     return CheckOptions(recipe={"arguments of the script": " ".join(argv[1:])}, script=argv[0])
@@ -118,6 +117,5 @@ def wait_of(argv: list[str]) -> float:
 
 
 def model_bytes(model: str) -> int:
-    """Return the size of the weights in a model's folder, or 0 if `model` is not a folder."""
     folder = Path(model).expanduser()
     return sum(file.stat().st_size for file in [*folder.glob("*.safetensors")] or folder.glob("*.bin")) if model else 0

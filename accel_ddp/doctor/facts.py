@@ -127,7 +127,6 @@ def check_gpus(
 
 
 def _select_visible(topology: Topology, gpus: list[dict[str, Any]]) -> tuple[list[int], list[Finding]]:
-    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES selects, and a finding if it names one that does not exist."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None or not gpus:
         return list(range(len(gpus))), []
@@ -251,7 +250,6 @@ def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) ->
 
 
 def collect_facts(topology: Topology, options: CheckOptions) -> tuple[dict[str, Any], list[Finding]]:
-    """Return what is compared with the other nodes, and findings about the GPUs and files of this node."""
     files, seconds = options.files, 10.0 if options.measures_bandwidth else 2.0  # to read one of the files
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
         querying, reading_versions = pool.submit(query_driver), pool.submit(package_versions)

@@ -108,5 +108,6 @@ def supports_color(stream: Any = None) -> bool:
     return (stream or sys.stdout).isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-# How to fix what a code stands for.
-FIXES: dict[str, str] = read_table(Path(__file__).with_name("fixes.yaml"))
+# How to fix what a code stands for, and how to open the firewall of a platform.
+_FILE: dict[str, dict[str, str]] = read_table(Path(__file__).with_name("fixes.yaml"))
+FIXES, FIREWALLS = _FILE["codes"], _FILE["platforms"]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from accel_ddp.doctor.findings import FIXES, Finding
+from accel_ddp.doctor.findings import FIREWALLS, FIXES, Finding
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.text import format_bytes
@@ -36,15 +36,6 @@ T = TypeVar("T")
 
 HOST = socket.gethostname()
 _LITTLE = 1 << 30  # bytes; less free space than this is a warning
-_ADVICE = {
-    "ec2": "EC2: give both instances one security group with an inbound rule `All traffic` whose source is that same group (the main "
-    "port alone is not enough, because data ports are random)",
-    "slurm": "Slurm: the nodes of a job must reach each other on all TCP ports; show this line to your administrators, or choose the "
-    "fast network with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
-    "kubernetes": "Kubernetes: a NetworkPolicy must allow all TCP between the pods of this job, and MASTER_ADDR must be a headless "
-    "Service (clusterIP: None)",
-    "": "allow all TCP between the nodes in their firewalls (nft list ruleset, ufw status, firewall-cmd --list-all)",
-}
 
 
 def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) -> str:
@@ -59,7 +50,7 @@ def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) ->
 
 
 def firewall_advice() -> str:
-    return _ADVICE[detect_platform()]
+    return FIREWALLS[detect_platform()]
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
@@ -158,7 +149,6 @@ def route_to(ip: str) -> str:
 
 
 def external_interfaces() -> list[str]:
-    """Return the interfaces that may lead to other hosts, without loopback, containers and tunnels."""
     internal = "lo docker veth virbr br- cni flannel cali kube podman lxc tun tap wg tailscale"
     return [name for name in interface_addresses() if not name.startswith(tuple(internal.split()))]
 
@@ -202,7 +192,6 @@ def nearest_existing_folder(folder: str) -> Path | None:
 
 
 def check_topology(topology: Topology, ip: str) -> list[Finding]:
-    """Return what is wrong with the numbers of this node and with the main address, which is `ip`."""
     found: list[Finding] = []
     add = lambda code, saw, fix=None: found.append(local_finding(topology, code, saw, fix))
     node_rank, num_nodes, num_ranks = topology.node_rank, topology.num_nodes, topology.num_ranks

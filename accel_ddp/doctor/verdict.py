@@ -235,7 +235,6 @@ class Examiner(Coordinator):
         return Finding("E_SILENT", saw, host=member.hello["host"], node=member.hello["node"])
 
     def _describe_seekers(self) -> str:
-        """Return a sentence about nodes that look for the main node of this script at another address, or an empty string."""
         connected = {hello["ip"] for hello in self.hellos}
         others = [(ip, main) for ip, main in (self.responder.seekers.items() if self.responder else ()) if ip not in connected]
         return "".join(

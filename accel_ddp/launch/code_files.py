@@ -19,7 +19,7 @@ from accel_ddp.doctor.facts import code_versions
 from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import Lost, explain, join_reasons
 from accel_ddp.launch.description import Cluster, Node
-from accel_ddp.launch.job_commands import shell_path
+from accel_ddp.launch.job_commands import REFUSALS, shell_path
 from accel_ddp.text import format_bytes, listed
 
 _NEVER_COPIED = frozenset({".git", ".hg", ".svn", ".venv", "__pycache__", ".env", ".accel_ddp", ".DS_Store"})
@@ -274,12 +274,7 @@ class _Copier:
         if code == 255 and "rsync" not in errors.partition(":")[0]:
             return explain(self.cluster, node, code, errors).removeprefix(f"{node.host}: ")
         errors += "Permission denied" if code == _NOT_WRITABLE else ""
-        for sign, advice in (
-            ("No space left on device", "Free some space there, or change `folder`"),
-            ("Disk quota exceeded", "Free some space there, or change `folder`"),
-            ("Read-only file system", "Change `folder`"),
-            ("Permission denied", "Let your user write there, or change `folder`"),
-        ):
+        for sign, advice in REFUSALS["rsync"].items():
             if sign in errors:
                 return f"{folder}: the code cannot be written on this node: {sign}. {advice}"
         if code == _NOT_MADE:

@@ -314,7 +314,6 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
 
 
 def _list_nodes(values: dict[str, Any], fail: Callable) -> list[Any]:
-    """Return `nodes` as a list. A number of nodes becomes as many names."""
     backend, listed = values["backend"], values["nodes"]
     if type(listed) is int:
         if backend == "ssh":
@@ -353,5 +352,4 @@ SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASS|CREDENTIAL|AUTH|_PW$", re.IG
 
 
 def shown_value(name: str, value: str) -> str:
-    """Return the value of a variable for output, or *** if its name looks like that of a secret."""
     return "***" if SECRET.search(name) or re.search(r"://[^/]*:[^/]*@", value) else value

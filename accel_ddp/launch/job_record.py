@@ -133,7 +133,6 @@ def find_record(request: dict[str, Any]) -> Record:
 
 
 def find_records(output: str | Path, host: str) -> dict[str, Record]:
-    """Return the records of this node by the name of their job: those below the output folder, and those that are elsewhere."""
     output = Path(output).expanduser().absolute()
     places = {place.name: Path(place.read_text()) for place in output.glob(".accel_ddp/*")}
     named = {folder.name: folder for folder in output.glob("*") if folder not in places.values()} | places

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job, follow_lines, words_of_job
+from accel_ddp.launch.job_commands import REFUSALS, Job, follow_lines, words_of_job
 from accel_ddp.launch.manifests import (
     CONTAINER,
     INSTANCE,
@@ -26,19 +26,6 @@ from accel_ddp.nodes.run_secret import TOKEN
 
 _TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
 _POLL_SECONDS = 2
-# What kubectl prints if it fails, and what it means. The order decides.
-_FAILURES = {
-    "no matches for kind|the server doesn't have a resource type": "the cluster has no Kubeflow Trainer (TrainJob, TrainingRuntime). "
-    "Install it, https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how.",
-    "was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
-    "|connection reset": "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`.",
-    "AlreadyExists|already exists": "a job of this name exists. Choose another name with --name.",
-    # Without credentials, kubectl asks for a user, and reads the end of its input.
-    "Unauthorized|must be logged in|provide credentials|^(error: )?EOF$": "kubectl has no valid credentials for the cluster. Check "
-    "`kubectl auth can-i create trainjobs`.",
-    "context [^\n]* does not exist|no context exists": "{file}: kubernetes.context is not a context of kubectl.",
-    "^(?!.*denied the request).*forbidden": "you may not do this in the namespace {namespace}.",  # not a webhook
-}
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 
 
@@ -294,7 +281,7 @@ class _Kubectl:
         lines = list(dict.fromkeys(line.strip() for line in error.splitlines() if line.strip()))
         shown = " ".join(lines)[-600:] or "it printed nothing"
         fits = lambda pattern: re.search(pattern, error.strip(), re.IGNORECASE | re.DOTALL)
-        found = next((text for pattern, text in _FAILURES.items() if fits(pattern)), None)
+        found = next((text for pattern, text in REFUSALS["kubectl"].items() if fits(pattern)), None)
         if found is None:
             return f"kubectl {command} failed, the cluster has refused it: {shown}"
         return (

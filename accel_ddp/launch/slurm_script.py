@@ -162,7 +162,6 @@ def launch_folder(cluster: Cluster, job: Job) -> Path:
 
 
 def split_environment(cluster: Cluster) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that the script contains, and those that only the environment of sbatch contains."""
     node = cluster.nodes[0]
     every = job_commands.node_environment(cluster, node)
     if "CUDA_VISIBLE_DEVICES" not in node.env:

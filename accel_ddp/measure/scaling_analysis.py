@@ -272,7 +272,6 @@ def describe_advice(advice: Advice, batch: int) -> str:
 
 
 def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
-    """Return what the largest losses are and what to do about them, the largest first."""
     now = comparison.result.known
     found = []
     for name, seconds in sorted(comparison.losses().items(), key=lambda item: -item[1]):
@@ -283,7 +282,6 @@ def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
 
 
 def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_gpu: bool) -> str:
-    """Return the cause of a loss and what to do about it. `lost` states how long it is."""
     now, base = comparison.result.known, comparison.base.known
     values: dict[str, Any] = {}
     if name == "communication":

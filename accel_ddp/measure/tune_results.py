@@ -243,7 +243,6 @@ def env_text(header: list[str], settings: Settings) -> str:
 
 
 def yaml_text(header: list[str], config: DdpConfig) -> str:
-    """Return the content of tuned.yaml, which recipes read with `--config`."""
     lines = ["# DDP options for this cluster and model, written by `accel-ddp tune`.",
              "# Use them with: recipes/classify.py --config THIS_FILE",
              *(f"# {line}" for line in header),

@@ -196,7 +196,6 @@ class Door:
 
 
 def find_free_port(ip: str) -> int:
-    """Return a port of this address that nothing listens on at this moment."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as sock:
         sock.bind((ip, 0))
         return sock.getsockname()[1]

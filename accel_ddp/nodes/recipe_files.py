@@ -29,7 +29,6 @@ def folder(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes, without `.py`, in alphabetical order."""
     return sorted(path.stem for path in folder("recipes").glob("*.py"))
 
 

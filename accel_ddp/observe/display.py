@@ -202,7 +202,6 @@ def share_terminal(cfg: TrainConfig) -> None:
 
 
 def _is_one_terminal() -> bool:
-    """Return whether stdout and stderr are the same terminal, and can be replaced."""
     try:
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         # The streams of a notebook may have the descriptor of the terminal in which Jupyter was started.

@@ -117,7 +117,6 @@ def ms(seconds: float) -> str:
 
 
 def _number(seconds: float) -> str:
-    """Return milliseconds with three digits, and without an exponent."""
     return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.3g}"
 
 
@@ -171,7 +170,6 @@ def _data_and_copies(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[R
 
 
 def _host(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    """Yield what helps if the GPU waits for the host to launch kernels, or if logging takes long."""
     step, options, on_gpu = overall["step_seconds"], run["options"], overall["kind"] == "gpu"
     every, other = options.get("log_every", 10), overall["parts"]["other"]
     other = min(other, overall["idle"]["during"]["other"]) if on_gpu else other

@@ -181,7 +181,6 @@ class State:
         return max(seconds - (time.monotonic() - self.updated), 0.0)
 
     def observe_phase(self) -> None:
-        """Read from the heartbeat of this rank what it does now."""
         heartbeat = phases.HERE
         phase, (done, total) = heartbeat.phase, heartbeat.progress
         if phase == phases.WAIT and (time.monotonic_ns() - heartbeat.since) * 1e-9 < _SHORT_WAIT:
@@ -252,7 +251,6 @@ class Renderer:
 
 
 def _groups(state: State) -> Iterator[list[Text]]:
-    """Yield what belongs into one row, if the terminal is wide enough."""
     now = time.monotonic()
     items = [_plain(state.phase, "bold cyan")]
     if state.total_steps:

@@ -232,7 +232,6 @@ def is_communication(event: Event) -> bool:
 
 
 def _numbers(inside: list[Event], phases: dict[str, Intervals], parts: dict[str, float], window: _Window) -> dict[str, Any]:
-    """Return computation, communication and the largest operations: of the GPU, or of the training thread on a CPU."""
     device, waits, idle, copies = [e for e in inside if e.kind in _DEVICE], phases[WAIT], None, None
     collectives = [e for e in device or inside if is_communication(e)]
     busy = window.spans(collectives)

@@ -154,7 +154,6 @@ def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.
 
 
 def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:
-    """Return metric, step and value of the best evaluation, by `--best_metric` or by the lowest loss."""
     if {"metric", "step", "value"} <= best.keys():
         return {"metric": str(best["metric"]), "step": best["step"], "value": number_of(best["value"])}
     losses = [(one["loss"], one["step"]) for one in run.evaluations if math.isfinite(one.get("loss", math.nan))]

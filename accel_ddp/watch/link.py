@@ -208,7 +208,6 @@ class Peers:
         self.pings: asyncio.DatagramTransport | None = None
 
     async def listen_for_pings(self, sock: socket.socket) -> None:
-        """Receive datagrams on the port on which `sock` listens for connections."""
         with contextlib.suppress(OSError):  # the port is in use; then the direction of a lost link is not reported
             address = sock.getsockname()[:2]
             loop = asyncio.get_running_loop()

@@ -154,7 +154,6 @@ class Monitor:
         self._keep(self._decide(failure, 0 if decides else DECIDE_SECONDS))
 
     async def _decide(self, failure: dict[str, Any], seconds: float) -> None:
-        """End the run with this failure after some seconds, if no other failure has ended it meanwhile."""
         await asyncio.sleep(seconds + (SECONDARY_SECONDS if failure.get("is_secondary") else 0))
         self._fail(failure)
 

@@ -115,7 +115,6 @@ def find_repeated_step(failed_steps: list[int | None]) -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in ticks since the boot, or "" if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if not Path("/proc/self/stat").exists():  # not Linux
