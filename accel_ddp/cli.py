@@ -32,13 +32,8 @@ NODE_OPTIONS = (
 )  # fmt: skip
 VERBS = ("train", "finetune", "fine-tune", "fit")  # the commands of other toolkits that are `run` here
 OF_NODES = {"num_machines", "machine_rank", "main_process_ip"}  # those that describe several nodes
-SMALLEST = {  # of the options that are numbers
-    "num_processes": 1,
-    "num_machines": 1,
-    "machine_rank": 0,
-    "main_process_port": 0,
-    "max_restarts": 0,
-}
+# Of the options that are numbers.
+SMALLEST = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0, "max_restarts": 0}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -350,10 +345,7 @@ def _export(words: list[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "recipes": (_recipes, "list the recipes and their examples"),
     "run": (_run, "run a recipe with `accelerate launch`"),
-    "launch": (
-        _launch,
-        "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine",
-    ),
+    "launch": (_launch, "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine"),
     "status": ("launch.launch_command:status", "print the state of launched jobs on every node"),
     "logs": ("launch.launch_command:logs", "print the logs of a launched job from all nodes"),
     "stop": ("launch.launch_command:stop", "stop a launched job on all nodes, with a checkpoint"),

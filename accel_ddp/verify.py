@@ -142,7 +142,6 @@ class _Verification:
     def command(
         self, name: str, ranks: int, more: list[str], alone: bool, sharded: dict[str, str] | None
     ) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the command and the environment of each process that this node starts for a run."""
         record = self.place / name / "samples"
         record.mkdir(parents=True, exist_ok=True)
         words = [RECORDED, str(record), self.recipe, *self.options, *more, "--output_dir", str(self.place / name)]
@@ -282,7 +281,6 @@ class VerifiedRun:
 
     @functools.cached_property
     def updates(self) -> list[dict[str, Any]]:
-        """The updates in the log of the run; [] if the recipe writes none."""
         file = self.path.parent / run_log.FILE
         return [event for event in run_log.read_log(file) if event["event"] == "update"] if file.is_file() else []
 
@@ -305,7 +303,6 @@ def _compare_scales(a: VerifiedRun, b: VerifiedRun) -> str:
 
 
 def _describe(run: VerifiedRun) -> str:
-    """Return `2 ranks`, `FSDP on 2 ranks`, or `2 copies (HSDP) on 4 ranks`."""
     ranks, shards = run.run["num_ranks"], run.run.get("shards", 0)
     copies = ranks // shards if shards else 0
     return f"{'' if not shards else 'FSDP on ' if copies == 1 else f'{copies} copies (HSDP) on '}{counted(ranks, 'rank')}"

@@ -120,7 +120,7 @@ def split(page: str) -> tuple[dict[str, str], dict[str, list[str]]]:
         elif name in reasons:
             missing.setdefault(reasons[name], []).append(name)
         else:
-            sys.exit(f"{name}: add it to OTHER_NAMES, INSTEAD or NO_EQUIVALENT in accel_ddp/config/other_names.py")
+            sys.exit(f"{name}: add it to other_names, instead or no_equivalent in accel_ddp/config/other_names.yaml")
     return here, missing
 
 

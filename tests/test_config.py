@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_ddp.config.options import GROUPS, option, properties_of
 from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES
@@ -21,6 +22,7 @@ from accel_ddp.config.train_config import (
     options_that_must_match,
 )
 from accel_ddp.doctor.check_options import load_recipe
+from accel_ddp.doctor.findings import FIXES
 from accel_ddp.errors import UserError
 from accel_ddp.sources.data import mixture_weights
 from tests.conftest import ROOT
@@ -297,6 +299,21 @@ def test_a_setting_without_a_counterpart_says_what_to_do_on_the_command_line_too
     expected = next(text for end, text in texts.items() if typed.endswith(end))
     with pytest.raises(UserError, match=f"there is no such option. .*{expected}"):
         parse_config(RecipeConfig, [typed, "1"])
+
+
+def test_tables_in_yaml_contain_texts_and_no_key_twice():
+    """YAML would silently use the last value of a key, and read `off` and `1e3` as a bool and a number."""
+    files = sorted((ROOT / "accel_ddp").glob("*/*.yaml"))
+    assert len(files) > 5
+    for file in files:
+        nodes = [yaml.compose(file.read_text())]
+        for node in nodes:
+            for child in node.value if isinstance(node, yaml.CollectionNode) else ():
+                nodes += child if isinstance(child, tuple) else [child]
+            keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+            assert len(keys) == len({*keys}), f"{file}: {keys}"
+    texts = [text for table in (INSTEAD, NO_EQUIVALENT, OTHER_NAMES, NOTES, FIXES) for pair in table.items() for text in pair]
+    assert not [text for text in texts if not isinstance(text, str) or text != " ".join(text.split())]
 
 
 def test_what_to_do_instead_names_options_that_exist():

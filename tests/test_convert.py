@@ -426,7 +426,7 @@ def defaults_on(page: str) -> dict[str, str]:
 def require_known(known: set[str], fields: set[str], page: str, package: str) -> None:
     assert not fields - known, (
         f"{package} has fields that docs/{page} does not explain: {', '.join(sorted(fields - known))}. Add them to "
-        "accel_ddp/config/other_names.py and to NAMES in docs/make_from.py"
+        "accel_ddp/config/other_names.yaml and to NAMES in docs/make_from.py"
     )
 
 

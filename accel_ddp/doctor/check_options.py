@@ -25,8 +25,6 @@ from accel_ddp.words import find_options
 
 @dataclass(kw_only=True)
 class CheckOptions:
-    """What to check, and for how long to wait."""
-
     wait_seconds: float = 300.0  # for nodes that are not started yet
     no_answer_seconds: float = host.NO_ANSWER  # an address that gives no answer at all is given up earlier
     secret: str = field(default_factory=read_secret)
@@ -45,7 +43,6 @@ class CheckOptions:
 
 
 def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
-    """Return what to check for the run that these options describe."""
     files = {}
     places = [
         (f"{name}{f' {number}' if number else ''}", split_weight(value)[0])
@@ -68,14 +65,12 @@ def options_of_config(cfg: TrainConfig, script: str) -> CheckOptions:
 
 
 def options_of_script(argv: list[str]) -> CheckOptions:
-    """Return what to check: the resolved options and files of a recipe, or the arguments of any other script."""
     if cfg := load_recipe_config(argv):
         return options_of_config(cfg, script=argv[0])
     return CheckOptions(recipe={"arguments of the script": " ".join(argv[1:])}, script=argv[0])
 
 
 def load_recipe_config(argv: list[str]) -> TrainConfig | None:
-    """Return the resolved options of a recipe, or None if the script does not use accel_ddp, or has several config classes."""
     path = Path(argv[0])
     if not path.is_file():
         raise UserError(f"{path}: there is no such script.")
@@ -113,17 +108,14 @@ def read_recipe_option(argv: list[str], name: str, default: str) -> str:
 
 
 def runs_preflight(argv: list[str]) -> bool:
-    """Return whether the options of the recipe leave the preflight on."""
     return read_recipe_option(argv, "preflight", "on") not in ("off", "False")  # YAML reads an unquoted off as false
 
 
 def wait_of(argv: list[str]) -> float:
-    """Return for how many seconds to wait for other nodes."""
     wait = read_recipe_option(argv, "wait" if argv[0] == "accel_ddp.doctor" else "preflight_wait", "")
     return float(wait) if wait.replace(".", "", 1).isdigit() else CheckOptions.wait_seconds
 
 
 def model_bytes(model: str) -> int:
-    """Return the size of the weights in a model's folder, or 0 if `model` is not a folder."""
     folder = Path(model).expanduser()
     return sum(file.stat().st_size for file in [*folder.glob("*.safetensors")] or folder.glob("*.bin")) if model else 0

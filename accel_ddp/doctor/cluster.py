@@ -103,7 +103,6 @@ class _ClusterCheck:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _check_host(self) -> None:
-        """Run the checks of this host alone, and choose its addresses."""
         topology, options = self.topology, self.options
         self.findings += host.check_topology(topology, self.ip)
         # The coordinator listens on one address, if it runs here, and this node connects to the other one.
@@ -165,7 +164,6 @@ class _ClusterCheck:
         return coordinator
 
     def _hello(self) -> dict[str, Any]:
-        """Return the description of this node for the coordinator."""
         topology, options = self.topology, self.options
         return {
             "node": topology.node_rank, "nodes": topology.num_nodes, "ranks": topology.num_ranks, "rank": topology.rank,
@@ -234,12 +232,10 @@ def report_to_other_nodes(reason: str, topology: Topology | None = None, script:
 
 
 def print_progress(text: str) -> None:
-    """Print a line about what the doctor waits for, with the name of this host."""
     print(f"{HOST}: {text}", file=sys.stderr, flush=True)
 
 
 def raise_on_errors(outcome: Outcome) -> None:
-    """Raise UserError with all findings if one of them is an error."""
     if outcome.has_errors:
         hint = "Training was not started. --preflight off starts it without these checks."
         lines = [report.format_findings(outcome.findings), *outcome.table, hint]

@@ -91,7 +91,6 @@ class CollectiveWorker:
         return self.all_reduce(self.torch.tensor(spans, dtype=self.torch.float64, device=self.device), "MAX").tolist()
 
     def read_log(self) -> str:
-        """Return what NCCL has logged in this process."""
         name = os.environ.get("NCCL_DEBUG_FILE", "").replace("%h", HOST.split(".")[0]).replace("%p", str(os.getpid()))
         return Path(name).read_text(errors="replace") if Path(name).is_file() else ""
 

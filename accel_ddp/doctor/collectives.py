@@ -65,7 +65,6 @@ class CollectiveChecks(CollectiveWorker):
         return Finding(code, saw, fix, rank=rank, **about).as_dict()
 
     def add_finding(self, code: str, saw: str, rank: int | None = None, fix: str | None = None) -> None:
-        """Store a finding, and continue with the steps."""
         self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
 
     def add_line(self, text: str, unless: str = "") -> None:
@@ -136,7 +135,6 @@ class CollectiveChecks(CollectiveWorker):
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
 
     def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
-        """Return a finding about the ranks that the others have waited for."""
         behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
         ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
         text = f"stuck in step '{STEPS[max(reached)[0]]}' for {seconds} s: "
@@ -182,7 +180,6 @@ class CollectiveChecks(CollectiveWorker):
     # ---- the steps
 
     def connect(self) -> None:
-        """Connect to the store of rank 0, choose the backend and create the process group."""
         torch, seconds = self.torch, self.seconds + 60  # later than the time limits here, which report more
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while self.rank > 0 and not port_answers(*address):  # TCPStore itself would print a warning for every attempt
@@ -233,7 +230,6 @@ class CollectiveChecks(CollectiveWorker):
         return "nccl" if requested == "nccl" or has_own_gpus else "gloo"
 
     def check_sums(self) -> None:
-        """Compare all-reduces of several sizes and types with the known sums."""
         torch, n, sizes, wrong = self.torch, self.num_ranks, (1, 1023, 65536, 1_000_003), []
         for dtype in ("float32", "bfloat16") if self.device.type == "cuda" else ("float32",):
             for size in sizes:
@@ -253,7 +249,6 @@ class CollectiveChecks(CollectiveWorker):
         self.add_line(f"all-reduce: the sums are right on every rank ({sizes} elements)", unless="E_COLLECTIVE_WRONG")
 
     def measure_bandwidth(self) -> None:
-        """Measure the latency and the bandwidth of all-reduces, defined as in nccl-tests."""
         largest, seconds = self.spec["megabytes"] or (64 if self.device.type == "cuda" else 8), self.seconds
         time_all_reduces = lambda buffer, times: [ms / 1000 for ms in self.time_each(lambda: self.dist.all_reduce(buffer), times)]
         ring = 2 * (self.num_ranks - 1) / self.num_ranks  # bytes that each link carries, per byte of the buffer

@@ -82,7 +82,6 @@ def check_counts(members: list[Hello], is_complete: bool = False) -> list[Findin
 
 
 def check_duplicates(members: list[Hello]) -> list[Finding]:
-    """Return a finding for each machine rank (and local rank), or each RANK, that several processes have."""
     members, by_rank = _sort_members(members), counts_ranks(members)
     holders: dict[tuple[int, int], list[Hello]] = {}
     for m in members:
@@ -104,7 +103,6 @@ def check_duplicates(members: list[Hello]) -> list[Finding]:
 
 
 def compare_facts(members: list[Hello]) -> tuple[list[Finding], list[str]]:
-    """Return (findings, lines of a table) about facts that differ between the nodes."""
     members = _sort_members(members)
     found, rows = [], []
     for group, code in _CODES.items():
@@ -174,7 +172,6 @@ def count_ranks(members: list[Hello]) -> dict[int, int]:
 
 
 def check_storage(members: list[Hello], folders: dict[int, dict[str, Any]], needed: int) -> tuple[list[Finding], str]:
-    """Return findings about the output folder of the main node, which writes the checkpoints, and a line about it."""
     main = next((m for m in members if m["node"] == 0), members[0])
     place, answer = {"host": main["host"], "node": main["node"]}, folders.get(main["node"], {})
     folder, free = answer.get("folder", "?"), format_bytes(answer.get("free", 0))
@@ -216,7 +213,6 @@ _PATH_FAILURES = {
 
 
 def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> list[Finding]:
-    """Return findings about paths that fail or are slow, from the probes of all nodes."""
     peers = {peer["node"]: peer for peer in roster}
     by_pair = {(one["from"], one["to"]): one for one in probes}
     found = []
@@ -314,7 +310,6 @@ def clean(kind: str, message: Any) -> dict[str, Any]:
 
 
 def clean_finding(value: Any) -> Finding:
-    """Return the finding that another process sent as JSON."""
     fields = clean("finding", value)
     if fields["code"][:2] not in ("E_", "W_", "I_"):
         raise ValueError("not a finding")
@@ -339,7 +334,6 @@ def clean_facts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def clean_probes(answer: dict[str, Any], node: int, nodes: set[int]) -> list[dict[str, Any]]:
-    """Return the results of the probes that a node sent to the other nodes."""
     probes = []
     for one in bounded_list(answer.get("paths"), MOST_NODES):
         if not isinstance(one, dict) or one.get("to") not in nodes or one.get("how") not in (OK, *_PATH_FAILURES):
@@ -352,5 +346,4 @@ def clean_probes(answer: dict[str, Any], node: int, nodes: set[int]) -> list[dic
 
 
 def clean_roster(value: Any) -> list[dict[str, Any]]:
-    """Return the list of all nodes that the coordinator sends."""
     return [clean("peer", peer) for peer in bounded_list(value, MOST_NODES)]

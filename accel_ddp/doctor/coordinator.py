@@ -98,7 +98,6 @@ class Coordinator:
         await self.inbox.put((member, message))
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Member | None:
-        """Return the member if it has the token and a valid description, and otherwise None."""
         try:
             stream = await self.door.admit(reader, writer)
             hello = self.read_hello(await stream.receive(_HELLO_SECONDS))
@@ -112,7 +111,6 @@ class Coordinator:
             return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle one connection until it is closed or silent."""
         if member := await self._verify(reader, writer):
             try:
                 await self.join(member)
@@ -155,7 +153,6 @@ class Coordinator:
 
 
 def describe_loss(error: BaseException, silence_seconds: float) -> str:
-    """Return what happened to a connection whose use raised this error."""
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return f"has sent nothing for {silence_seconds:.0f} s"
     is_closed = isinstance(error, (OSError, asyncio.CancelledError))

@@ -56,7 +56,6 @@ def add_shared_options(parser: argparse.ArgumentParser) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all options of `accel-ddp doctor`, and return the parser."""
     add_shared_options(parser)
     checks = parser.add_argument_group("what is checked")
     checks.add_argument("--deep", action="store_true", help="run the collectives (the default)")
@@ -102,7 +101,6 @@ def parse_before_script(parser: argparse.ArgumentParser, argv: list[str]) -> tup
 
 
 def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology, CheckOptions]:
-    """Return the topology and what to check, from parsed options and a script with its arguments."""
     names = "machine_rank num_machines num_processes nproc_per_node main_process_ip main_process_port rdzv_backend"
     typed = {name: getattr(given, name) for name in names.split()}
     if given.rdzv_endpoint:
@@ -135,7 +133,6 @@ def read_options(given: argparse.Namespace, script: list[str]) -> tuple[Topology
 
 
 def run_checks(topology: Topology, options: CheckOptions, given: argparse.Namespace) -> int:
-    """Run all checks and print their outcome. Returns the exit code."""
     began = time.monotonic()
     is_main = topology.local_rank == 0  # prints for all ranks of this node
     prints_text = is_main and not given.json

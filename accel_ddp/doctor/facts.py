@@ -64,7 +64,6 @@ def count_visible() -> int:
 
 
 def _read_gpu(gpu: ElementTree.Element) -> dict[str, Any]:
-    """Return name, identity, memory, uncorrectable errors and processes of one GPU."""
     volatile = gpu.find("ecc_errors/volatile")
     counters = [] if volatile is None else list(volatile.iter())
     uncorrectable = [one for one in counters if "uncorrectable" in one.tag or one.tag.endswith("_dbe")]
@@ -128,7 +127,6 @@ def check_gpus(
 
 
 def _select_visible(topology: Topology, gpus: list[dict[str, Any]]) -> tuple[list[int], list[Finding]]:
-    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES selects, and a finding if it names one that does not exist."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if value is None or not gpus:
         return list(range(len(gpus))), []
@@ -169,7 +167,6 @@ _PER_NODE_VARIABLES = ("NCCL_SOCKET_IFNAME", "NCCL_HOSTID", "NCCL_IB_HCA", "NCCL
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages among PACKAGES."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -253,7 +250,6 @@ def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) ->
 
 
 def collect_facts(topology: Topology, options: CheckOptions) -> tuple[dict[str, Any], list[Finding]]:
-    """Return what is compared with the other nodes, and findings about the GPUs and files of this node."""
     files, seconds = options.files, 10.0 if options.measures_bandwidth else 2.0  # to read one of the files
     with concurrent.futures.ThreadPoolExecutor(5) as pool:  # programs and disks are waited for at the same time
         querying, reading_versions = pool.submit(query_driver), pool.submit(package_versions)
@@ -295,8 +291,6 @@ def collect_facts(topology: Topology, options: CheckOptions) -> tuple[dict[str, 
 
 
 def _hash_or_error(path: str, seconds: float) -> str:
-    """Return the hash of a path, NOT_READ, or `!` and an error message."""
-
     def compute() -> str:
         try:
             return hash_files(Path(path).expanduser(), seconds)
@@ -309,7 +303,6 @@ def _hash_or_error(path: str, seconds: float) -> str:
 
 
 def describe_node(facts: dict[str, Any]) -> str:
-    """Return one line about this node, or an empty text if its facts are not known."""
     if not facts:
         return ""
     kinds = {kind: facts["gpus"].count(kind) for kind in facts["gpus"] or []}

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from accel_ddp.doctor.findings import FIXES, Finding
+from accel_ddp.doctor.findings import FIREWALLS, FIXES, Finding
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.topology import Topology
 from accel_ddp.text import format_bytes
@@ -36,15 +36,6 @@ T = TypeVar("T")
 
 HOST = socket.gethostname()
 _LITTLE = 1 << 30  # bytes; less free space than this is a warning
-_ADVICE = {
-    "ec2": "EC2: give both instances one security group with an inbound rule `All traffic` whose source is that same group (the main "
-    "port alone is not enough, because data ports are random)",
-    "slurm": "Slurm: the nodes of a job must reach each other on all TCP ports; show this line to your administrators, or choose the "
-    "fast network with NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
-    "kubernetes": "Kubernetes: a NetworkPolicy must allow all TCP between the pods of this job, and MASTER_ADDR must be a headless "
-    "Service (clusterIP: None)",
-    "": "allow all TCP between the nodes in their firewalls (nft list ruleset, ufw status, firewall-cmd --list-all)",
-}
 
 
 def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) -> str:
@@ -59,8 +50,7 @@ def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) ->
 
 
 def firewall_advice() -> str:
-    """Return how to let the nodes reach each other on this platform."""
-    return _ADVICE[detect_platform()]
+    return FIREWALLS[detect_platform()]
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
@@ -114,7 +104,6 @@ def resolve(name: str, seconds: float = 5) -> str:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Return the IP addresses of each network interface that is up."""
     up, families = psutil.net_if_stats(), (socket.AF_INET, socket.AF_INET6)
     found = {
         name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
@@ -124,7 +113,6 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def port_answers(address: str, port: int) -> bool:
-    """Return whether a program listens on this port."""
     try:
         socket.create_connection((address, port), timeout=2).close()
         return True
@@ -161,7 +149,6 @@ def route_to(ip: str) -> str:
 
 
 def external_interfaces() -> list[str]:
-    """Return the interfaces that may lead to other hosts, without loopback, containers and tunnels."""
     internal = "lo docker veth virbr br- cni flannel cali kube podman lxc tun tap wg tailscale"
     return [name for name in interface_addresses() if not name.startswith(tuple(internal.split()))]
 
@@ -205,7 +192,6 @@ def nearest_existing_folder(folder: str) -> Path | None:
 
 
 def check_topology(topology: Topology, ip: str) -> list[Finding]:
-    """Return what is wrong with the numbers of this node and with the main address, which is `ip`."""
     found: list[Finding] = []
     add = lambda code, saw, fix=None: found.append(local_finding(topology, code, saw, fix))
     node_rank, num_nodes, num_ranks = topology.node_rank, topology.num_nodes, topology.num_ranks
@@ -291,7 +277,6 @@ def check_host_name(
 
 
 def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> list[Finding]:
-    """Return findings about open files, locked memory, shared memory and the disk."""
     found: list[Finding] = []
     add = lambda code, saw: found.append(local_finding(topology, code, saw))
     files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -320,7 +305,6 @@ class FolderCheck:
         self.marker: Path | None = None
 
     def write(self, mark: str, node_rank: int | None) -> None:
-        """Write the marker file once, on node 0."""
         if node_rank or not self.folder or self.marker:
             return
         self.marker = self._file(mark)
@@ -335,7 +319,6 @@ class FolderCheck:
         self.error = call_with_timeout(write, 3, "the disk does not answer")
 
     def look(self, mark: str) -> dict[str, Any]:
-        """Return the answer to the coordinator: the folder, its free space and the nodes whose markers are in it."""
         if not self.folder:
             return {"folder": "", "error": "", "free": 0, "sees": []}
         for _ in range(3):  # a network disk may show files of other hosts a moment later

@@ -157,7 +157,6 @@ def create_after_preflight(params: Any, backend: str, create: Callable[[Any], An
 
 
 def _endpoint_of(params: Any, backend: str) -> tuple[str, int]:
-    """Return address and port of the main node, as the launcher was given them."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     return parse_rendezvous_endpoint(params.endpoint.strip(), 29400 if backend == "c10d" else 29500)
@@ -296,7 +295,6 @@ class RestartingRendezvous:
     # ---- torch's interface
 
     def __getattr__(self, name: str) -> Any:
-        """Return what this class does not define from torch's handler."""
         return getattr(self.handler, name)
 
     def shutdown(self) -> bool:

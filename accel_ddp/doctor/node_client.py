@@ -100,7 +100,6 @@ class CoordinatorSearch:
             await asyncio.sleep(0.1 if self.result == REFUSED else 0.3)
 
     async def _find_end(self) -> Examiner | Finding | None:
-        """Return the coordinator if it was started here, or a finding if the search is over."""
         topology, result = self.topology, self.result
         if result == OTHER_PROGRAM and self.options.may_join_rendezvous and await is_torch_store(self.ip, topology.main_port):
             saw = f"the rendezvous at {topology.main_address}:{topology.main_port} is already running"
@@ -115,7 +114,6 @@ class CoordinatorSearch:
         return self._explain()
 
     def _limit(self) -> float:
-        """Return after how many seconds the search ends with the last result."""
         options = self.options
         limit = options.wait_seconds if self.result == REFUSED else min(options.wait_seconds, options.no_answer_seconds)
         if self.result == OTHER_PROGRAM:  # it holds the port and will probably keep it
@@ -124,7 +122,6 @@ class CoordinatorSearch:
         return min(limit, 5.0) if has_errors(self.findings) else limit
 
     def _explain(self) -> Finding:
-        """Return the finding for a main node that could not be reached, depending on what the network answered."""
         topology, ip, result, reason = self.topology, self.ip, self.result, self.reason
         candidates = topology.coordinator_ports
         ports = str(topology.main_port) if candidates == (topology.main_port,) else f"{candidates[0]} to {candidates[-1]}"

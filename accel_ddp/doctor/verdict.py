@@ -175,20 +175,17 @@ class Examiner(Coordinator):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
 
     async def _remove_lost(self) -> None:
-        """Forget the nodes that have closed their connection, and print which."""
         for member in [m for m in self.members if m.lost]:
             self.members.remove(member)
             self._number_nodes()
             await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
 
     def _find_errors(self) -> list[Finding]:
-        """Return the errors that are known before all nodes are connected."""
         errors = compare_nodes.check_duplicates(self.hellos)
         errors += compare_nodes.check_counts([member.hello for member in self.mains])
         return errors + [finding for finding in self._own_findings() if finding.severity == ERROR]
 
     async def _print_progress(self, missing: list[str], without_facts: list[Member], seconds: float) -> None:
-        """Print on every node what the main node waits for."""
         num_connected, _, kind = self._count_expected()
         what = ", ".join(missing) or f"the facts of {', '.join(name_of(one.hello) for one in without_facts[:8])}"
         hint = f" Check that it is started there and can reach {self.address}.{self._describe_seekers()}"
@@ -238,7 +235,6 @@ class Examiner(Coordinator):
         return Finding("E_SILENT", saw, host=member.hello["host"], node=member.hello["node"])
 
     def _describe_seekers(self) -> str:
-        """Return a sentence about nodes that look for the main node of this script at another address, or an empty string."""
         connected = {hello["ip"] for hello in self.hellos}
         others = [(ip, main) for ip, main in (self.responder.seekers.items() if self.responder else ()) if ip not in connected]
         return "".join(
@@ -278,7 +274,6 @@ class Examiner(Coordinator):
         await self._send_verdict(expects_more=not reasons and num_connected < num_expected)
 
     async def _compare(self, outcome: Outcome, hellos: list[Message]) -> None:
-        """Compare the facts of the nodes, and check every path between them."""
         roster = outcome.roster
         names = ", ".join(f"{m['node']} {m['host']} ({m['ip']})" for m in roster[:_FEW])
         outcome.lines.append(f"nodes       {len(roster)} of {len(roster)} are connected: {names}{' ...' * (len(roster) > _FEW)}")
@@ -299,7 +294,6 @@ class Examiner(Coordinator):
         outcome.lines += [f"paths       {first}", *(f"            {line}" for line in more)]
 
     async def _check_storage(self, outcome: Outcome, hellos: list[Message]) -> None:
-        """Check whether the output folder can be written and is shared by the nodes."""
         clean = lambda answer, node: compare_nodes.clean("folder", answer)
         folders = await self._request({"do": "check_folder"}, clean, "checking the output folder", outcome)
         if any(one["folder"] for one in folders.values()):

@@ -19,7 +19,7 @@ from accel_ddp.doctor.facts import code_versions
 from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import Lost, explain, join_reasons
 from accel_ddp.launch.description import Cluster, Node
-from accel_ddp.launch.job_commands import shell_path
+from accel_ddp.launch.job_commands import REFUSALS, shell_path
 from accel_ddp.text import format_bytes, listed
 
 _NEVER_COPIED = frozenset({".git", ".hg", ".svn", ".venv", "__pycache__", ".env", ".accel_ddp", ".DS_Store"})
@@ -141,7 +141,6 @@ def _differences(one: dict[str, Any], usual: dict[str, Any]) -> list[str]:
 
 
 def _most_frequent(values: list[Any]) -> Any:
-    """Return the most frequent value that is not empty, or the first of several."""
     return next((value for value, _ in Counter(filter(None, values)).most_common(1)), None)
 
 
@@ -152,7 +151,6 @@ def program_environment() -> dict[str, str]:
 
 
 def git_output(folder: Path, *words: str) -> str:
-    """Return what git prints, or an empty text if it fails."""
     try:
         ended = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=60, env=program_environment())
     except (OSError, subprocess.SubprocessError):
@@ -268,7 +266,6 @@ class _Copier:
         return [text.decode(errors="surrogateescape") for text in out.rpartition(_MARK)[2].split(b"\0")[:-1]]
 
     def explain(self, node: Node, code: int, errors: str) -> str:
-        """Return why a node has not received the code, from the exit code and the messages of a program."""
         folder, text = f"folder {node.folder}", "; ".join(line.strip() for line in errors.splitlines() if line.strip())[-600:]
         if code == _IS_HOME:
             return f"{folder}: is the home directory or the root on this node, which contain more than code. Write for example ~/work"
@@ -277,12 +274,7 @@ class _Copier:
         if code == 255 and "rsync" not in errors.partition(":")[0]:
             return explain(self.cluster, node, code, errors).removeprefix(f"{node.host}: ")
         errors += "Permission denied" if code == _NOT_WRITABLE else ""
-        for sign, advice in (
-            ("No space left on device", "Free some space there, or change `folder`"),
-            ("Disk quota exceeded", "Free some space there, or change `folder`"),
-            ("Read-only file system", "Change `folder`"),
-            ("Permission denied", "Let your user write there, or change `folder`"),
-        ):
+        for sign, advice in REFUSALS["rsync"].items():
             if sign in errors:
                 return f"{folder}: the code cannot be written on this node: {sign}. {advice}"
         if code == _NOT_MADE:

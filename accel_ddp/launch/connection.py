@@ -82,8 +82,6 @@ class Lost(Exception):
 
 
 class Connection:
-    """Exchanges messages with the guard of a node."""
-
     def __init__(self, cluster: Cluster, node: Node):
         self.cluster, self.node = cluster, node
         self.process: asyncio.subprocess.Process | None = None
@@ -209,5 +207,4 @@ async def open_all(cluster: Cluster) -> list[Connection]:
 
 
 def join_reasons(title: str, reasons: list[str]) -> str:
-    """Return one reason as it is, and several below a title."""
     return reasons[0] if len(reasons) == 1 else "\n  ".join([title, *reasons])

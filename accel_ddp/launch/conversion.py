@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.options import properties_of
-from accel_ddp.config.other_names import COLUMNS, ELSEWHERE, FORMATS, INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES, ROLES, USUAL
+from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES, TABLES
 from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.doctor.check_options import load_recipe, load_recipe_config
 from accel_ddp.errors import UserError
@@ -19,16 +19,9 @@ from accel_ddp.nodes.recipe_files import recipe_path
 from accel_ddp.text import counted, shorten
 
 TITLES = {"axolotl": "axolotl", "llama_factory": "LLaMA-Factory"}
-# What a toolkit uses if its file does not say so, and we do not.
-DEFAULTS = {
-    "axolotl": {"lr_scheduler": "cosine", "num_epochs": 1.0, "sequence_len": 512, "warmup_ratio": 0.03, "micro_batch_size": 1,
-                "rl_beta": 0.1},
-    "llama_factory": {"lr_scheduler_type": "linear", "num_train_epochs": 3.0, "cutoff_len": 2048, "warmup_ratio": 0.0,
-                      "learning_rate": 5e-5, "per_device_train_batch_size": 8, "save_steps": 500, "pref_beta": 0.1},
-}  # fmt: skip
 RECIPES = {"sft": "sft", "pt": "sft", "rm": "reward"}  # and the preference losses
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
-SCHEDULES |= {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+DEFAULTS, SCHEDULES, COLUMNS, USUAL = (TABLES[name] for name in ("defaults", "schedules", "columns", "usual"))
+ROLES, FORMATS, ELSEWHERE = ({*TABLES["data_words"][name].split()} for name in ("roles", "formats", "elsewhere"))
 
 
 class Conversion:
@@ -224,7 +217,6 @@ class Conversion:
             self.put("log_model", str(log).lower() not in ("false", "none"))
 
     def _is_sharded(self) -> bool:
-        """Return whether the command shards the model."""
         names = [name for name in self.left if name == "deepspeed" or name.startswith("fsdp")]
         given = {name: value for name in names if (value := self.take(name))}
         if re.search("offload(?!_params': (False|'false'))", str(given)):
@@ -256,7 +248,6 @@ class Conversion:
             self.lose(key, 0, reason)
 
     def _put_rows(self, kind: str, given: Any) -> None:
-        """Write where the rows of training or evaluation are, and their columns."""
         found = list(self._entries(given))
         kept = [one for one in found if one[2]] or found[: kind == "train"]
         reason = "one Hub dataset per run: save the others as files, and list all in train_file"
@@ -352,7 +343,6 @@ class Conversion:
                 self.lose(f"{where} {option}", here, reason)
 
     def _convert_others(self) -> None:
-        """Convert what only has another name, and sort the rest."""
         known = properties_of(type(load_recipe_config([str(recipe_path(self.recipe))])))
         ours = {name: option for option, found in known.items() for name in (option, *found.also)}
         reasons = {name: text for text, names in NO_EQUIVALENT.items() for name in names.split()}
@@ -390,7 +380,6 @@ class Conversion:
             self.lose(option, self.options.pop(option), message)
 
     def _refused(self, left_out: str) -> str:
-        """Return why a run refuses the file without this option, or "" if it does not."""
         lines = [line for line in self.text("").splitlines() if not left_out or not line.startswith(f"{left_out}:")]
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write("\n".join(lines))
@@ -405,7 +394,6 @@ class Conversion:
         return ""
 
     def text(self, out: str) -> str:
-        """Return the YAML file."""
         import yaml
 
         lines = [f"# From {self.file.name} of {TITLES[self.toolkit]}, for {counted(self.gpus, 'GPU')}. Run it:"]
@@ -438,7 +426,6 @@ class Conversion:
         return f"accel-ddp run {self.recipe} --config {shlex.quote(out or 'FILE')}{more}"
 
     def launch_command(self, out: str) -> str:
-        """Return the command for several machines."""
         more = "--set accelerate_config=2node_fsdp.yaml " * self.is_sharded
         return f"accel-ddp launch {more}cluster.yaml {self.recipe} --config {shlex.quote(out or 'FILE')}"
 
@@ -453,7 +440,6 @@ def _number(value: Any) -> Any:
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the values of a YAML or JSON file."""
     import yaml
 
     if not file.is_file():

@@ -12,7 +12,6 @@ from accel_ddp.text import counted
 
 
 def detect(file: Path, values: dict[str, Any]) -> str:
-    """Return the toolkit of a file. Raise UserError if it is of none."""
     if "base_model" in values:
         return "axolotl"
     if "model_name_or_path" in values:

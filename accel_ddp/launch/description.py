@@ -10,24 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from accel_ddp.errors import UserError
-from accel_ddp.text import did_you_mean
+from accel_ddp.text import did_you_mean, read_table
 
 BACKENDS = ("ssh", "slurm", "kubernetes", "local")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
-
-# What users of other tools write, which is not similar as a text.
-_OTHER_NAMES = {
-    "hosts": "nodes", "num_nodes": "nodes", "gpus": "gpus_per_node", "gpu": "gpus_per_node", "port": "main_port",
-    "master_port": "main_port", "address": "main_address", "master_addr": "main_address", "output_dir": "output",
-    "max_restarts": "restarts", "time": "time_limit", "environment": "env", "code": "folder",
-}  # fmt: skip
+_FILE = read_table(Path(__file__).with_name("cluster_keys.yaml"))
 
 
 def nearest_key(word: Any, known: Iterable[str]) -> str:
-    """Return a question that suggests the known word nearest to `word`, or ""."""
     known = list(known)
-    other = _OTHER_NAMES.get(str(word))
+    other = _FILE["other_names"].get(str(word))
     return f" Did you mean {other}?" if other in known else did_you_mean(str(word), known)
 
 
@@ -40,8 +32,6 @@ def _text(value: Any) -> str:
 
 
 def _that(is_right: Callable[[Any], Any], reason: str) -> Callable[[Any], Any]:
-    """Return a check that accepts the values for which `is_right` is true."""
-
     def check(value: Any) -> Any:
         if not is_right(value):
             raise ValueError(reason)
@@ -70,7 +60,6 @@ def _choice(*names: str) -> Callable[[Any], str]:
     return check
 
 
-_ANY = lambda value: value  # the reader of the description checks it
 _FLAG = _that(lambda value: isinstance(value, bool), "must be true or false")
 _IS_NAME = lambda value: isinstance(value, str) and NAME.fullmatch(value)
 _NAME = _that(_IS_NAME, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
@@ -120,84 +109,23 @@ class Key(NamedTuple):
     help: str
 
 
-KEYS = {
-    "backend": Key(_choice(*BACKENDS), "`ssh`, `slurm`, `kubernetes`, or `local` (this machine)"),
-    "nodes": Key(_ANY, "`ssh` and `local`: a list of hosts or of tables with the keys below; `slurm` and `kubernetes`: a number"),
-    "gpus_per_node": Key(_number(0, 64), "GPUs of each node; 0 trains on CPUs"),
-    "processes_per_node": Key(_number(1, 1024), "ranks of each node; the default is one for each GPU, and 1 without GPUs"),
-    "name": Key(_NAME, "name of the job and of its folder; the default is the name of the recipe, and `--name` replaces it"),
-    "folder": Key(_text, "the code folder on the nodes, where the command runs; the default is the home directory (`local`, `slurm`: "
-                  "the current folder)"),
-    "copy": Key(_choice("none", "rsync"), "`none` compares the code of the nodes, `rsync` copies the current folder first"),
-    "venv": Key(_text, "virtual environment, relative to `folder` or absolute; the default is `.venv` if it exists, else `python3`"),
-    "image": Key(_text, "`kubernetes`: the container image"),
-    "output": Key(_text, "folder of all runs, relative to `folder` or absolute; a job uses OUTPUT/NAME (default: runs)"),
-    "env": Key(_variables, "variables of the ranks on every node"),
-    "env_file": Key(_text, "a file with lines of NAME=VALUE, next to the cluster file, for variables that are secret "
-                    "(`kubernetes`: `secrets` instead)"),
-    "main_address": Key(_HOST, "address of the first node, as the other nodes reach it; the default is the address at which ssh "
-                        "reached it"),
-    "main_port": Key(_number(1024, 65535), "port of the first node (29500; `slurm` derives it from the number of the job)"),
-    "interface": Key(_text, "network interface of the ranks, for NCCL and gloo"),
-    "accelerate_config": Key(_text, "one of our configs by name, or the path of a config on the nodes, for example of the "
-                             "wizard (2node.yaml)"),
-    "restarts": Key(_number(0), "how many times a failed attempt is followed by another one, `--max_restarts` (0)"),
-    "time_limit": Key(_seconds, "HH:MM:SS, after which the job saves and stops (`slurm`: and is requeued)"),
-    "doctor": Key(_choice("quick", "full", "off"), "`quick` checks the cluster inside the launchers, `full` measures bandwidth and "
-                  "collectives first, `off` skips the preflight"),
-    "ssh": Key(_ANY, "see below"),
-    "slurm": Key(_ANY, "see below"),
-    "kubernetes": Key(_ANY, "see below"),
+_CHECKS = {
+    "any": lambda value: value,  # the reader of the description checks it
+    "text": _text, "name": _NAME, "names": _NAMES, "host": _HOST, "words": _WORDS, "table": _TABLE, "labels": _LABELS, "flag": _FLAG,
+    "variables": _variables, "seconds": _seconds,
 }  # fmt: skip
-NODE_KEYS = {
-    "host": Key(_HOST, "as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
-    "gpus": Key(_number(0, 64), "GPUs of this node, instead of `gpus_per_node`"),
-    "processes": Key(_number(1, 1024), "ranks of this node; nodes with different numbers are started with torchrun, which takes only "
-                     "FSDP and mixed precision from the accelerate config"),
-    "env": Key(_variables, "variables of this node; they override the variables of all nodes"),
-    "env_file": Key(_text, "a file with variables of this node"),
-    "folder": Key(_text, "the code folder of this node"),
-    "venv": Key(_text, "the virtual environment of this node"),
-    "interface": Key(_text, "the network interface of this node"),
-}  # fmt: skip
-TABLES = {
-    "ssh": {
-        "options": Key(_WORDS, "options of `ssh`, for example [-F, my_ssh_config]"),
-        "connect_seconds": Key(_number(1, 600), "how long a connection may take (10)"),
-    },
-    "slurm": {
-        "partition": Key(_text, "`--partition`"),
-        "account": Key(_text, "`--account`"),
-        "qos": Key(_text, "`--qos`"),
-        "gres": Key(_text, "`--gres` instead of the number of GPUs, for example gpu:a100:8"),
-        "cpu": Key(_number(1), "CPUs of each node, `--cpus-per-task`; without this key, most clusters give one"),
-        "memory": Key(_text, "memory of each node, `--mem`, for example 128G"),
-        "signal_seconds": Key(_number(10, 65535), "how long before the time limit the job is asked to save (120)"),
-        "requeue": Key(_FLAG, "whether the job is requeued after a preemption or the time limit (true)"),
-        "options": Key(_WORDS, "further options of sbatch, for example [--exclusive]"),
-    },
-    "kubernetes": {
-        "context": Key(_text, "the context of kubectl; the default is the current one"),
-        "namespace": Key(_NAME, "the namespace of the objects (default)"),
-        "volume_claim": Key(_NAME, "a claim of a volume that all pods can write (ReadWriteMany), for the run folder"),
-        "mount": Key(_text, "where the volume is mounted (/data)"),
-        "shared_memory": Key(_text, "size of /dev/shm, which counts as memory of the pod (16Gi)"),
-        "grace_seconds": Key(_number(1), "how long pods may save before they are killed, at least 30 (300)"),
-        "secrets": Key(_NAMES, "names of Secrets whose keys become variables"),
-        "cpu": Key(_number(1), "CPUs of each pod"),
-        "memory": Key(_text, "memory of each pod, for example 128Gi"),
-        "resources": Key(_TABLE, "further resources of each pod, for example {vpc.amazonaws.com/efa: 4}"),
-        "labels": Key(_LABELS, "labels of the objects, for example the queue of Kueue"),
-        "pod": Key(_TABLE, "further fields of the pod: nodeSelector, tolerations, imagePullSecrets, ..."),
-    },
-}  # fmt: skip
-# Keys that have no meaning for a backend. Such a key is a mistake: the user expects an effect that it does not have.
-NOT_FOR = {
-    "ssh": ("image", "slurm", "kubernetes"),
-    "local": ("image", "copy", "ssh", "slurm", "kubernetes"),
-    "slurm": ("image", "copy", "doctor", "ssh", "kubernetes"),
-    "kubernetes": ("copy", "doctor", "interface", "venv", "ssh", "slurm", "main_address"),
+
+
+def _key(kind: str, help: str) -> Key:
+    kind, *values = kind.split()
+    return Key(_choice(*values) if kind == "choice" else _number(*map(int, values)) if kind == "number" else _CHECKS[kind], help)
+
+
+_KEYS = {
+    table: {name: _key(*row) for name, row in _FILE[table].items()} for table in ("cluster", "node", "ssh", "slurm", "kubernetes")
 }
+KEYS, NODE_KEYS, TABLES = _KEYS.pop("cluster"), _KEYS.pop("node"), _KEYS
+NOT_FOR = _FILE["not_for"]
 
 
 # ---- the reader
@@ -347,7 +275,6 @@ def _check_keys(values: dict[str, Any], checks: dict[str, Key], prefix: str, fai
 
 
 def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """Return the nodes, and the paths of all files with variables."""
     env_files: list[str] = []
 
     def read_env(where: dict[str, Any], prefix: str) -> dict[str, str]:
@@ -387,7 +314,6 @@ def _read_nodes(file: Path, values: dict[str, Any], fail: Callable) -> tuple[tup
 
 
 def _list_nodes(values: dict[str, Any], fail: Callable) -> list[Any]:
-    """Return `nodes` as a list. A number of nodes becomes as many names."""
     backend, listed = values["backend"], values["nodes"]
     if type(listed) is int:
         if backend == "ssh":
@@ -426,5 +352,4 @@ SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASS|CREDENTIAL|AUTH|_PW$", re.IG
 
 
 def shown_value(name: str, value: str) -> str:
-    """Return the value of a variable for output, or *** if its name looks like that of a secret."""
     return "***" if SECRET.search(name) or re.search(r"://[^/]*:[^/]*@", value) else value

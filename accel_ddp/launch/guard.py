@@ -56,7 +56,6 @@ class Channel:
 
     @property
     def is_full(self) -> bool:
-        """Whether much of what was sent is still waiting."""
         return not self.transport.is_closing() and self.transport.get_write_buffer_size() > _MOST_BUFFERED // 2
 
     def send(self, kind: str, **values: Any) -> None:
@@ -280,8 +279,6 @@ async def serve(is_detached: bool) -> int:
 
 
 class _Guard:
-    """Answers the launching machine."""
-
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.WriteTransport, is_detached: bool):
         self.reader, self.transport, self.is_detached = reader, transport, is_detached
         self.channel = Channel(transport)
@@ -290,7 +287,6 @@ class _Guard:
         self.is_silent = False  # no message for SILENT_SECONDS
 
     async def run(self) -> int:
-        """Exchange messages until the end. Return the exit code of the guard."""
         if not self.is_detached:
             self.transport.write(b"\n")  # a login script may have printed a text without the end of its line
             self.channel.send("hello", protocol=PROTOCOL, pid=os.getpid())
@@ -313,7 +309,6 @@ class _Guard:
         return 0
 
     async def read(self) -> dict[str, Any] | None:
-        """Return the next message, or None if the launching machine is gone."""
         try:
             line = await asyncio.wait_for(self.reader.readline(), SILENT_SECONDS)
         except asyncio.TimeoutError:

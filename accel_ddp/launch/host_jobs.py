@@ -155,7 +155,6 @@ def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
 
 
 async def stop_all(cluster: Cluster, job: Job, is_now: bool) -> list[dict[str, Any] | str]:
-    """Stop a job on all nodes and return their answers."""
     seconds = 30.0 if is_now else STOP_SECONDS
     return await ask_all(cluster, "end_job", "stopped", seconds + 30, now=is_now, seconds=seconds, **_where(cluster, job))
 

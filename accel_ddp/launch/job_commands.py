@@ -9,7 +9,10 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.description import Cluster, Node
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import CONFIG_FILE
+from accel_ddp.text import read_table
 from accel_ddp.words import has_option, script_at, value_of
+
+REFUSALS: dict[str, dict[str, str]] = read_table(Path(__file__).with_name("refusals.yaml"))  # what programs print, by program
 
 
 class Shell(str):
@@ -86,19 +89,16 @@ def used_config(cluster: Cluster) -> str:
 
 
 def launcher_words(cluster: Cluster, job: Job, *, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
-    """Return the words of the launcher on a node."""
     restarts = ["--max_restarts", str(cluster.restarts)] if cluster.restarts else []
     launcher = ["torchrun"] if uses_torchrun(cluster) else ["accelerate", "launch"]
     return [*launcher, *_topology_words(cluster, node_rank, address, port), *restarts, job.script, *job.options]
 
 
 def doctor_words(cluster: Cluster, job: Job, *, node_rank: int, address: str, port: int) -> list[str]:
-    """Return the words of the full doctor on a node, with the same options as the launcher."""
     return ["accel-ddp", "doctor", *_topology_words(cluster, node_rank, address, port), job.script, *job.options]
 
 
 def _topology_words(cluster: Cluster, node_rank: int | Shell, address: str, port: int | str) -> list[str]:
-    """Return the options that describe the nodes and processes, as torchrun or `accelerate launch` name them."""
     words: list[int | str]
     if uses_torchrun(cluster):
         # A rank that a shell evaluates is that of a backend whose nodes are equal.
@@ -113,7 +113,6 @@ def _topology_words(cluster: Cluster, node_rank: int | Shell, address: str, port
 
 
 def node_environment(cluster: Cluster, node: Node) -> dict[str, str]:
-    """Return the variables of a node: those of the description, and those that follow from its keys."""
     own: dict[str, str] = {}
     if node.interface:
         own |= {"NCCL_SOCKET_IFNAME": node.interface, "GLOO_SOCKET_IFNAME": node.interface}
@@ -167,7 +166,6 @@ def to_shell(words: Iterable[str]) -> str:
 
 
 def wrap(words: list[str], separator: str = " \\\n  ") -> str:
-    """Return a shell command with one option per line."""
     lines: list[str] = []
     script = script_at(words)
     for at, word in enumerate(words):

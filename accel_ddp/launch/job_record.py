@@ -51,7 +51,6 @@ class Record:
         return True
 
     def is_running(self) -> bool:
-        """Return whether the guard of this job is alive on this node."""
         try:
             with self.lock.open("a+") as file:  # NFS demands that a file with a shared lock can be read
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -66,7 +65,6 @@ class Record:
         return state.get("state") in ("starting", "running") and Path(f"/proc/{state.get('pid')}").exists()
 
     def read(self) -> dict[str, Any]:
-        """Return the stored state, or {} if there is none."""
         with contextlib.suppress(OSError, ValueError):
             if isinstance(value := json.loads(self.state.read_text()), dict):
                 return value
@@ -78,7 +76,6 @@ class Record:
             replace_file(self.state, json.dumps({**self.read(), **values}), has_rivals=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return the state of the job on this node as `accel-ddp status` shows it."""
         state = self.read()
         if state.get("state") in ("starting", "running") and not self.is_running():
             state |= {"state": "ended", "why": "its guard was killed, or the node was restarted"}
@@ -136,7 +133,6 @@ def find_record(request: dict[str, Any]) -> Record:
 
 
 def find_records(output: str | Path, host: str) -> dict[str, Record]:
-    """Return the records of this node by the name of their job: those below the output folder, and those that are elsewhere."""
     output = Path(output).expanduser().absolute()
     places = {place.name: Path(place.read_text()) for place in output.glob(".accel_ddp/*")}
     named = {folder.name: folder for folder in output.glob("*") if folder not in places.values()} | places
@@ -145,7 +141,6 @@ def find_records(output: str | Path, host: str) -> dict[str, Record]:
 
 
 async def send_status(request: dict[str, Any], channel: Any) -> None:
-    """Send the state of one job, or of all jobs below the output folder."""
     is_one = bool(request["run_folder"])
     found = {request["job"]: find_record(request)} if is_one else find_records(request["output"], request["host"])
     channel.send("status", jobs={name: record.describe() for name, record in found.items() if record.read()})

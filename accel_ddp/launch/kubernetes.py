@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job, follow_lines, words_of_job
+from accel_ddp.launch.job_commands import REFUSALS, Job, follow_lines, words_of_job
 from accel_ddp.launch.manifests import (
     CONTAINER,
     INSTANCE,
@@ -26,19 +26,6 @@ from accel_ddp.nodes.run_secret import TOKEN
 
 _TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
 _POLL_SECONDS = 2
-# What kubectl prints if it fails, and what it means. The order decides.
-_FAILURES = {
-    "no matches for kind|the server doesn't have a resource type": "the cluster has no Kubeflow Trainer (TrainJob, TrainingRuntime). "
-    "Install it, https://www.kubeflow.org/docs/components/trainer/operator-guides/installation/ describes how.",
-    "was refused|connection refused|no such host|no route|is unreachable|timeout|timed out|deadline exceeded|unable to connect"
-    "|connection reset": "the Kubernetes API server cannot be reached. Check `kubectl cluster-info`.",
-    "AlreadyExists|already exists": "a job of this name exists. Choose another name with --name.",
-    # Without credentials, kubectl asks for a user, and reads the end of its input.
-    "Unauthorized|must be logged in|provide credentials|^(error: )?EOF$": "kubectl has no valid credentials for the cluster. Check "
-    "`kubectl auth can-i create trainjobs`.",
-    "context [^\n]* does not exist|no context exists": "{file}: kubernetes.context is not a context of kubectl.",
-    "^(?!.*denied the request).*forbidden": "you may not do this in the namespace {namespace}.",  # not a webhook
-}
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 
 
@@ -195,12 +182,10 @@ def _container_states(pod: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
 
 
 def _has_started(pod: dict[str, Any]) -> bool:
-    """Return whether a pod has a log: its container runs, or has ended."""
     return bool(_container_states(pod, "running", "terminated"))
 
 
 def _state(found: dict[str, Any] | None) -> str:
-    """Return the state of a TrainJob: its last condition that is true."""
     conditions = [one for one in (found or {}).get("status", {}).get("conditions", []) if one.get("status") == "True"]
     ends = [one for one in conditions if one["type"] in ("Complete", "Failed")]
     if not (shown := (ends or conditions)[-1:]):
@@ -215,12 +200,10 @@ def _index(pod: dict[str, Any]) -> int:
 
 
 def _end(pod: dict[str, Any]) -> dict[str, Any]:
-    """Return how the container of a pod has ended, or {} if it has not."""
     return next(iter(_container_states(pod, "terminated")), {})
 
 
 def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
-    """Return the state of a pod and the message that explains it."""
     status = pod.get("status", {})
     state, message = status.get("phase", "Unknown"), status.get("message", "")
     if end := _end(pod):
@@ -278,11 +261,9 @@ class _Kubectl:
         return json.loads(text) if output == "json" else {}
 
     def name_of(self, job: Job) -> str:
-        """Return TYPE/NAME of the TrainJob of a job."""
         return f"{_TRAIN_JOB}/{object_name(job.name, len(self.cluster.nodes))}"
 
     def find(self, job: Job) -> dict[str, Any]:
-        """Return the TrainJob of a job. Raises UserError if it does not exist."""
         if (found := self.get(self.name_of(job))) is None:
             raise UserError(
                 f"there is no {self.name_of(job)} in the namespace {self.namespace}. Check --name and {self.cluster.file}."
@@ -297,11 +278,10 @@ class _Kubectl:
         return [newest[index] for index in sorted(newest)]
 
     def explain(self, command: str, error: str) -> str:
-        """Return the message for a kubectl command that failed with the output `error`."""
         lines = list(dict.fromkeys(line.strip() for line in error.splitlines() if line.strip()))
         shown = " ".join(lines)[-600:] or "it printed nothing"
         fits = lambda pattern: re.search(pattern, error.strip(), re.IGNORECASE | re.DOTALL)
-        found = next((text for pattern, text in _FAILURES.items() if fits(pattern)), None)
+        found = next((text for pattern, text in REFUSALS["kubectl"].items() if fits(pattern)), None)
         if found is None:
             return f"kubectl {command} failed, the cluster has refused it: {shown}"
         return (

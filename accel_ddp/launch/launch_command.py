@@ -119,20 +119,17 @@ def split_words(words: list[str]) -> tuple[list[str], str, str, list[str]]:
 
 
 def check_name(name: str) -> None:
-    """Raise UserError if a name cannot be that of a job."""
     if name and not NAME.fullmatch(name):
         raise UserError(f"--name {name}: must consist of at most 63 letters, digits, '.', '_' and '-'.")
 
 
 def status(words: list[str]) -> int:
-    """Run `accel-ddp status` and return its exit code."""
     parser = _parser("status", "Print the state of a job on every node, or of all jobs of the cluster file.")
     cluster, job = _find(parser.parse_args(words), needs_name=False)
     return _module(cluster, "host_jobs").status(cluster, job)
 
 
 def logs(words: list[str]) -> int:
-    """Run `accel-ddp logs` and return its exit code."""
     parser = _parser("logs", "Print the logs of a job from all nodes.")
     parser.add_argument("-f", "--follow", action="store_true", help="follow the job until it stops, and return its exit code")
     parser.add_argument("-n", "--lines", type=int, default=100, help="number of lines of each node (default: 100)")
@@ -144,7 +141,6 @@ def logs(words: list[str]) -> int:
 
 
 def stop(words: list[str]) -> int:
-    """Run `accel-ddp stop` and return its exit code."""
     parser = _parser("stop", "Stop a job on all nodes: its ranks save a checkpoint and exit.")
     parser.add_argument("--now", action="store_true", help="kill the job at once, without a checkpoint")
     given = parser.parse_args(words)
@@ -162,7 +158,6 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
 
 
 def _find(given: argparse.Namespace, needs_name: bool = True) -> tuple[Cluster, Job | None]:
-    """Return the description and the job that the options name, or None for all jobs."""
     check_name(given.name)
     cluster, file = read_description(given.file, given.set), given.file
     name = given.name or (cluster.name if needs_name else "")
@@ -175,5 +170,4 @@ def _find(given: argparse.Namespace, needs_name: bool = True) -> tuple[Cluster, 
 
 
 def _module(cluster: Cluster, of_hosts: str) -> ModuleType:
-    """Return the module of a backend, which is `of_hosts` for ssh and local."""
     return importlib.import_module(f"accel_ddp.launch.{of_hosts if cluster.backend in ('ssh', 'local') else cluster.backend}")

@@ -102,7 +102,6 @@ def read_settings(cluster: Cluster) -> dict[str, Any]:
 
 
 def fail(cluster: Cluster, key: str, value: object, reason: str) -> NoReturn:
-    """Raise UserError with a key of the description, its value and the reason."""
     raise UserError(f"{cluster.file}: {key} {value}: {reason}.")
 
 
@@ -121,7 +120,6 @@ def _refuse_secrets(cluster: Cluster, settings: dict[str, Any]) -> None:
 
 
 def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Job:
-    """Return the job with its folder on the volume, and with the options for a pod that is started again."""
     mount = settings["mount"].rstrip("/")
     folder, options = job.run_folder, list(job.options)
     if not folder.startswith("/"):

@@ -114,7 +114,6 @@ async def listen(port: int, word: str) -> tuple[asyncio.Server | None, str]:
 
 
 async def connect(address: str, port: int, word: str) -> str:
-    """Return why this node does not reach the main node, or ""."""
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), CONNECT_SECONDS)
     except asyncio.TimeoutError:

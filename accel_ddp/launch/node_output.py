@@ -85,17 +85,14 @@ class RankOutputs:
 
     @property
     def has_terminal(self) -> bool:
-        """Whether rank 0 writes to a terminal."""
         return self._terminal >= 0
 
     def resize(self, size: tuple[int, int]) -> None:
-        """Set the size of the terminal of rank 0, if it has one."""
         if self.has_terminal:
             columns, lines = size
             fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def filenos(self) -> list[int]:
-        """Return the descriptors to wait for."""
         return list(self._ranks)
 
     def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int | None, bytes]]:
@@ -142,7 +139,6 @@ class Lines:
         return [visible(line) for line in lines]
 
     def end(self) -> list[str]:
-        """Return what is left after the end of the stream."""
         rest, self.rest = self.rest, ""
         return [visible(rest)] if rest.strip() else []
 
@@ -178,7 +174,6 @@ class Console:
         self.exit_codes: dict[str, int | None] = {}  # host -> exit code in the report of torch; None: the report has begun
 
     def show(self, host: str, rank: int | None, lines: list[str]) -> None:
-        """Print lines of a rank, or of the launcher of a node if `rank` is None."""
         prefix = "" if rank == 0 else f"[{host}] " if rank is None else f"[{host} rank {rank}] "
         for line in lines:
             self._remember(host, rank, line)
@@ -195,7 +190,6 @@ class Console:
             self.at_line_start = outside.endswith(("\n", "\r"))
 
     def note(self, text: str) -> None:
-        """Print a message of the launching machine itself."""
         self._print(f"accel-ddp: {text}\n")
 
     def first_cause(self, host: str = "") -> str:
@@ -244,7 +238,6 @@ class Console:
         self.stream.flush()  # an OSError here: nobody reads the output any more; the logs have it
 
     async def wait_until_printed(self, most: int = 0) -> None:
-        """Wait until at most `most` texts are left to print."""
         while self.writer.num_unwritten > most:
             await asyncio.sleep(0.01)
 

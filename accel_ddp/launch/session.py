@@ -181,7 +181,6 @@ class Session:
         return await asyncio.gather(*map(ask, self.connections))
 
     def _request(self, connection: Connection, make: Callable[..., list[str]], address: str, detach: bool) -> dict[str, Any]:
-        """Return the request to start a program on a node, whose words `make` returns."""
         node, cluster = connection.node, self.cluster
         words = make(cluster, self.job, node_rank=node.rank, address=address, port=cluster.main_port)
         # The guard replaces the paths of our recipes and configs if they are not in the code folder but in the package.
@@ -201,7 +200,6 @@ class Session:
         }  # fmt: skip
 
     async def _start(self, address: str) -> None:
-        """Start the launchers of all nodes. If one does not start, stop the others."""
         self.has_started = True
 
         async def start(connection: Connection) -> None:
@@ -243,7 +241,6 @@ class Session:
         return True
 
     async def _follow(self, connection: Connection) -> None:
-        """Show the output of a node until its part of the job has ended."""
         node, is_silent = connection.node, False
         try:
             while True:
@@ -306,7 +303,6 @@ class Session:
                 connection.send(kind, **values)
 
     def _finish(self) -> int:
-        """Print the first cause of a failure, once, and where the logs are. Return the exit code."""
         failed = {rank: code for rank, code in self.codes.items() if code}
         code = next((code for code in failed.values() if code not in (STOPPED, INTERRUPTED)), next(iter(failed.values()), 0))
         if UNSAVED in failed.values():
@@ -341,7 +337,6 @@ def _refuse(errors: list[str]) -> None:
 
 
 def _terminal_size() -> list[int] | None:
-    """Return the size of the terminal, or None if the output is not a terminal."""
     with contextlib.suppress(OSError, ValueError):
         if os.isatty(sys.stdout.fileno()):
             return list(os.get_terminal_size(sys.stdout.fileno()))

@@ -18,7 +18,7 @@ import psutil
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UserError
 from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import Job, follow_lines, words_of_job
+from accel_ddp.launch.job_commands import REFUSALS, Job, follow_lines, words_of_job
 from accel_ddp.launch.job_record import skip_to_last_lines
 from accel_ddp.launch.slurm_script import code_folder, launch_folder, render, split_environment
 from accel_ddp.text import counted
@@ -27,19 +27,6 @@ CALL_SECONDS = 60.0  # for the answer of Slurm's controller
 SUBMIT_SECONDS = 5.0  # for Slurm's scheduler to start a job or to state why it waits
 STOP_SECONDS = 660.0
 RESEND_SECONDS = 5.0  # a signal is lost in the moment before the launcher of a node blocks it
-# A part of sbatch's refusal, and the key of cluster.yaml that it is about. The order decides.
-REFUSALS = {
-    "partition": "slurm.partition",
-    "account": "slurm.account",
-    "qos": "slurm.qos",
-    "gres": "slurm.gres or gpus_per_node",
-    "time": "time_limit",
-    "memory": "slurm.memory",
-    "cpu count": "slurm.cpu",
-    "node count": "nodes",
-    "configuration is not available": "nodes, gpus_per_node, slurm.gres, slurm.partition or slurm.options",
-    "option": "slurm.options",
-}
 # Reasons why a job waits that end by themselves, when other jobs end or at a time that is known.
 USUAL_REASONS = ("None", "Resources", "Priority", "BeginTime", "Dependency", "Licenses", "Prolog", "Cleaning")
 # Limits of an account or a QOS that other jobs have reached. Limits per job are not among them: such a job never starts.
@@ -75,7 +62,6 @@ class SlurmJob:
         return self.state in ACTIVE
 
     def describe(self) -> str:
-        """Return the state in words, for example `exited with code 75`."""
         if self.state == "PENDING":
             return f"waiting ({self.reason})"
         if self.is_active:
@@ -214,11 +200,10 @@ def _sbatch_environment(script: str) -> dict[str, str]:
 
 
 def _explain_refusal(cluster: Cluster, text: str) -> str:
-    """Return why sbatch has refused a job, and the keys of the description to check."""
     reason = "; ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in text.strip().splitlines())
     if "contact slurm controller" in reason:
         return f"sbatch cannot reach Slurm's controller: {reason}. Try `sinfo` on this machine."
-    key = next((key for word, key in REFUSALS.items() if word in reason.lower()), "slurm")
+    key = next((key for word, key in REFUSALS["sbatch"].items() if word in reason.lower()), "slurm")
     values = [f"{part} {cluster.slurm[part.removeprefix('slurm.')]!r}" for part in key.split(" or ") if part[6:] in cluster.slurm]
     check = f"Check {', '.join(values) or key}. `sinfo` lists the partitions."
     return f"{cluster.file}: sbatch has refused the job: {reason}. {check}"
@@ -353,7 +338,6 @@ def _parse(line: str) -> SlurmJob:
 
 
 def _log_files(folder: Path) -> list[Path]:
-    """Return the logs in a folder, the oldest first."""
     return sorted(folder.glob("slurm-*.log"), key=lambda file: file.stat().st_mtime)
 
 

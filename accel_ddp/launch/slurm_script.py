@@ -33,66 +33,9 @@ class _Script(string.Template):
 
 # With SBATCH_EXPORT=NONE in the environment of the user, srun would not give the variables of the script to the tasks either.
 # Some clusters bind a task to one core (CpuBind), and Slurm 22.05 and newer do not give srun the --cpus-per-task of the job.
-_SCRIPT = _Script("""\
-#!/bin/bash
-# @job: @size each, for `accel-ddp launch @file`.
-@directives
-export FOLDER=@folder SCRIPT=@script
-@{venv}export PYTHONUNBUFFERED=1
-# The launchers give their ranks as long to save as Slurm gives the job.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=@signal_seconds
-@exports
-# The nodes recognize each other by a secret of this run. srun gives it to them with the other variables.
-export ACCEL_DDP_TOKEN="${ACCEL_DDP_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}"
-
-# The first node of the list is the main node. The port depends on the job id, so that jobs on one node do not collide.
-nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n @nodes | paste -sd ,)
-export MAIN_ADDRESS=@address MAIN_PORT=@port
-
-# ---- These functions run on each node.
-fail() {
-    echo "error: $(hostname): $1" >&2
-    exit @user_error
-}
-
-enter() {
-    cd "$FOLDER" || fail "folder $FOLDER: this node cannot enter it. Put the code there, or change the key folder."
-    @activate
-}
-
-check() {
-    trap "exit @stopped" USR2
-    enter
-    command -v @launcher >/dev/null ||
-        fail "the PATH of this node has no @launcher. Set the key venv to an environment with accel_ddp."
-    [ -f "$SCRIPT" ] || fail "there is no $SCRIPT in $FOLDER on this node."
-    # Slurm gives a task one CPU by default. nproc returns OMP_NUM_THREADS if it is set.
-    cpus=$(env -u OMP_NUM_THREADS nproc)
-    [ "$cpus" -ge @ranks ] || echo "warning: $(hostname): CPUs of the job: $cpus, ranks: @ranks. Set the key slurm.cpu." >&2
-}
-
-train() {
-    # Slurm signals every process. The launcher blocks USR2, so a stop that arrives before the ranks handle it is not lost.
-    trap "exit @stopped" USR2
-    enter
-    trap "" USR2
-    exec python3 -ISc @block @command
-}
-
-on_each_node() {
-    # With --kill-on-bad-exit=1, the first launcher that exits would kill the others while they save, and srun returns 143.
-    # With --cpu-bind=none, the ranks use all CPUs of the job on their node. The ranks do not use MPI.
-    srun --nodes=@nodes --ntasks=@nodes --ntasks-per-node=1 --nodelist="$nodes" \\
-        --export=ALL --kill-on-bad-exit=0@label \\
-        --cpu-bind=none --mpi=none \\
-        @{overlap}bash -c "$(declare -f fail enter check train); $1"
-}
-
-# All nodes are checked before a launcher waits for the others.
-on_each_node check && on_each_node train
-code=$?
-@{requeue}exit "$code"
-""")
+_SCRIPT, _REQUEUE, _CHECK_OF_SENT = (
+    _Script(Path(__file__).with_name(f"slurm_{name}.sh").read_text(encoding="utf-8")) for name in ("job", "requeue", "sent")
+)
 _BLOCK = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); os.execvp(sys.argv[1], sys.argv[1:])"
 )
@@ -100,28 +43,6 @@ _ACTIVATE_VENV = """\
 [ -f "$VENV/bin/activate" ] || fail "venv $VENV: this node does not have it. Create it, or change the key venv."
     . "$VENV/bin/activate"\
 """
-# The values of secrets are only in the environment of sbatch.
-_CHECK_OF_SENT = _Script("""\
-# The values of these variables are not in this file. `accel-ddp launch` gives them to sbatch in its environment.
-for name in @names; do
-    if [ -z "${!name+set}" ]; then
-        echo "error: the variable $name is not set. Submit the job with accel-ddp launch, or export the variables of" \\
-            @files >&2
-        exit @user_error
-    fi
-done
-""")
-_REQUEUE = _Script("""\
-# @stopped: the ranks have saved and stopped, because of preemption, the time limit, or a stop on request.
-# `accel-ddp stop` sets Requeue=0 before it stops the ranks.
-# Another code, if Slurm preempts the job: the ranks were not ready yet, and have nothing to save.
-state=$(scontrol show job "$SLURM_JOB_ID")
-if [ "$code" = @stopped ] || { [ "$code" != 0 ] && [[ $state == *" PreemptTime="[0-9]* ]]; } &&
-    [[ $state == *" Requeue=1 "* ]]; then
-    echo "the job is requeued: restart $((${SLURM_RESTART_COUNT:-0} + 1))"
-    scontrol requeue "$SLURM_JOB_ID"
-fi
-""")
 
 
 def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
@@ -218,7 +139,6 @@ def _directives(cluster: Cluster, job: Job) -> list[str]:
 
 
 def _command(cluster: Cluster, job: Job) -> str:
-    """Return the command of a node as lines with one option each."""
     rank, address, port = map(Shell, ('"$SLURM_NODEID"', '"$MAIN_ADDRESS"', '"$MAIN_PORT"'))
     words = job_commands.launcher_words(cluster, job, node_rank=rank, address=address, port=port)
     paths = [job_commands.config_word(cluster), job.run_folder]
@@ -238,12 +158,10 @@ def code_folder(cluster: Cluster) -> Path:
 
 
 def launch_folder(cluster: Cluster, job: Job) -> Path:
-    """Return the folder of the script and the logs."""
     return code_folder(cluster) / Path(job.run_folder).expanduser() / "launch"
 
 
 def split_environment(cluster: Cluster) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that the script contains, and those that only the environment of sbatch contains."""
     node = cluster.nodes[0]
     every = job_commands.node_environment(cluster, node)
     if "CUDA_VISIBLE_DEVICES" not in node.env:

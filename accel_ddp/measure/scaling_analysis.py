@@ -9,10 +9,11 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from accel_ddp.measure.scaling_plan import STRONG, Setting
-from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si
+from accel_ddp.measure.scaling_plan import Setting
+from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si, read_table
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 GOAL = 0.9
@@ -22,6 +23,7 @@ STRAGGLER = 0.1  # a rank that is slower than the median rank by this fraction
 # Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
 HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
 BUCKET_BYTES = 25e6  # of DDP
+_LOSSES: dict[str, str] = read_table(Path(__file__).with_name("losses.yaml"))
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,10 @@ class Measurement:
     gradient_bytes: int = 0  # 0: not known
 
     def mean(self, *parts: str) -> float:
-        """Return the seconds of these parts, on average over the ranks."""
         return sum(statistics.fmean(self.parts[part]) for part in parts)
 
     @property
     def waiting(self) -> float:
-        """Seconds in which ranks wait for slower ones, on average."""
         return self.mean("communication") - self.exposed
 
     @property
@@ -55,7 +55,6 @@ class Measurement:
         return min(self.waiting, max(own) - statistics.fmean(own))
 
     def own(self) -> list[float]:
-        """Return the seconds that each rank needs itself, without communication and waiting."""
         return [sum(self.parts[part][rank] for part in PARTS[:-1]) for rank in range(len(self.parts["data"]))]
 
 
@@ -92,8 +91,6 @@ def summarize(steps: list[dict[str, Any]], **facts: Any) -> Measurement:
 
 @dataclass(frozen=True)
 class Result:
-    """One setting and what was measured, or why nothing was measured."""
-
     setting: Setting
     measured: Measurement | None
     problem: str = ""
@@ -101,7 +98,6 @@ class Result:
 
     @property
     def known(self) -> Measurement:
-        """The measurement, where there is one."""
         assert self.measured
         return self.measured
 
@@ -112,8 +108,6 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measured setting beside the base, the measured setting of the same table with the fewest ranks."""
-
     base: Result
     result: Result
 
@@ -265,7 +259,6 @@ def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Adv
 
 
 def describe_advice(advice: Advice, batch: int) -> str:
-    """Return the advice as text. `batch` is the global batch of strong scaling."""
     ranks = f"{advice.ranks} ranks"
     if advice.is_reached:
         return f"{ranks}: --global_batch_size {batch} reaches {GOAL:.0%}."
@@ -279,7 +272,6 @@ def describe_advice(advice: Advice, batch: int) -> str:
 
 
 def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
-    """Return what the largest losses are and what to do about them, the largest first."""
     now = comparison.result.known
     found = []
     for name, seconds in sorted(comparison.losses().items(), key=lambda item: -item[1]):
@@ -290,44 +282,21 @@ def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
 
 
 def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_gpu: bool) -> str:
-    """Return the cause of a loss and what to do about it. `lost` states how long it is."""
     now, base = comparison.result.known, comparison.base.known
+    values: dict[str, Any] = {}
     if name == "communication":
+        smaller = _LOSSES["fewer_bytes"].format(hook="bf16" if on_gpu else "fp16") if now.gradient_bytes >= SMALL_BYTES else ""
         sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
-        # Of few bytes the latency counts, and not the size.
-        smaller = f" --comm_hook {'bf16' if on_gpu else 'fp16'} halves the bytes. `accel-ddp tune` finds faster settings."
-        return (
-            f"communication: the all-reduce{sent} is not hidden behind the backward pass for {lost}. A larger --global_batch_size "
-            f"needs it less often per item.{smaller if now.gradient_bytes >= SMALL_BYTES else ''}"
-        )
-    if name == "waiting":
+        values = {"sent": sent, "smaller": smaller}
+    elif name == "waiting":
         rank, slower = slowest_rank(now)
-        if slower <= STRAGGLER:
-            return f"waiting: ranks wait for each other {lost}, but no rank is always the slowest. The duration of their steps varies."
         host = next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), "")
-        return (
-            f"a slow rank: rank {rank}{host} is {slower:.0%} slower than the median rank. The ranks wait {lost} for it, on average. "
-            "Check this host: other processes, temperature, its disk."
-        )
-    if name == "compute":
+        name, values = "slow_rank" if slower > STRAGGLER else name, {"rank": rank, "slower": slower, "host": host}
+    elif name == "compute":
         each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
         ratio = each(comparison.result) / max(each(comparison.base), 1e-12)
-        slower = f"n item takes {ratio:.2f} times as long to compute as in the first row, which costs {lost}"
-        if now.micro < base.micro:
-            return (
-                f"too few items per rank: a rank computes {now.micro} items at once instead of {base.micro}. A{slower}, because "
-                "launching the operations takes as long as before. Use a larger --global_batch_size, or fewer ranks."
-            )
-        return f"{'computing' if on_gpu else 'shared cores'}: a{slower}, with the same micro-batch. " + (
-            "Check the power limit and the temperature of the GPUs, and other processes."
-            if on_gpu
-            else "The ranks of a node share its cores, caches and memory bandwidth, and gloo uses the same cores. On more nodes, or on "
-            "GPUs, this loss is smaller."
-        )
-    same_work = "It has the same work on every rank, so other processes or shared cores are the cause."
-    all_work = "Every rank updates all parameters, so this time does not shrink with the items of a rank."
-    return {
-        "data": f"data: ranks wait {lost} longer for their batches than the ideal. Increase --num_workers, or use a faster disk.",
-        "optimizer": f"optimizer: clipping and the optimizer step cost {lost}. {all_work if mode == STRONG else same_work}",
-        "other": f"other: logging and Python code outside of the model cost {lost}. The time does not shrink with the items of a rank.",
-    }[name]
+        name = "few_items" if now.micro < base.micro else "compute_gpu" if on_gpu else "compute_cpu"
+        values = {"now": now.micro, "base": base.micro, "item": _LOSSES["item"].format(ratio=ratio, lost=lost)}
+    elif name == "optimizer":
+        name = f"optimizer_{mode}"
+    return _LOSSES[name].format(lost=lost, **values)

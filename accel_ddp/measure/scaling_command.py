@@ -70,8 +70,6 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 
 
 class Scaling:
-    """The runs of one command."""
-
     def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
         self.results: list[Result] = []
@@ -186,7 +184,6 @@ class Scaling:
         return ended
 
     def _explain(self, ended: Ended) -> str:
-        """Show the error of a run, once, and return its first line."""
         lines = [line.rstrip() for line in ended.text.splitlines() if line.strip()]
         errors = [line for line in lines if re.search(r"(^|[\]:|] )error: |the first cause: ", line)]
         text = "\n".join(errors[:3] or lines[-20:]) or "it printed nothing"

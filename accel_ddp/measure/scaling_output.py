@@ -24,8 +24,6 @@ LARGE_SPREAD = 0.2  # a run whose steps vary more is repeated once
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that is shown."""
-
     recipe: str
     modes: Sequence[str]
     results: Sequence[Result]
@@ -51,7 +49,6 @@ class Summary:
         return analysis.advise(self.table(STRONG), self.table(WEAK))
 
     def limits(self, mode: str) -> tuple[Comparison | None, list[str]]:
-        """Return the setting with the most ranks, and what limits it."""
         table = [one for one in self.table(mode) if one.ideal_speedup > 1]
         return (table[-1], analysis.find_limits(table[-1], mode, self.on_gpu)) if table else (None, [])
 
@@ -61,7 +58,6 @@ class Summary:
         return " and ".join(names) or ("GPU" if self.on_gpu else "CPU")
 
     def batch(self) -> int:
-        """The global batch of strong scaling."""
         return min((result.setting.batch for result in self.results), default=0)
 
 
@@ -86,7 +82,6 @@ def format_table(summary: Summary, mode: str) -> list[str]:
 
 
 def format_summary(summary: Summary) -> str:
-    """Return the tables, a chart, what limits scaling, and which batch reaches 90 %."""
     steps = f"medians of {summary.steps} steps after {summary.warmup} steps of warm-up"
     lines = [f"\n{summary.recipe} on {summary.device()}: {steps}"]
     for mode in summary.modes:
@@ -136,7 +131,6 @@ def format_chart(table: Sequence[Comparison]) -> list[str]:
 
 
 def as_json(summary: Summary) -> str:
-    """Return one JSON document with everything that was measured and computed."""
     results = []
     for result in summary.results:
         setting, measured = result.setting, result.measured

@@ -26,8 +26,6 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run measures."""
-
     place: Placement
     batch: int  # items per step, over all ranks
     micro: int | None  # items that a rank computes at once; None: the run finds it (auto)
@@ -146,8 +144,6 @@ _OF_NODES = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", 
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """The command line."""
-
     given: argparse.Namespace
     launch: list[str]  # options of `accelerate launch` for several ranks, with the config
     launch_one: list[str]  # and for one rank

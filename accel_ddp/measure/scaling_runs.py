@@ -32,8 +32,6 @@ TIMED_OUT = 124  # the exit code of `timeout`
 
 
 class Ended(NamedTuple):
-    """One run that has ended."""
-
     code: int
     text: str  # its output
     events: list[dict[str, Any]]  # of its log
@@ -130,7 +128,6 @@ class ClusterRuns:
         return int(text) if text.isdigit() else 0
 
     def _on_node(self, number: int, command: str) -> bytes:
-        """Run a shell command in the code folder of a node, and return what it prints."""
         node, is_local = self.cluster.nodes[number], self.cluster.backend == "local"
         script = f"cd {shell_path(node.folder or ('.' if is_local else '~'))} && {command}"
         words = ["sh", "-c", script] if is_local else [*ssh_words(self.cluster, node), f"sh -c {shlex.quote(script)}"]

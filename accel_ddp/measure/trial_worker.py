@@ -30,8 +30,6 @@ class TrialFailed(Exception):
 
 
 class TrialWorker(CollectiveWorker):
-    """Measures all-reduce or DDP steps together with the other ranks."""
-
     def run(self) -> None:
         code = 1
         try:
@@ -56,7 +54,6 @@ class TrialWorker(CollectiveWorker):
         report("done")
 
     def connect(self) -> None:
-        """Create the process group and report the transport that it uses."""
         torch = self.torch
         gpus = 0 if cpu_is_wanted() or self.spec["backend"] == "gloo" else torch.cuda.device_count()
         if 0 < gpus < self.num_local:
@@ -113,7 +110,6 @@ class TrialWorker(CollectiveWorker):
         self.collective(lambda: self.dist.all_gather(gathered, buffer[:64].contiguous()))
 
     def measure_ddp(self) -> None:
-        """Report the time of a DDP step for each config."""
         torch, spec = self.torch, self.spec
         model = build_proxy_model(torch, spec["entries"], getattr(torch, spec["dtype"]), self.device)
         self.autocast = contextlib.nullcontext()
@@ -187,7 +183,6 @@ class TrialWorker(CollectiveWorker):
             tokens = min(requested, tokens * 4 if ms * 4 < longest_ms else tokens * 2)
 
     def wrap(self, model: Any, config: DdpConfig) -> Any:
-        """Return the model in DDP, with the options that Accelerate would pass for this config."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 

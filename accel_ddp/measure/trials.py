@@ -77,7 +77,6 @@ class TuneCoordinator(Coordinator):
 
     @property
     def hosts(self) -> str:
-        """The host names of the first 16 nodes."""
         return ", ".join(member.hello["host"] for member in self.members[:16])
 
     async def next_event(self, deadline: float) -> tuple[int, Message] | None:
@@ -95,14 +94,11 @@ class TuneCoordinator(Coordinator):
         return (received[0].hello["node"], received[1]) if received else None
 
     async def print_on_all(self, text: str) -> None:
-        """Print a text on every node."""
         await self.send_to_all({"do": "print", "text": text})
 
 
 @dataclass
 class _State:
-    """What the coordinator has received in the running trial."""
-
     began: float
     deadline: float
     status_at: float
@@ -146,7 +142,6 @@ class TrialRunner:
         return state.reports, state.failure
 
     def _missing_ranks(self, state: _State) -> str:
-        """Return the first ranks that are not connected, in words."""
         return ", ".join([str(rank) for rank in range(self.ranks) if rank not in state.connected][:8])
 
     async def _print_status(self, state: _State) -> None:

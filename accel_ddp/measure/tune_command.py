@@ -37,7 +37,6 @@ def main(words: list[str]) -> int:
 
 
 async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], script_words: list[str]) -> int:
-    """Run the doctor's preflight, then tune. Return the exit code."""
     cfg = load_recipe_config(script_words) if script_words else None
     doctor_options = {**vars(given), "no_deep": False, "data": [], "output_dir": ""}  # the doctor has more options
     topology, checks = read_options(argparse.Namespace(**doctor_options), script_words)
@@ -74,7 +73,6 @@ async def preflight_and_tune(given: argparse.Namespace, own_words: list[str], sc
 
 
 def _why_not_writable(folder: str) -> str:
-    """Return the reason why files cannot be written to the folder, or an empty string."""
     existing, path = host.nearest_existing_folder(folder), Path(folder).expanduser().absolute()
     if existing is None:
         return "the disk does not answer"

@@ -158,8 +158,6 @@ class Trial:
 
 @dataclass
 class Transport:
-    """How the ranks communicate, from their reports."""
-
     backend: str  # nccl or gloo
     device: str
     version: str  # of torch and of the backend
@@ -173,7 +171,6 @@ class Transport:
 
     @property
     def uses_sockets(self) -> bool:
-        """Whether NCCL sends data through TCP sockets."""
         return self.is_nccl and any("Socket" in path for path in self.paths or [self.network])
 
 
@@ -193,8 +190,6 @@ class DdpConfig:
 
 @dataclass
 class DdpTiming:
-    """The time of a DDP step, or the reason why there is none."""
-
     milliseconds: float = math.nan
     ended_early: bool = False
     failure: str = ""
@@ -248,7 +243,6 @@ def env_text(header: list[str], settings: Settings) -> str:
 
 
 def yaml_text(header: list[str], config: DdpConfig) -> str:
-    """Return the content of tuned.yaml, which recipes read with `--config`."""
     lines = ["# DDP options for this cluster and model, written by `accel-ddp tune`.",
              "# Use them with: recipes/classify.py --config THIS_FILE",
              *(f"# {line}" for line in header),
@@ -290,8 +284,6 @@ _SIDE = 1024  # of the square matrices that stand for a model if only its size i
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients that DDP averages in a step."""
-
     entries: Entries  # empty if there is no model
     dtype: str = "float32"
 
@@ -315,7 +307,6 @@ def entries_of_size(size: int) -> Entries:
 
 
 def count_elements(entries: Entries) -> int:
-    """Return the number of trained elements."""
     return sum(math.prod(shape) for _, shape, is_trained in entries if is_trained)
 
 

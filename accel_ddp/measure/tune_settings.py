@@ -155,8 +155,6 @@ TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
 
 @dataclass
 class _Measurements:
-    """The configs and what the workers have reported about them."""
-
     configs: dict[int, DdpConfig]
     tokens: int
     timings: dict[int, DdpTiming] = field(default_factory=dict)
@@ -213,7 +211,6 @@ class DdpTuner:
         return DdpConfig(bucket_cap_mb=bucket, comm_hook=hook), speedup
 
     def exact_bucket(self) -> int:
-        """Return the best bucket size without a hook."""
         exact = {choice: times for choice, times in self.measurements.times().items() if choice[1] == "none"}
         return tune_results.confirmed_choice(exact)[0][0] if tune_results.DEFAULT in exact else tune_results.DEFAULT[0]
 
@@ -244,7 +241,6 @@ class DdpTuner:
             await self._add(report["number"], DdpTiming(report["ms"], report["ended_early"]))
 
     async def _add(self, number: int, timing: DdpTiming) -> None:
-        """Store a timing and print its row on every node."""
         measurements = self.measurements
         measurements.timings[number] = timing
         default_ms = min(measurements.times().get(tune_results.DEFAULT, [math.nan]))
@@ -267,7 +263,6 @@ class DdpTuner:
 
 
 def configs_to_time(gradient_bytes: int, is_nccl: bool) -> list[DdpConfig]:
-    """Return the configs in the order in which they are timed, DDP's default first."""
     # gloo cannot reduce bf16. With several buckets PowerSGD hangs over gloo, because callbacks start its collectives in a
     # different order on each rank (seen with torch 2.13).
     hooks = ["bf16", "fp16", "powersgd"] if is_nccl else ["fp16"]

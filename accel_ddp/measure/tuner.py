@@ -65,7 +65,6 @@ class Tuner:
         await self.conclude(default, best, ddp_best, transport)
 
     async def read_gradients(self) -> Gradients:
-        """Return the gradients of the model in the options, and print their size."""
         options = self.options
         if not options.model and not options.model_bytes:
             await self.show("bucket sizes and communication hooks are not tuned: there is no recipe, --model or --model_bytes")
@@ -105,7 +104,6 @@ class Tuner:
         return answer["entries"]
 
     async def conclude(self, default: Trial, best: Trial, ddp_best: tuple[DdpConfig, float] | None, transport: Transport) -> None:
-        """Print the best values, write them to files on every node, and print how to use them."""
         lines = [f"best settings: {best.label}, {default.score / best.score:.2f} times the default's speed"]
         if ddp_best:
             config, speedup = ddp_best

@@ -21,7 +21,6 @@ LONGEST_TEXT = 2000  # characters
 
 
 def printable(value: Any, longest: int = LONGEST_TEXT) -> str:
-    """Return a text of at most `longest` characters without those that move a terminal's cursor."""
     if not isinstance(value, str):
         raise ValueError("not a text")
     text = "".join(letter if letter.isprintable() else " " for letter in value[: longest + 1])
@@ -38,14 +37,12 @@ def whole_number(value: Any, most: int = 10**9) -> int | None:
 
 
 def finite_number(value: Any) -> float:
-    """Return a number that is neither NaN nor infinite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:  # false for NaN
         raise ValueError("not a number")
     return float(value)
 
 
 def bounded_list(value: Any, most: int) -> list[Any]:
-    """Return a list of at most `most` entries."""
     if not isinstance(value, list) or len(value) > most:
         raise ValueError("not a list")
     return value
@@ -199,7 +196,6 @@ class Door:
 
 
 def find_free_port(ip: str) -> int:
-    """Return a port of this address that nothing listens on at this moment."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as sock:
         sock.bind((ip, 0))
         return sock.getsockname()[1]

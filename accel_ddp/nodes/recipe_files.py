@@ -29,7 +29,6 @@ def folder(name: str) -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Return the names of the recipes, without `.py`, in alphabetical order."""
     return sorted(path.stem for path in folder("recipes").glob("*.py"))
 
 
@@ -108,7 +107,6 @@ def config_path(word: str) -> Path:
 
 
 def config_names() -> list[str]:
-    """Return the names of the accelerate configs that come with accel_ddp."""
     return sorted(path.name for path in folder("accelerate_configs").glob("*.yaml"))
 
 

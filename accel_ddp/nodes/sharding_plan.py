@@ -55,7 +55,6 @@ class ShardingPlan:
         return self
 
     def keeps(self, asked: str) -> str:
-        """Return what a rank keeps gathered during a step, if `--keep_gathered` is `asked`."""
         return asked if asked in ("weights", "gradients") else "none" if self.reshard_after_forward else "weights"
 
     def describe(self, num_ranks: int, device: str) -> str:
@@ -71,7 +70,6 @@ class ShardingPlan:
         return "; ".join([f"FSDP2 over {num_ranks} ranks{copies}", *self._unusual()])
 
     def _flags(self) -> dict[str, str]:
-        """Return the settings that are on or off, by the names of the accelerate config."""
         flags = {
             "fsdp_reshard_after_forward": self.reshard_after_forward, "fsdp_offload_params": self.cpu_offload,
             "fsdp_activation_checkpointing": self.activation_checkpointing,
@@ -79,17 +77,14 @@ class ShardingPlan:
         return {name: str(value).lower() for name, value in flags.items()}
 
     def _unusual(self) -> list[str]:
-        """Return the settings of the config that differ from their defaults."""
         return [": ".join(flag) for flag in self._flags().items() if flag not in ShardingPlan()._flags().items()]
 
     def settings(self) -> dict[str, str]:
-        """Return what must be the same on all nodes, by the names of the accelerate config."""
         copies = "one per node" if self.replicas == ONE_PER_NODE else str(self.replicas)
         classes = ",".join(self.layer_classes) or "none"
         return {"copies of the model": copies, **self._flags(), "fsdp_transformer_layer_cls_to_wrap": classes}
 
     def facts(self, num_ranks: int) -> dict[str, Any]:
-        """Return the plan for the log of a run."""
         shards = {"text": self.summarize(num_ranks), "shards": num_ranks // self.replicas}
         return {**shards, **asdict(self), "layer_classes": list(self.layer_classes)}
 

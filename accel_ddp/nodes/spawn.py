@@ -51,7 +51,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and everything that it has started."""
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

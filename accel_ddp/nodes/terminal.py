@@ -65,7 +65,6 @@ def split_incomplete_frame(text: str) -> tuple[str, str]:
 
 
 def without_frames(text: str) -> str:
-    """Return the text without frames."""
     return _FRAME.sub("", text)
 
 

@@ -78,7 +78,6 @@ _VARIABLES = {
 
 
 def is_local_main() -> bool:
-    """Return whether this process is the first rank of its node, which prints for all ranks of the node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -229,7 +228,6 @@ def _read_rank_variables(values: dict[str, Any], sources: dict[str, str]) -> Non
 
 
 def _find_local_rank() -> tuple[int, int]:
-    """Return (local rank, number of processes on this node) as a launcher, or srun with several tasks per node, set them."""
     if "RANK" in os.environ:
         return int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -239,7 +237,6 @@ def _find_local_rank() -> tuple[int, int]:
 
 
 def _read_node_lists(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Take the first node in the list of SkyPilot or Slurm as the main node."""
     if addresses := os.environ.get("SKYPILOT_NODE_IPS", "").split():
         values["main_process_ip"], sources["main_process_ip"] = addresses[0], "SKYPILOT_NODE_IPS"
     elif nodes := os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST"):

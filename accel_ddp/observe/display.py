@@ -51,7 +51,6 @@ class Terminal:
         self._waiting = bytearray()
 
     def size(self) -> tuple[int, int]:
-        """Return columns and lines."""
         with contextlib.suppress(OSError):
             columns, lines = os.get_terminal_size(self.descriptor)
             if columns and lines:
@@ -203,7 +202,6 @@ def share_terminal(cfg: TrainConfig) -> None:
 
 
 def _is_one_terminal() -> bool:
-    """Return whether stdout and stderr are the same terminal, and can be replaced."""
     try:
         out, err = sys.stdout.fileno(), sys.stderr.fileno()
         # The streams of a notebook may have the descriptor of the terminal in which Jupyter was started.
@@ -215,7 +213,6 @@ def _is_one_terminal() -> bool:
 
 
 def is_wanted() -> bool:
-    """Return whether a panel is better than lines."""
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     is_ci = any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in ("CI", "TF_BUILD", "TEAMCITY_VERSION"))
     return _is_one_terminal() and not is_interactive and not is_ci
@@ -245,7 +242,6 @@ class Display:
         self.thread.start()
 
     def begin(self, cfg: TrainConfig) -> None:
-        """Show another run."""
         self.state = State(cfg.output_dir)
 
     def finish(self, phase: str) -> None:

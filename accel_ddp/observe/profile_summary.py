@@ -17,7 +17,7 @@ from accel_ddp.errors import UserError
 from accel_ddp.observe import traces
 from accel_ddp.records import run_log
 from accel_ddp.records.files import replace_file
-from accel_ddp.text import counted, shorten
+from accel_ddp.text import counted, read_table, shorten
 
 SCHEMA = 1
 # The options that recommendations depend on.
@@ -90,6 +90,8 @@ def _findings(ranks: list[dict[str, Any]]) -> list[str]:
 
 # ---- recommendations
 
+_ADVICE: dict[str, list[str]] = read_table(Path(__file__).with_name("advice.yaml"))
+
 
 class Recommendation(NamedTuple):
     """One option to try. `saves` is what it saves at most, in seconds per step."""
@@ -115,8 +117,12 @@ def ms(seconds: float) -> str:
 
 
 def _number(seconds: float) -> str:
-    """Return milliseconds with three digits, and without an exponent."""
     return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.3g}"
+
+
+def _advice(name: str, saves: float, **values: Any) -> Recommendation:
+    option, text = _ADVICE[name]
+    return Recommendation(option.format(**values), saves, text.format(**values, saves=ms(saves)))
 
 
 def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
@@ -125,44 +131,26 @@ def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Rec
         return
     why = f"exposed communication takes {_of(network, step)}, also on the rank that waits least"
     on_gpu = overall["kind"] == "gpu"
-    hook = "bf16" if on_gpu else "fp16"
     megabytes = run["gradient_bytes"] / (1 << 20)
     if options.get("comm_hook") == "none" and megabytes > 1:  # fewer bytes do not help where the latency is what takes time
-        text = (
-            f"{why}. --comm_hook {hook} halves the {megabytes:.4g} MB of gradients and saves up to {ms(network / 2)}. It rounds the "
-            "gradients."
-        )
-        yield Recommendation(f"--comm_hook {hook}", network / 2, text)
+        yield _advice("hook", network / 2, why=why, hook="bf16" if on_gpu else "fp16", megabytes=megabytes)
     buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces sum counts and loss
     cap = 25 if cap == "auto" else cap
     smaller = max(1, int(min(cap, megabytes) / 4))
     if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
         saves = min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1))
-        text = (
-            f"{why}. The {megabytes:.4g} MB of gradients travel in {counted(round(buckets), 'all-reduce')}, of which the last "
-            f"begins after the backward pass. --bucket_cap_mb {smaller} makes smaller ones, which overlap with it. That saves up to "
-            f"{ms(saves)}."
-        )
-        yield Recommendation(f"--bucket_cap_mb {smaller}", saves, text)
+        listed = counted(round(buckets), "all-reduce")
+        yield _advice("smaller_buckets", saves, why=why, cap=smaller, megabytes=megabytes, buckets=listed)
     elif buckets > 40:
-        text = (
-            f"{why}. The gradients travel in {buckets:.0f} all-reduces. --bucket_cap_mb {cap * 2} makes fewer of them, each of which "
-            f"has a latency, and saves up to {ms(network / 4)}."
-        )
-        yield Recommendation(f"--bucket_cap_mb {cap * 2}", network / 4, text)
+        yield _advice("larger_buckets", network / 4, why=why, cap=cap * 2, buckets=buckets)
     if run["num_nodes"] > 1:
-        text = f"{why}. `accel-ddp tune` measures which {'NCCL and ' * on_gpu}DDP settings are the fastest on these nodes."
-        yield Recommendation("accel-ddp tune", network / 3, text)
+        yield _advice("tune", network / 3, why=why, libraries="NCCL and DDP" if on_gpu else "DDP")
     if options.get("global_batch_tokens"):
         return
     fixed = network + overall["parts"]["optimizer"] * (not on_gpu)
     batch = options.get("global_batch_size", 0)
     what = "communicates" if on_gpu else "communicates and updates the weights"
-    text = (
-        f"{why}. It does not grow with the batch: --global_batch_size {2 * batch} with the same --micro_batch_size {what} half "
-        f"as often and saves up to {ms(fixed / 2)} per {batch} items. It changes what is learned, so --lr may need a change."
-    )
-    yield Recommendation(f"--global_batch_size {2 * batch}", fixed / 2, text)
+    yield _advice("larger_batch", fixed / 2, why=why, twice=2 * batch, batch=batch, what=what)
 
 
 def _data_and_copies(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
@@ -174,52 +162,33 @@ def _data_and_copies(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[R
         more = 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2
         what = "the GPU waits for data during" if on_gpu else "waiting for data takes"
         before = f"with --num_workers {now}" if now >= 0 else "with the default --num_workers"
-        text = (
-            f"{what} {_of(wait, step)} {before}. --num_workers {more} prepares more batches at once and saves up to {ms(wait)}."
-        )
-        yield Recommendation(f"--num_workers {more}", wait, text)
+        yield _advice("workers", wait, what=what, part=_of(wait, step), before=before, more=more)
     kinds = overall["copies"]["kinds"] if on_gpu else {}
     pageable = sum(kind["seconds"] for name, kind in kinds.items() if "HtoD (Pageable" in name)
     if run["options"].get("pin_memory") == "off":
-        text = (
-            f"copies from pageable memory to the GPU take {_of(pageable, step)}. --pin_memory on saves up to {ms(pageable / 2)}."
-        )
-        yield Recommendation("--pin_memory on", pageable / 2, text)
+        yield _advice("pin_memory", pageable / 2, part=_of(pageable, step))
 
 
 def _host(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    """Yield what helps if the GPU waits for the host to launch kernels, or if logging takes long."""
     step, options, on_gpu = overall["step_seconds"], run["options"], overall["kind"] == "gpu"
     every, other = options.get("log_every", 10), overall["parts"]["other"]
     other = min(other, overall["idle"]["during"]["other"]) if on_gpu else other
     if other >= NOTABLE * step and every < 10:
-        saves = other * (1 - every / 10)
-        text = f"logging and hooks take {_of(other, step)} with --log_every {every}. --log_every 10 saves up to {ms(saves)}."
-        yield Recommendation("--log_every 10", saves, text)
+        yield _advice("log_every", other * (1 - every / 10), part=_of(other, step), every=every)
     late = overall["idle"]["host_late"] if on_gpu else 0.0
     if late < NOTABLE * step:
         return
     why = f"the GPU waits for the host to launch kernels during {_of(late, step)}"
     if not run.get("compiled") and options.get("compile") != "on":
-        text = f"{why}. --compile on fuses kernels, so the host launches fewer, and saves up to {ms(late)}."
-        yield Recommendation("--compile on", late, text)
+        yield _advice("compile", late, why=why)
     micro, count = run["micro_batch_size"], run["accumulation"]
     if options.get("micro_batch_tokens") or options.get("global_batch_tokens"):  # the numbers of items vary
         return
     if count % 2 == 0 and options.get("micro_batch_size") != "auto":
-        text = (
-            f"{why}, with {count} micro-batches of {micro} per step. --micro_batch_size {2 * micro} launches half as many kernels, "
-            f"which are larger, and saves up to {ms(late / 2)}. It needs more memory."
-        )
-        yield Recommendation(f"--micro_batch_size {2 * micro}", late / 2, text)
+        yield _advice("larger_micro_batch", late / 2, why=why, count=count, micro=micro, twice=2 * micro)
     elif count == 1:
         batch = options.get("global_batch_size", 0)
-        text = (
-            f"{why}, with one micro-batch of {micro} per step. --global_batch_size {2 * batch} --micro_batch_size {2 * micro} computes "
-            f"twice as many items with the same number of kernels and saves up to {ms(late / 2)} per {batch} items. It changes what "
-            "is learned, so --lr may need a change."
-        )
-        yield Recommendation(f"--global_batch_size {2 * batch}", late / 2, text)
+        yield _advice("larger_batches", late / 2, why=why, micro=micro, batch=batch, twice=2 * batch, twice_micro=2 * micro)
 
 
 def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> Iterator[Recommendation]:
@@ -227,28 +196,15 @@ def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[
     if overall["kind"] == "gpu" and run["precision"] == "no":
         products = sum(one["seconds"] for one in operations if any(word in one["name"].lower() for word in _PRODUCTS))
         if products >= 0.2 * step:
-            text = (
-                f"matrix products in float32 take {_of(products, step)}. --mixed_precision bf16 needs about half of that and saves up "
-                f"to {ms(products / 2)}. It changes what is learned by rounding."
-            )
-            yield Recommendation("--mixed_precision bf16", products / 2, text)
-    if options.get("padding_free") == "off" and overall["computation"] >= 0.3 * step:
-        text = (
-            f"computation takes {_of(overall['computation'], step)} with --padding_free off. --padding_free auto does not compute on "
-            f"padding. A batch of texts that is half padding would save {ms(overall['computation'] / 2)}."
-        )
-        yield Recommendation("--padding_free auto", overall["computation"] / 4, text)
-    forward = overall["breakdown"]["forward"]
+            yield _advice("bf16", products / 2, part=_of(products, step))
+    computation, forward = overall["computation"], overall["breakdown"]["forward"]
+    if options.get("padding_free") == "off" and computation >= 0.3 * step:
+        yield _advice("padding_free", computation / 4, part=_of(computation, step), half=ms(computation / 2))
     if options.get("gradient_checkpointing") and forward >= NOTABLE * step:
-        text = (
-            f"--gradient_checkpointing computes the forward pass twice, which takes {_of(forward, step)}. --no_gradient_checkpointing "
-            f"saves up to {ms(forward)}. It needs more memory."
-        )
-        yield Recommendation("--no_gradient_checkpointing", forward, text)
+        yield _advice("checkpointing", forward, part=_of(forward, step))
 
 
 def write(folder: Path, summary: dict[str, Any], text: str) -> None:
-    """Write summary.json and summary.txt."""
     (folder / traces.SUMMARY_TEXT).write_text(text + "\n")
     replace_file(folder / traces.SUMMARY, json.dumps(summary, indent=1) + "\n")
 
@@ -361,7 +317,6 @@ def main(words: list[str]) -> int:
 
 
 def read_summary(folder: Path, run: Path) -> dict[str, Any]:
-    """Return the content of summary.json. Raise UserError if there is none."""
     path, hint = folder / traces.SUMMARY, "Name a run folder, for example: accel-ddp profile runs/my_run"
     if not run.is_dir():
         raise UserError(f"{run}: there is no such folder. {hint}")

@@ -181,7 +181,6 @@ class State:
         return max(seconds - (time.monotonic() - self.updated), 0.0)
 
     def observe_phase(self) -> None:
-        """Read from the heartbeat of this rank what it does now."""
         heartbeat = phases.HERE
         phase, (done, total) = heartbeat.phase, heartbeat.progress
         if phase == phases.WAIT and (time.monotonic_ns() - heartbeat.since) * 1e-9 < _SHORT_WAIT:
@@ -228,7 +227,6 @@ class Renderer:
         return list(self._framed(content, state.title, inner)) if has_frame else [*map(self._draw, content)]
 
     def _framed(self, rows: Sequence[Text], title: str, inner: int) -> Iterator[str]:
-        """Yield the rows in a frame with a title."""
         box = self.box
         name = _plain(f" {title} " if title else "", "bold")
         name.truncate(inner, overflow=self.overflow)
@@ -240,7 +238,6 @@ class Renderer:
         yield self._draw(_plain(box.bottom_left + box.bottom * (inner + 2) + box.bottom_right, "dim"))
 
     def _draw(self, row: Text) -> str:
-        """Return the text with the sequences of its colors."""
         segments = row.render(self.console)
         if self.console.no_color:
             segments = Segment.remove_color(segments)
@@ -254,7 +251,6 @@ class Renderer:
 
 
 def _groups(state: State) -> Iterator[list[Text]]:
-    """Yield what belongs into one row, if the terminal is wide enough."""
     now = time.monotonic()
     items = [_plain(state.phase, "bold cyan")]
     if state.total_steps:
@@ -297,7 +293,6 @@ def _evaluation_items(state: State) -> Iterator[Text]:
 
 
 def _time_items(splits: Sequence[Split]) -> Iterator[Text]:
-    """Yield how an average rank spends a step."""
     mean = Split(*(sum(values) / len(splits) for values in zip(*splits)))
     seconds = max(sum(mean), 1e-9)
     compute = mean.forward + mean.backward + mean.optimizer

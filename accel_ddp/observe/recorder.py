@@ -295,7 +295,6 @@ class Recorder(Hook):
     # ---- on the main rank
 
     def _store(self, everyone: list[dict[str, Any]] | None, files: list[Path]) -> None:
-        """Collect the files of all ranks on the main rank and write the summary there."""
         folder = Path(self.cfg.output_dir) / traces.FOLDER
         problems, targets = [], {}
         recorded = [one for one in everyone or [] if one["has_trace"]]

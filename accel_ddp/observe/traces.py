@@ -51,7 +51,6 @@ class Clock(NamedTuple):
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """Return a trace. Raise UserError if it cannot be read."""
     try:
         # torch does not escape every character in the names of operations.
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -128,7 +127,6 @@ Intervals = NDArray[np.float64]  # [n, 2], the start and the end of each
 
 
 def clip(given: Intervals, first: float, last: float) -> Intervals:
-    """Return the parts of the intervals between `first` and `last`."""
     inside = np.clip(given, first, last)
     return inside[inside[:, 1] > inside[:, 0]]
 
@@ -147,23 +145,19 @@ def union(*given: Intervals) -> Intervals:
 
 
 def length(*given: Intervals) -> float:
-    """Return the time that the intervals cover together."""
     merged = union(*given)
     return float((merged[:, 1] - merged[:, 0]).sum())
 
 
 def overlap(one: Intervals, other: Intervals) -> float:
-    """Return the time that both cover."""
     return length(one) + length(other) - length(one, other)
 
 
 def outside(one: Intervals, other: Intervals) -> float:
-    """Return the time that `one` covers and `other` does not."""
     return length(one, other) - length(other)
 
 
 def gaps(given: Intervals, first: float, last: float) -> Intervals:
-    """Return the intervals between `first` and `last` that are not covered."""
     covered = union(clip(given, first, last))
     starts, ends = np.concatenate([[first], covered[:, 1]]), np.concatenate([covered[:, 0], [last]])
     found = np.stack([starts, ends], axis=1)
@@ -238,7 +232,6 @@ def is_communication(event: Event) -> bool:
 
 
 def _numbers(inside: list[Event], phases: dict[str, Intervals], parts: dict[str, float], window: _Window) -> dict[str, Any]:
-    """Return computation, communication and the largest operations: of the GPU, or of the training thread on a CPU."""
     device, waits, idle, copies = [e for e in inside if e.kind in _DEVICE], phases[WAIT], None, None
     collectives = [e for e in device or inside if is_communication(e)]
     busy = window.spans(collectives)
@@ -350,7 +343,6 @@ def self_times(operations: list[Event]) -> list[tuple[str, float]]:
 
 
 def _largest(operations: Iterable[tuple[str, float]], window: _Window) -> list[dict[str, Any]]:
-    """Return the operations that take the most time, with their share of the step."""
     totals: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for name, time in operations:

@@ -43,8 +43,6 @@ MOST_NODES = 16  # beyond, there is the minimum, mean and maximum of all ranks
 
 
 class Call(NamedTuple):
-    """One call of a tracker that waits in the queue."""
-
     what: str  # for messages
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
@@ -53,8 +51,6 @@ class Call(NamedTuple):
 
 
 class TrackerThread(BackgroundWriter):
-    """The thread and the queue of one tracker."""
-
     def __init__(self, tracker: Tracker):
         super().__init__(self._call, f"tracker {tracker.name}", most=MOST_CALLS)
         self.tracker, self.name = tracker, tracker.name
@@ -96,7 +92,6 @@ class TrackerThread(BackgroundWriter):
         self.is_loaded.set()  # the import is the first call
 
     def report(self, text: str) -> None:
-        """Print what goes wrong and store it as an incident."""
         warn(redact(text), "TRACKER")
 
 
@@ -243,7 +238,6 @@ class Trackers(Hook):
             self._put("upload the model", "log_model", folder, is_vital=False)
 
     def close(self, seconds: float) -> None:
-        """Finish the trackers, and wait for them for a limited time."""
         if not self.is_closed:
             self.is_closed = True
             close_all(self.threads, seconds)
@@ -305,7 +299,6 @@ def _row_of_system(ranks: Sequence[RankSample], nodes: Sequence[int]) -> dict[st
 
 
 def best_of(evaluations: dict[int, dict[str, float]], directions: dict[str, Any]) -> dict[str, float]:
-    """Return the best value of each metric whose direction is known, and its step."""
     best: dict[str, float] = {}
     for name, direction in directions.items():
         for step in BestMetric(name, direction).rank(evaluations)[:1] if direction in ("min", "max") else ():

@@ -138,7 +138,6 @@ class BackgroundWriter:
             self._changed.notify()
 
     def drop_one(self) -> None:
-        """Make room in a full queue."""
         self.waiting.popleft()
 
     @property

@@ -134,7 +134,6 @@ def scroll(caption: str, *content: Html, class_: str | None = None) -> Html:
 
 
 def cell(value: Any) -> Html:
-    """Return a value as the content of a cell. Long text is cut."""
     if isinstance(value, Html):
         return value
     text = number(value)
@@ -142,18 +141,15 @@ def cell(value: Any) -> Html:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> Html:
-    """Return names and values as a list."""
     rows = [tag("div", tag("dt", name), tag("dd", cell(value))) for name, value in pairs]
     return tag("dl", *rows, class_="facts") if rows else Html()
 
 
 def fold(title: str, content: Html) -> Html:
-    """Return content that opens on a click, or nothing if there is no content."""
     return tag("details", tag("summary", title), content) if content else Html()
 
 
 def legend(items: Iterable[tuple[str, str]]) -> Html:
-    """Return a legend of (class of the swatch, text)."""
     return tag("ul", *(tag("li", tag("i", class_=f"swatch {name}"), text) for name, text in items), class_="legend")
 
 

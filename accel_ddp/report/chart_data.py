@@ -6,11 +6,13 @@ of many noisy values would make every rank look slow.
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from accel_ddp.report.run_data import PARTS, ReportedRun, dict_of, is_number, list_of
+from accel_ddp.text import read_table
 
 
 def downsample(values: np.ndarray, most: int) -> np.ndarray:
@@ -33,6 +35,7 @@ def downsample(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
+CHARTS = read_table(Path(__file__).with_name("charts.yaml"))
 POINTS = 2000  # of a curve
 MEANS = 500  # of a curve, for smoothing: the points keep extremes, so their moving average would be biased
 INTERVALS = 240  # columns of the heat map and of the charts of ranks
@@ -46,7 +49,6 @@ NOT_CURVES = ("step", "time", "items", "tokens", "repeated")
 
 
 def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
-    """Return the numbers of the charts of one run, as they are stored in the page."""
     first = run.summary.get("began") or 0.0
     batch = dict_of(run.start.get("batch")).get("global")
     share = max(1, num_runs // 4)  # up to 4 runs have all points, more runs divide them
@@ -66,7 +68,6 @@ def chart_data(run: ReportedRun, num_runs: int = 1) -> dict[str, Any]:
 
 
 def metric_names(run: ReportedRun) -> list[str]:
-    """Return the names of the metrics of the evaluations, in the order in which they appear."""
     found = dict.fromkeys(name for one in run.evaluations for name, value in one.items() if is_number(value))
     return [name for name in found if name not in ("step", "time")]
 
@@ -195,23 +196,16 @@ def ranks_of_nodes(run: ReportedRun, num_ranks: int) -> dict[str, list[int]]:
     return {host if hosts.count(host) == 1 else f"{host} (node {node})": ranks for (node, host), ranks in nodes.items()}
 
 
-# Name of a value in the log: how the ranks of a node are combined, and the factor to the unit of the chart.
-SYSTEM = {
-    "gpu_memory": (np.nanmax, 2**-30), "gpu_memory_used": (np.nanmax, 2**-30), "gpu_utilisation": (np.nanmean, 100),
-    "gpu_temperature": (np.nanmax, 1), "gpu_power": (np.nansum, 1), "cpu": (np.nansum, 1), "memory": (np.nansum, 2**-30),
-    "host_memory": (np.nanmax, 100),
-}  # fmt: skip
-
-
 def system_data(run: ReportedRun, first: float, columns: int) -> dict[str, Any]:
     """Return the load of each node over time, or its lowest, median and highest value over the nodes if there are many."""
     if not len(run.ranks.steps):
         return {}
     edges, charts = _edges(len(run.ranks.steps), columns), {}
     for name, values in run.ranks.system.items():
-        if name not in SYSTEM or not values.size or not np.isfinite(values).any():
+        if name not in CHARTS["system"] or not values.size or not np.isfinite(values).any():
             continue
-        combine, factor = SYSTEM[name]
+        _, unit, _, how = CHARTS["system"][name]
+        combine, factor = getattr(np, f"nan{how}"), {"GiB": 2**-30, "%": 100}.get(unit, 1)
         binned = _means(values, edges) * factor
         of_nodes = {node: binned[:, ranks] for node, ranks in ranks_of_nodes(run, binned.shape[1]).items()}
         has_value = lambda part: np.isfinite(part).any(axis=1)  # nansum returns 0 where there is none
@@ -227,7 +221,6 @@ def system_data(run: ReportedRun, first: float, columns: int) -> dict[str, Any]:
 
 
 def _axis(run: ReportedRun, steps: np.ndarray, first: float, edges: np.ndarray) -> dict[str, list[float]]:
-    """Return the last step and its time of each interval."""
     steps = steps[edges[1:] - 1]
     known = run.updates["step"]
     at = np.interp(steps, known, run.updates["time"]) - first if len(known) else steps * math.nan

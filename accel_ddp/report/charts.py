@@ -7,37 +7,16 @@ from typing import Any
 import numpy as np
 
 from accel_ddp.report.cards import brief, cell, chart, choice, duration, figure, legend, note, percent, scroll, section, table
-from accel_ddp.report.chart_data import POINTS, downsample, metric_names, rank_name, series, slowness
+from accel_ddp.report.chart_data import CHARTS, POINTS, downsample, metric_names, rank_name, series, slowness
 from accel_ddp.report.markup import Html, join, tag
 from accel_ddp.report.run_data import PARTS, ReportedRun, is_number
 from accel_ddp.text import counted
 
-# Column of the log: title, unit of the axis, how to read it.
-CURVES = {
-    "loss": ("Loss", "", "Lower is better. If the evaluation loss rises while the training loss falls, the model overfits."),
-    "lr": ("Learning rate", "", "As --lr, --lr_schedule and the warm-up define it."),
-    "grad_norm": ("Gradient norm", "", "The norm before clipping. Sudden peaks precede a loss that diverges."),
-    "samples_per_second": ("Samples per second", "samples/s", "All ranks together. Higher is faster; dips are interruptions."),
-    "tokens_per_second": ("Tokens per second", "tokens/s", "All ranks together. Higher is faster; dips are interruptions."),
-    "mfu": ("Model FLOPs utilization (MFU)", "%", "The part of the peak speed of the GPUs that the model uses."),
-    "tflops": ("TFLOPs per second", "TFLOPs/s", "The arithmetic of the model, per second and rank."),
-}
-SYSTEM = {
-    "gpu_utilisation": ("GPU utilization", "%", "The mean of the GPUs of each node. Low values mean that GPUs wait."),
-    "gpu_memory": ("GPU memory of the run", "GiB", "The most that torch has allocated on one GPU of each node."),
-    "gpu_memory_used": ("GPU memory in use", "GiB", "The most that all processes use on one GPU of each node."),
-    "gpu_temperature": ("GPU temperature", "°C", "The hottest GPU of each node. A GPU that is too hot becomes slower."),
-    "gpu_power": ("GPU power", "W", "The sum of the GPUs of each node."),
-    "cpu": ("Processor cores in use", "cores", "The ranks of each node and their data workers."),
-    "memory": ("Memory of the run", "GiB", "The ranks of each node and their data workers."),
-    "host_memory": ("Memory of the node in use", "%", "All processes. Close to 100 % the kernel kills processes."),
-}
 WAITING = {"data": "waiting for data", "communication": "waiting for other ranks"}  # other parts have their own names
 MARKS = {"error": "error", "warning": "warning", "info": "information", "save": "checkpoint"}
 
 
 def curves(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
-    """Return the section with the curves of all runs, which share their controls."""
     names = list(dict.fromkeys(name for one in data for name in one["curves"]))
     if not names:
         return Html()
@@ -89,12 +68,11 @@ def _controls(runs: list[ReportedRun], data: list[dict[str, Any]]) -> Html:
 
 
 def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
-    """Return the card of one curve. `over` is another curve in the same chart."""
     plain = name.removeprefix("eval:").replace("_", " ")
     if name.startswith("eval:"):
         title, unit, text = f"Evaluation: {plain}", "", "Measured on the evaluation data."
     else:
-        title, unit, text = CURVES.get(name, (plain, "", "A value that the run has logged."))
+        title, unit, text = CHARTS["curves"].get(name, (plain, "", "A value that the run has logged."))
     figures = {run.name: one for run in runs if (one := _figures(run, name, is_short=len(runs) > 1))}
     last = "last: " + " · ".join(f"{run} {one}" for run, one in list(figures.items())[:6])
     line = last if len(runs) > 1 else "".join(figures.values())
@@ -104,7 +82,6 @@ def _curve(name: str, runs: list[ReportedRun], over: str | None) -> Html:
 
 
 def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
-    """Return the last value of a curve as text, and its lowest and highest value."""
     steps, _, values = series(run, name)
     usable = np.isfinite(values)
     steps, values = steps[usable], values[usable]
@@ -128,10 +105,7 @@ def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int
     sentence = f"An average step, without the first logged ones, takes {duration(whole)}: {shares}."
     common = {"level": level + 1, "wide": True, "data": {"run": index}}
     views, count = ranks["views"], run.ranks.num_ranks
-    text = (
-        "The height is the duration of a step. Hatched parts are waiting, which a faster run would not have. The first logged "
-        "steps of each attempt, which start data workers, are left out."
-    )
+    text = CHARTS["ranks"]["time"]
     text += f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""
     label = f"Stacked areas of the parts of a step over the run. {sentence}"
     above = choice("Show", [(str(i), view["name"]) for i, view in enumerate(views)], view=index) if len(views) > 1 else ""
@@ -140,14 +114,11 @@ def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int
         rows = len(ranks["rows"])
         groups = "group of ranks" if ranks["rows"][0].startswith("ranks ") else "node"
         row = "rank" if rows == count else groups
-        text = "Ranks that train together take equally long in total. A rank that waits little for the others is the one they wait for."
+        text = CHARTS["ranks"]["average"]
         text += f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""
         label = f"Stacked bars of the parts of an average step for each {row}."
         cards.append(chart("average", f"Average step of each {row}", text, label, key=key, **common))
-        text = (
-            "Own time of each rank, without waiting for others, relative to the median of the ranks. A bright row is a slow rank; "
-            "a bright block is a node that was slow for some time."
-        )
+        text = CHARTS["ranks"]["heat"]
         text += " A row shows its slowest rank." if row != "rank" else ""
         averaged = f" One column is the mean of {counted(ranks['per_column'], 'logged interval')}."
         text += averaged if ranks["per_column"] > 1 else ""
@@ -159,7 +130,6 @@ def time_of_ranks(run: ReportedRun, data: dict[str, Any], index: int, level: int
 
 
 def _slowest(run: ReportedRun, level: int) -> Html:
-    """Return a table of the ranks with the largest own time."""
     count = run.ranks.num_ranks
     if count < 2:
         return Html()
@@ -179,7 +149,7 @@ def _slowest(run: ReportedRun, level: int) -> Html:
 
 def load_of_nodes(data: dict[str, Any], index: int, level: int, prefix: str) -> Html:
     cards, names = [], []
-    for name, (title, unit, text) in SYSTEM.items():
+    for name, (title, unit, text, _) in CHARTS["system"].items():
         if name not in data["system"]:
             continue
         nodes = data["system"][name]["lines"]
@@ -214,7 +184,6 @@ Rows = list[list[Any]]
 
 
 def evaluations(run: ReportedRun, index: int, level: int, prefix: str) -> Html:
-    """Return the section, or nothing for a run without evaluations."""
     steps, best, blocks = sorted(run.tables), run.summary.get("best") or {}, []
     # Without --keep_best it is the loss, whatever --best_metric is.
     mark = f"best {best.get('metric', '')}".replace("_", " ").strip()
@@ -292,7 +261,6 @@ def _count(count: float, share: float, is_correct: bool) -> Html:
 
 
 def _predictions(columns: list[str], rows: Rows, title: str, level: int) -> Html:
-    """Return sample predictions, with a list that chooses one group."""
     at = columns.index("group") if "group" in columns else None
     shown = rows[:PREDICTIONS]
     groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)

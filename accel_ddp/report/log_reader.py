@@ -13,8 +13,6 @@ from accel_ddp.report.run_data import PARTS, RankTimes, dict_of, holds_number, n
 
 
 class RankRow(NamedTuple):
-    """One event `ranks`."""
-
     step: int
     first: int
     last: int
@@ -39,7 +37,6 @@ class RankRow(NamedTuple):
 
 
 def rank_times(rows: list[RankRow], stride: int) -> RankTimes:
-    """Return the rows as arrays, in the order of steps, each step once."""
     found = {row.step: row for row in rows if set(row.names) & set(PARTS)}
     rows = [found[step] for step in sorted(found)]
     width = max((row.values.shape[1] for row in rows), default=0)
@@ -105,7 +102,6 @@ class LogContent:
             self._parse_updates()
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
-        """Return the event of a line, or None if the line is incomplete or not an event of a step."""
         event = parse(line) or {}
         if isinstance(event.get("event"), str) and (step := whole_of(event.get("step", 0))) is not None:
             return {**event, "step": step, "time": number_of(event.get("time"))}
@@ -187,7 +183,6 @@ def _columns(events: list[Any]) -> dict[str, np.ndarray]:
 
 
 def _with_steps(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the columns without lines that have no valid step."""
     with np.errstate(invalid="ignore"):
         step = columns["step"]
         valid = (step >= 0) & (step < 2**53) & (step == np.floor(step))

@@ -84,7 +84,6 @@ def _runs_below(folder: Path) -> list[Path]:
 
 
 def _suggest_beside(folder: Path) -> str:
-    """Return the runs beside a path that does not exist, or ""."""
     there = folder.parent
     while not there.is_dir() and there != there.parent:
         there = there.parent

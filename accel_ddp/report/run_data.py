@@ -26,7 +26,6 @@ class RankTimes:
 
     @property
     def num_ranks(self) -> int:
-        """Return W, which is 0 if no times were recorded."""
         return max((values.shape[1] for values in self.seconds.values()), default=0)
 
     def usual_lines(self, first_steps: list[int]) -> np.ndarray:
@@ -65,7 +64,6 @@ class ReportedRun:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Return the event `start` of the last attempt, or {}."""
         return self.starts[-1] if self.starts else {}
 
 
@@ -80,7 +78,6 @@ def number_of(value: Any) -> float:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -96,7 +93,6 @@ def whole_of(value: Any, default: int | None = None) -> int | None:
 
 
 def dict_of(value: Any) -> dict[str, Any]:
-    """Return a value if it is an object, or {}."""
     return value if isinstance(value, dict) else {}
 
 
@@ -158,7 +154,6 @@ def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.
 
 
 def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:
-    """Return metric, step and value of the best evaluation, by `--best_metric` or by the lowest loss."""
     if {"metric", "step", "value"} <= best.keys():
         return {"metric": str(best["metric"]), "step": best["step"], "value": number_of(best["value"])}
     losses = [(one["loss"], one["step"]) for one in run.evaluations if math.isfinite(one.get("loss", math.nan))]

@@ -81,7 +81,6 @@ def _restarts(lines: list[dict[str, Any]], events: list[dict[str, Any]]) -> list
 
 
 def _resumes(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the attempts after the first one that were not started by an automatic restart."""
     found, starts = [], [place for place, event in enumerate(events) if event["event"] == "start"]
     for attempt, (first, end) in enumerate(zip(starts[1:], [*starts[2:], None]), start=2):
         if all(one["event"] != "restart" for one in events[first:end]):
@@ -242,7 +241,6 @@ def _find_checkpoints(folder: Path, content: LogContent, best: dict[str, Any]) -
 
 
 def _read_tables(run: ReportedRun, content: LogContent, best: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Return the tables of the last evaluation and of the best one."""
     steps = sorted({event["step"] for event in content.events if event["event"] == "tables"})
     found = {}
     for step in sorted({*steps[-1:], *(step for step in steps if step == best.get("step"))}):

@@ -30,7 +30,6 @@ _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the
 
 
 def unique_names(folders: list[Path]) -> list[str]:
-    """Return the shortest end of each path that no other path has."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     names = []
     for own in parts:
@@ -92,7 +91,6 @@ OPERATIONS = 15  # of a profile
 
 
 def state_of(run: ReportedRun) -> str:
-    """Return complete, stopped, running, failed if the run ended with an error, or interrupted if it ended without a reason."""
     if run.state != "interrupted":
         return run.state
     last = next((one for one in reversed(run.incidents) if one.get("level") == "error" or one.get("kind") == "RESTART"), {})
@@ -105,7 +103,6 @@ def badge(run: ReportedRun) -> Html:
 
 
 def title(run: ReportedRun, level: int = 1) -> Html:
-    """Return the name, the state, the time and the command of a run, why it failed, and what could not be read."""
     began, command = run.summary.get("began"), run.start.get("launcher") or run.start.get("command")
     facts = [f"Began {moment(began)}"] if is_number(began) else []
     words = shlex.join(map(str, command)) if isinstance(command, list) else ""
@@ -154,7 +151,6 @@ def key_figures(run: ReportedRun, prefix: str = "") -> Html:
 
 
 def comparison(runs: list[ReportedRun]) -> Html:
-    """Return the final figures side by side, and what differs between the runs."""
     of = lambda name, form: [figure(run.summary.get(name), form) for run in runs]
     last = lambda name: [figure((run.summary.get("last_evaluation") or {}).get(name), number) for run in runs]
     best = lambda one: f"{one['metric']} {number(one['value'])} (step {number(one['step'])})" if one else None
@@ -184,7 +180,6 @@ def _rate(value: float) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a value of an option or of a file as text."""
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_value(one)}" for name, one in list(value.items())[:40])
     if isinstance(value, list):
@@ -193,7 +188,6 @@ def _value(value: Any) -> str:
 
 
 def incidents(run: ReportedRun, level: int, prefix: str) -> Html:
-    """Return diagnoses, failures, restarts and skipped steps in the order of time."""
     severity = lambda i: (SEVERITY.get(str(run.incidents[i].get("level")), 2), i)
     chosen = sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])
     first, items = run.summary.get("began") or 0.0, []
@@ -232,7 +226,6 @@ def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
 
 
 def profile(run: ReportedRun, level: int, prefix: str) -> Html:
-    """Return the summary of `--profile`: the parts of a step, what to change, and the largest operations."""
     found = run.profile or {}
     overall, of_run = dict_of(found.get("overall")), dict_of(found.get("run"))
     step = overall.get("step_seconds")
@@ -263,7 +256,6 @@ def profile(run: ReportedRun, level: int, prefix: str) -> Html:
 
 
 def configuration(run: ReportedRun, level: int, prefix: str) -> Html:
-    """Return the cluster, the options that differ from their defaults, the versions and the environment."""
     start = run.start
     read = lambda name: dict_of(start.get(name))
     options = [
@@ -299,7 +291,6 @@ def configuration(run: ReportedRun, level: int, prefix: str) -> Html:
 
 
 def _cluster(run: ReportedRun) -> Html:
-    """Return a table of the nodes: their hosts, ranks and devices."""
     nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for place in places(run).values():
         nodes.setdefault((str(place.get("node", 0)), str(place.get("host", ""))), []).append(place)

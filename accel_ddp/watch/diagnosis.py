@@ -92,8 +92,6 @@ class Event(NamedTuple):
 
 @dataclass
 class Cause:
-    """Why the run does not progress."""
-
     kind: str
     seconds: float  # since when
     text: str  # a sentence that names the rank or the node
@@ -132,7 +130,6 @@ class _Scene:
         self._usual: dict[int, float] = {}  # seconds of a phase
 
     def usual(self, r: RankView) -> float:
-        """Return how long the phase of a rank usually takes at most."""
         if r.phase not in self._usual:  # once per phase, because a run may have thousands of ranks
             normals = [self.judge.normal(other) for other in self.ranks if other.phase == r.phase]
             self._usual[r.phase] = phases.usual_seconds(r.phase, normals)
@@ -140,7 +137,6 @@ class _Scene:
 
     @functools.cached_property
     def overdue(self) -> list[RankView]:
-        """The active ranks that have been in their phase for longer than usual."""
         waits_for_disk = lambda r: (self.judge.disk_hung or r.state == "D") and r.phase in phases.LEAST
         usual = lambda r: (r.normal or 0.0) if waits_for_disk(r) else self.usual(r)
         return [r for r in self.active if r.age > usual(r) + self.judge.report_after]
@@ -167,7 +163,6 @@ class _Scene:
 
     @functools.cached_property
     def all_wait(self) -> bool:
-        """Whether several ranks are active, and each of them waits for another one."""
         return (
             len(self.active) > 1
             and bool(self.overdue)
@@ -323,7 +318,6 @@ class Judge:
         return self._hung(working, scene) if len(working) < len(waiting) else {}
 
     def _standstill(self, scene: _Scene) -> dict[str, Cause]:
-        """Find that all ranks wait for each other."""
         if not scene.is_standstill:
             return {}
         active, places = scene.active, []

@@ -57,8 +57,6 @@ SHAPES = {
 
 
 class MonitorAddress(NamedTuple):
-    """Where a monitor listens."""
-
     folder: str  # for the socket and the pages of the ranks of its node
     pid: int
     ip: str  # for the monitors of other nodes
@@ -152,8 +150,6 @@ class Link:
 
 @dataclass
 class Peer:
-    """Another node."""
-
     node: int
     host: str
     address: str
@@ -170,7 +166,6 @@ class Peer:
         return now - self.heard_at if self.heard_at and not self.is_done else 0.0
 
     def is_one_way(self, now: float) -> bool:
-        """Return whether the peer's packets reach us while ours do not reach it."""
         return bool(self.pinged_at) and now - self.pinged_at < 3 * RETRY_SECONDS
 
     def closed(self, now: float) -> float:
@@ -213,7 +208,6 @@ class Peers:
         self.pings: asyncio.DatagramTransport | None = None
 
     async def listen_for_pings(self, sock: socket.socket) -> None:
-        """Receive datagrams on the port on which `sock` listens for connections."""
         with contextlib.suppress(OSError):  # the port is in use; then the direction of a lost link is not reported
             address = sock.getsockname()[:2]
             loop = asyncio.get_running_loop()
@@ -225,7 +219,6 @@ class Peers:
         return head + messages.make_proof(self.keys[other], b"ping", head)
 
     def ping_silent(self) -> None:
-        """Send a datagram to each node that has been silent for some time."""
         now = time.monotonic()
         for peer in self.peers.values():
             if self.pings and peer.silent(now) > 4 * RETRY_SECONDS:

@@ -33,8 +33,6 @@ ANSWER_SECONDS = 4.0  # a disk that has not written a few bytes after this time 
 
 @dataclass
 class LocalRank:
-    """A rank of this node."""
-
     rank: int
     pid: int
     memory: mmap.mmap
@@ -60,15 +58,12 @@ class LocalRank:
 
 
 class LocalRanks(dict[int, LocalRank]):
-    """The ranks of this node by their number."""
-
     def __init__(self, node: int, host: str, launcher: int):
         super().__init__()
         self.node, self.host, self.launcher = node, host, launcher
         self.by_hand = "run the same command with --resume --output_dir FOLDER"  # until a rank knows more
 
     def register(self, hello: dict[str, Any], writer: asyncio.StreamWriter) -> LocalRank:
-        """Add a rank that has connected."""
         rank, pid = hello["rank"], hello["pid"]
         with open(hello["page"], "rb") as file:
             memory = mmap.mmap(file.fileno(), phases.SIZE, access=mmap.ACCESS_READ)
@@ -100,7 +95,6 @@ class LocalRanks(dict[int, LocalRank]):
         return found
 
     def timings(self) -> dict[int, phases.Timing]:
-        """Return the times that each rank has published, rounded to keep messages short."""
         timings = {rank: (local.reading or phases.read(local.memory)).timing for rank, local in self.items()}
         return {rank: phases.Timing(times.step, *(round(each, 4) for each in times[1:])) for rank, times in timings.items()}
 
@@ -238,7 +232,6 @@ class OutputFolder:
             time.sleep(LOOK_SECONDS)
 
     def events(self) -> list[Event]:
-        """Return what changed since the last call."""
         before, self.reported = self.reported, (self.is_missing, self.removals)
         is_missing, removals = self.reported
         if self.reported == before:

@@ -44,8 +44,6 @@ GAP_SECONDS = 3.0  # if the monitor itself did not run for this long (a suspende
 
 @dataclass
 class Monitor:
-    """The state of this process."""
-
     node: int
     host: str
     launcher: int  # pid of the parent of the ranks; 0: they have none of interest
@@ -156,7 +154,6 @@ class Monitor:
         self._keep(self._decide(failure, 0 if decides else DECIDE_SECONDS))
 
     async def _decide(self, failure: dict[str, Any], seconds: float) -> None:
-        """End the run with this failure after some seconds, if no other failure has ended it meanwhile."""
         await asyncio.sleep(seconds + (SECONDARY_SECONDS if failure.get("is_secondary") else 0))
         self._fail(failure)
 
@@ -318,7 +315,6 @@ class Monitor:
         return view
 
     def _report_unreachable(self, now: float) -> None:
-        """Print once which coordinators have never answered."""
         if self.peers.peers and not self.has_reported_unreachable and now - self.peers.started_at > UNREACHABLE_SECONDS:
             self.has_reported_unreachable = True
             for peer in self.peers.peers.values():
@@ -351,7 +347,6 @@ class Monitor:
         task.add_done_callback(end)
 
     async def run(self) -> None:
-        """Watch until the last rank of this node has ended."""
         if self.launcher:
             self._keep(self.watch_launcher())
         parent = asyncio.ensure_future(wait_for_end(self.parent))
@@ -455,7 +450,6 @@ class Monitor:
 
 
 async def watch(options: dict[str, Any]) -> None:
-    """Watch the ranks of this node until they have ended."""
     names = ("node", "host", "launcher", "parent", "report_after", "abort_after")
     monitor = Monitor(**{name: options[name] for name in names})
 

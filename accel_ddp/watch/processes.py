@@ -213,7 +213,6 @@ class Stack(list[str]):
         return bool(self) and any(part in self[0] for part in (*_COLLECTIVES, _BACKWARD))
 
     def name_of_collective(self) -> str:
-        """Return the function that the program called, for example "barrier" or "backward"."""
         if self and _BACKWARD in self[0]:
             return "backward"
         names = [frame.split(" ")[0] for frame in self if any(part in frame for part in _COLLECTIVES)]

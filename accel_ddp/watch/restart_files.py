@@ -48,7 +48,6 @@ def write_outcome(launcher_pid: int, outcome: dict[str, Any], replaced: int | No
 
 
 def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
-    """Return what `write_outcome` has stored for an attempt of this launcher, or None."""
     return _read(launcher_pid, f"outcome{number}")
 
 
@@ -58,12 +57,10 @@ def store_run(launcher_pid: int, **values: Any) -> None:
 
 
 def read_run(launcher_pid: int) -> dict[str, Any]:
-    """Return what `store_run` has stored for this launcher."""
     return _read(launcher_pid, "run") or {}
 
 
 def remove(launcher_pid: int) -> None:
-    """Remove what is stored for this launcher, and the files of launchers that are gone."""
     for path in folder.iterdir() if (folder := _folder()) else []:
         pid, _, rest = path.name.removeprefix(".").partition("-")  # a process that was killed leaves a hidden draft
         if pid.isdigit() and (int(pid) == launcher_pid or rest.split(".")[0] != _start_time(int(pid))):
@@ -118,7 +115,6 @@ def find_repeated_step(failed_steps: list[int | None]) -> str:
 
 
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in ticks since the boot, or "" if there is no such process."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     if not Path("/proc/self/stat").exists():  # not Linux

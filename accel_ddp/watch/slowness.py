@@ -106,7 +106,6 @@ class _Block(NamedTuple):
         return self.last - self.first + 1
 
     def lost(self, rank: int) -> float:
-        """Return the seconds per step that others lose by this rank."""
         return self.slow[rank][0] - self.normal if rank in self.slow else 0.0
 
 
@@ -213,7 +212,6 @@ class Slowness:
         self.behind = {rank for rank, samples in enumerate(self.samples) if samples[-1].step < step}
 
     def _spent(self, rank: int, last: int) -> list[float]:
-        """Return the seconds per step of each part, from the start of the block to `last`."""
         before, after = _at(self.samples[rank], self.first), _at(self.samples[rank], last)
         return [(b - a) / (last - self.first) for a, b in zip(before, after)]
 
@@ -236,7 +234,6 @@ class Slowness:
         )  # fmt: skip
 
     def _judge(self) -> list[Notice]:
-        """Return the notices after a new block."""
         newest, recent = self.blocks[-1], self._last(WINDOW)
         found: list[Notice] = []
         stragglers: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What exit codes and the codes of the doctor mean, for docs/codes.md. The fixes are in accel_ddp/doctor/findings.py."""
+"""What exit codes and the codes of the doctor mean, for docs/codes.md. The fixes are in accel_ddp/doctor/fixes.yaml."""
 
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 
