@@ -45,7 +45,7 @@ from accel_ddp.training.divergence import ParameterCheck, report_untrained, weig
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.equal_ranks import require_equal_ranks
 from accel_ddp.training.evaluation import TableReport
-from accel_ddp.training.optim import lr_at, set_lr
+from accel_ddp.training.optim import freeze, lr_at, set_lr
 from accel_ddp.training.padding_check import require_independence
 from accel_ddp.training.run_end import RunOutcome, finish
 from accel_ddp.training.run_events import RunEvents
@@ -84,6 +84,7 @@ def fit(
     """
     _check_options(cfg, train, loss_sum, evaluate is not None)
     if not cfg.evaluate_only:
+        freeze(model, getattr(cfg, "freeze", ()))  # also if the optimizer is the user's own
         require_equal_ranks(model, train, cfg)
         first_step.require_optimized(model, optimizer)
     total_steps = train.total_steps(cfg)

@@ -231,9 +231,29 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
-LINES: dict[str, int] = {}
+LINES: dict[str, int] = {
+    "(top)": 2_770,
+    "config": 1_474,
+    "doctor": 3_739,
+    "engine": 3_300,
+    "exporting": 1_863,
+    "launch": 4_481,
+    "measure": 2_623,
+    "memory": 1_487,
+    "nodes": 1_684,
+    "observe": 2_517,
+    "ranks": 1_672,
+    "records": 762,
+    "report": 1_955,
+    "saving": 1_984,
+    "sources": 3_311,
+    "speed": 3_931,
+    "tasks": 5_402,
+    "training": 4_101,
+    "watch": 2_601,
+}
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
-SHARED = {"this_rank": 0, "links": 0, "ending": 0}
+SHARED = {"this_rank": 257, "links": 178, "ending": 93}
 
 
 def test_no_package_grows_beyond_its_budget_or_its_size():

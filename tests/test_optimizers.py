@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.numpy import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ from accel_ddp.training import ema as ema_module
 from accel_ddp.training import optim
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.optim import hidden_matrices, lr_at, orthogonalize, set_lr
-from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
+from tests.conftest import PROGRAMS, ROOT, clean_environment, run_all, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -342,3 +343,13 @@ def test_an_import_of_torchao_prints_nothing():
     code = "from accel_ddp.ranks import reporting; reporting.configure(); import torchao.optim"
     ended = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")
+
+
+def test_parameters_are_frozen_by_their_names_if_the_optimizer_is_the_users_own(tmp_path):
+    recipe = (ROOT / "recipes" / "own_model.py").read_text()
+    script, own = tmp_path / "own.py", "torch.optim.SGD(model.parameters(), lr=0.05)"
+    script.write_text(recipe.replace("accel_ddp.optim.build(model, cfg)", own))
+    options = ["--steps", "3", "--save_every", "1", "--keep_last", "5", "--freeze", "2.bias", "--output_dir", tmp_path / "run"]
+    run_all([[sys.executable, script, *options]], [clean_environment()]).well()
+    first, last = (load_file(tmp_path / "run" / f"step_{step:08d}" / "model.safetensors") for step in (1, 3))
+    assert {name for name in first if not (first[name] == last[name]).all()} == {"0.weight", "0.bias", "2.weight"}

@@ -219,7 +219,8 @@ def code_versions(script: str) -> dict[str, str]:
     """Return a hash of this package and the script, and git's commit with a hash of the changes since."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
-    for file in [*sorted(package.rglob("*.py")), *([Path(script)] if script and Path(script).is_file() else [])]:
+    own = (path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".sh"))
+    for file in [*sorted(own), *([Path(script)] if script and Path(script).is_file() else [])]:
         total.update(file.name.encode() + file.read_bytes())
     found = {"code": total.hexdigest()[:12]}
     folder = Path(script).absolute().parent if script and Path(script).is_file() else Path.cwd()
