@@ -1,11 +1,8 @@
-"""Computation without padding: inside the layers of a transformer, the texts of a micro-batch are concatenated to one row.
+"""Computation without padding: the texts of a micro-batch are concatenated to one row, and attention gets their boundaries.
 
-Outside of the layers nothing changes. A micro-batch enters padded, and the embeddings give each token its position in its own
-text. Behind the last layer the pooler, head and loss get a padded batch again. Recipes, models and positions therefore need no
-change. Between the first and the last layer there is one row of all tokens without padding. Attention gets the boundaries of the
-texts. On a GPU in half precision it is flash attention for sequences of variable length. Elsewhere queries, keys and values are
-padded for the attention alone. That is correct on every device and in every precision, and the matrix products of the layers,
-nine tenths of the work, still contain no padding.
+On a GPU in half precision it is flash attention for sequences of variable length. Elsewhere queries, keys and values are padded for
+the attention alone. That is correct on every device and in every precision, and the matrix products of the layers, nine tenths of the
+work, still contain no padding. `row_model` and `packed_layers` bring models to such rows.
 
 If two texts begin with the same prompt (`batch["shared"]`), the row contains the prompt once, behind which both answers follow. Each
 answer attends to the prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
