@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
 
 CarryOf = Callable[[list[MicroBatch]], Carry]
-Known = list[tuple[int, float, UpdateStats]]  # steps whose numbers all ranks know, each with its learning rate
+# Steps whose numbers all ranks know (on a GPU their tensors may still be computed), each with its learning rate. One for each step,
+# or with local workers all since the last synchronization.
+Known = list[tuple[int, float, UpdateStats]]
 
 
 class Schedule(NamedTuple):
@@ -29,7 +31,7 @@ class Schedule(NamedTuple):
     total_steps: int
     epoch_size: int  # in the units of `cfg.step_size`
     has_evaluation: bool
-    every: int = 1  # only after a multiple of it, and after the last step, all ranks have the same weights
+    every: int = 1  # local workers have weights of their own between its multiples; 1: all ranks always have the same
 
     def syncs(self, step: int) -> bool:
         """Return whether all ranks have the same weights after a step."""

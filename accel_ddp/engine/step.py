@@ -61,7 +61,7 @@ def train_step(
         is_last = i == len(batches) - 1
         with gradients.micro_batch(model, is_last):
             enter(FORWARD)
-            with CurrentBatch(batch):
+            with CurrentBatch(batch):  # how a model that computes texts as one row knows where they begin
                 found = loss_sum(model, batch)
             loss = checked(found)
             numbers.add(numbers_of(found), counts[i])
@@ -83,7 +83,7 @@ def train_step(
     for parameter in unused:
         parameter.grad = None  # as on one rank: the optimizer leaves it as it is
     loss = loss * (weight / team.size)
-    stepper.step_if_finite(loss + grad_norm)
+    stepper.step_if_finite(loss + grad_norm)  # a sum is finite if both are
     phases.HERE.advance(phases.HERE.step + 1)
     enter(OTHER)
     return UpdateStats(loss, grad_norm, *sums.known, numbers.loss, sums.samples, numbers.names or (), means)
