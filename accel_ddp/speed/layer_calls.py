@@ -18,7 +18,7 @@ ROTARY = "position_embeddings"
 
 @functools.cache
 def _dispatching(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of layers that are called through `LayerCalls`, inside of all hooks, which gather weights with FSDP."""
+    """Return a class of layers that are called through `LayerCalls`, within all hooks, which gather weights with FSDP."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._dispatch(*args, **kwargs)
