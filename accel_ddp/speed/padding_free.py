@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 LEAST_SHARED = 0.05  # of the tokens of a sample; with less, gathering keys takes more time than it saves
 NAME = "accel_ddp_padding_free"  # the name of our attention in transformers
 NAME_OF_EAGER = "accel_ddp_padding_free_eager"  # of the same for models without SDPA
-REPLACED = "sdpa"  # the attention that it replaces; a model with another attention is computed with padding
 GROUPED = "grouped_mm"  # the products of experts that `experts` replaces
 
 
