@@ -30,7 +30,7 @@ PADDED = {
     "Albert": "its layers cannot compute without padding",
     "ConvBert": "a text in a row changes the result of the others in convbert.encoder.layer.0.attention.self",
     "Doge": "DogeAttention of layer 0 passes attention_mask to its attention, which would be ignored",
-    "Falcon": "its layers cannot compute without padding",
+    "Falcon": "a text in a row changes the result of the others in transformer.h.0.self_attention",
     "FNet": "its attention mask is not the mask of the batch",
     "Funnel": "its layers cannot compute without padding",
     "MiniMaxM3VL": "MiniMaxM3VLAttention of layer 1 passes block_indices to its attention, which would be ignored",

@@ -20,7 +20,6 @@ from accel_ddp.training.padding_check import without_tf32
 from accel_ddp.training.stream import CountingCollate, with_sizes
 
 Loss = Callable[[Any], Any]
-FAR = 1e-2  # a difference that rounding in float32 does not explain
 
 
 class Compared:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from accel_ddp.engine.losses import CurrentBatch, current_batch
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.called_model import CalledModel
-from accel_ddp.speed.comparison import FAR, Loss
 from accel_ddp.speed.layer_calls import LayerCalls
 from accel_ddp.speed.layer_stacks import (
     find_rotaries,
@@ -26,7 +25,6 @@ from accel_ddp.speed.layer_stacks import (
     own_attentions,
 )
 from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, is_active, pack, unpack
-from accel_ddp.training import sharding
 
 # Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
 MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")
@@ -96,7 +94,6 @@ class RowModel(LayersOfModel):
         self.is_open = False
         self.shares = not self.mixers
         self.at: Segments | None = None
-        self.has_marker = True  # whether the model takes a mask that its layers ignore
 
     def install(self) -> None:
         super().install()
@@ -199,7 +196,7 @@ class RowModel(LayersOfModel):
         if self.adds_types and found.get("token_type_ids") is None:  # the buffer that would be used is too short
             found["token_type_ids"] = torch.zeros_like(at.places)[None]
         # A mask of four dimensions is passed on as it is. Without one, transformers searches the positions for texts on the device.
-        found["attention_mask"] = at.marker if self.has_marker else None
+        found["attention_mask"] = at.marker
         found |= {"use_cache": False} if "use_cache" in self.names else {}
         return found | {"segments": padding_free.for_attention(at)}
 
@@ -212,15 +209,6 @@ class RowModel(LayersOfModel):
         is_bounded = any(getattr(config, "attn_logit_softcapping", None) for config, _ in self.configs.values())
         is_narrow = narrow in (torch.bfloat16, torch.float16) and kind == "cuda" and not is_bounded
         return is_narrow and flash_size(self.base.config, device) > 0
-
-    def check(self, loss: Loss, batch: Any, allowed: float = 1e-4, exact: list[Tensor] | None = None) -> str:
-        reason = super().check(loss, batch, allowed, exact)
-        if not reason or not self.has_marker or self.apart < FAR or exact is not None:
-            return reason
-        self.has_marker = False  # some models read their mask themselves
-        if self.is_sharded:
-            sharding.recover(self.model)  # the forward pass may have raised an error
-        return super().check(loss, batch, allowed, exact)
 
 
 def _map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -254,8 +242,8 @@ class FixedModel(LayersOfModel):
             self.last_batch = current
             self.on_new_batch()
         # Below checkpointing a layer is called again in the backward pass, when no micro-batch is announced.
-        is_repeated = getattr(self.layers[number], "gradient_checkpointing", False)
-        if current is None or is_repeated or not self.is_enabled:
+        is_checkpointed = getattr(self.layers[number], "gradient_checkpointing", False)
+        if current is None or is_checkpointed or not self.is_enabled:
             out = self.originals[number](hidden_states, *args, **kwargs)
         else:
             if number == 0:
