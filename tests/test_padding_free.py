@@ -15,6 +15,7 @@ from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.engine import losses
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Rows, RowsCall, shared_tokens
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import flops, linear_cross_entropy, padding_free
@@ -199,7 +200,7 @@ def a_batch_of_pairs(prompts=(7, 2, 11), answers=((4, 9), (12, 1), (3, 3))) -> B
         ids[2 * i + 1, prompt] = 3  # no other text has this token
     ids[5, prompts[2]], ids[5, prompts[2] + 1] = ids[4, prompts[2]], 3
     rows = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-    rows["shared"] = padding_free.shared_tokens(ids, mask)
+    rows["shared"] = shared_tokens(ids, mask)
     return with_sizes(CountingCollate(lambda _: rows)([]))
 
 
@@ -259,6 +260,39 @@ def test_families_compute_without_padding_and_can_be_captured(kind):
         )
     layers.remove()
     assert difference(padded, compute(model, batch, loss)) == 0
+
+
+def outputs_of(model, rows):
+    """Return what the model says about rows, and the gradients of its sum with fixed factors."""
+    model.zero_grad()
+    found = model(rows)
+    found = found.logits if "logits" in found else found.last_hidden_state
+    (found * torch.linspace(-1, 1, found[0, 0].numel() if found.ndim > 2 else found.shape[1])).sin().sum().backward()
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "modernbert", "deberta", "gpt-neo", "llama, texts", "llama, base", "bert, base"])
+def test_a_model_that_is_called_with_rows_gives_the_same_with_and_without_padding(kind):
+    torch.manual_seed(0)
+    more = {
+        "llama, texts": of("LlamaForSequenceClassification", "LlamaConfig", **SHAPE, **GROUPS, pad_token_id=0, num_labels=3),
+        "llama, base": of("LlamaModel", "LlamaConfig", **SHAPE, **GROUPS),
+        "bert, base": of("BertModel", "BertConfig", **SHAPE, **POSITIONS),
+    }
+    model = (KINDS | FAMILIES | MORE_FAMILIES | more)[kind]().eval()
+    rows = a_batch().rows
+    call = RowsCall(model, model)
+    call.install()
+    padded, before = outputs_of(model, rows)
+    call.remove()
+    layers = without_padding(model)
+    layers.install()
+    found, after = outputs_of(model, rows)
+    layers.remove()
+    assert found.shape[:-1] in ((len(LENGTHS),), (1, sum(LENGTHS)))
+    torch.testing.assert_close(found, padded, rtol=1e-5, atol=1e-6)
+    assert after.keys() == before.keys()
+    assert difference((1.0, before), (1.0, after)) < 1e-4
 
 
 @pytest.mark.slow
@@ -380,13 +414,10 @@ def test_texts_in_one_row_do_not_attend_to_each_other():
     layers = without_padding(model)
     layers.install()
     first, second = a_batch(seed=0), a_batch(seed=1)
-    second["input_ids"][1] = first["input_ids"][1]
+    second.rows.tokens[3:20] = first.rows.tokens[3:20]
     with torch.no_grad():
-        scores = []
-        for batch in (first, second):
-            with CurrentBatch(batch):
-                scores.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
-    assert torch.equal(scores[0][1, :17], scores[1][1, :17])
+        scores = [model(batch.rows).logits[0].split(LENGTHS) for batch in (first, second)]
+    assert torch.equal(scores[0][1], scores[1][1])
     assert not torch.equal(scores[0][3], scores[1][3])
 
 
@@ -429,11 +460,10 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     layers.install()
     assert layers.check(loss_of_packed, batch, 1e-6) == ""
     found["padding-free"] = gradients(loss_of_packed(batch))
-    with CurrentBatch(batch) as current:
-        row = layers._row(current, {"position_ids": batch["position_ids"]})
     # What flash attention is given on a GPU: starts, then the end of the last document, then empty ones.
-    starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
-    assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
+    starts = Rows.of_padded(batch, multiple=8).starts.tolist()
+    assert starts[:12] == [*itertools.accumulate(in_rows, initial=0), 128]
+    assert {*starts[11:]} == {128}
     for way, values in found.items():
         for name, value in values.items():
             assert (value - wanted[name]).abs().max() <= 1e-12 * wanted[name].abs().max().clamp(min=1), (way, name)
@@ -746,22 +776,22 @@ def test_a_prompt_that_two_texts_share_is_computed_once_with_the_same_loss_and_g
 def test_keys_of_a_shared_prompt_are_those_of_the_whole_texts():
     """Flash attention needs a GPU. Here each query attends to the keys that it would see there."""
     batch = a_batch_of_pairs()
-    row = padding_free.Row(batch["attention_mask"], 64, 64, shared=batch["shared"], keys=96)
-    at = padding_free.segments_of(row, is_flash=True)
+    rows = Rows.of_padded(batch, multiple=8)
+    at = padding_free.segments_of(rows, is_flash=True)
+    key_starts, keys, places = at.keys
     found = []
     for text in range(len(at.starts) - 1):
-        queries, (first, end) = range(at.starts[text], at.starts[text + 1]), at.keys.starts[text : text + 2]
-        keys = at.keys.tokens[first:end].tolist()
-        assert keys[len(keys) - len(queries) :] == [*queries], "the last query sees all keys"
-        found.append(at.places[keys].tolist())
-    width = batch["attention_mask"].shape[1]
+        queries, (first, end) = range(at.starts[text], at.starts[text + 1]), key_starts[text : text + 2]
+        some = keys[first:end].tolist()
+        assert some[len(some) - len(queries) :] == [*queries], "the last query sees all keys"
+        found.append(rows.grid.places[some].tolist())
     for text, length in enumerate(batch["attention_mask"].sum(1).tolist()):
         shared = int(batch["shared"][text])
-        wanted = [(text - (i < shared)) * width + i for i in range(length)]
+        wanted = [(text - (i < shared)) * rows.width + i for i in range(length)]
         assert found[text] == wanted
     assert len(found[-1]) == 64 - int(at.starts[-2])
-    for token, (first, second) in enumerate(at.keys.places.T.tolist()):
-        assert [i for i, key in enumerate(at.keys.tokens[: at.keys.starts[-1]].tolist()) if key == token] == [
+    for token, (first, second) in enumerate(places.T.tolist()):
+        assert [i for i, key in enumerate(keys[: key_starts[-1]].tolist()) if key == token] == [
             place for place in (first, second) if place >= 0
         ]
 

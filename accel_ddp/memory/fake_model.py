@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_ddp import compat
 from accel_ddp.config.optimizer_options import ema_bytes
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine.rows import Rows
 from accel_ddp.errors import UserError
 from accel_ddp.sources import adapters, models
 from accel_ddp.speed.layer_stacks import head_size, layers_of
 from accel_ddp.speed.packed_layers import PackedLayers
-from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
+from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.row_model import RowModel
 from accel_ddp.text import first_line
 from accel_ddp.training import optim
@@ -250,20 +251,17 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
     tokens = int(lengths.sum())
     targets = tokens if labels is ids else labels.numel()
     batch.sizes = Sizes(texts, tokens, int((lengths**2).sum()), width, targets, until=labels.numel())
+    with compat.real_tensors():
+        rows = Rows.join({"input_ids": torch.zeros(tokens, dtype=torch.long)}, torch.from_numpy(lengths.astype(int)), multiple=8)
+        rows["target"] = Rows.join({}, torch.full((texts,), labels.shape[1]), multiple=8)
+    batch.rows = rows.map(torch.clone)  # fake ones
     return batch
 
 
 class _LikeGpu:
-    """Computes without padding as on a GPU. Fake tensors have no address and are on no GPU."""
+    """Computes without padding as on a GPU."""
 
     owner: Any
-
-    def _row(self, current: Any, given: Any) -> Row | None:
-        mask = given if isinstance(given, Tensor) else (given or {}).get("attention_mask")
-        sizes = getattr(current.batch, "sizes", None) if current is not None else None
-        if not sizes or not isinstance(mask, Tensor):
-            return None
-        return Row(mask, rounded_up(sizes.tokens), sizes.width, width=sizes.width)
 
     def _has_flash(self, device: torch.device) -> bool:
         size = head_size(self.owner.config)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.losses import CurrentBatch, current_batch
+from accel_ddp.engine.rows import Grid, Rows, RowsCall
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.comparison import Compared
 from accel_ddp.speed.layer_stacks import DROPPED, expert_configs, replace_tables, restore_tables, windows_of
@@ -13,7 +14,7 @@ from accel_ddp.speed.padding_free import GROUPED, NAME, NAME_OF_EAGER, NeedsPadd
 INSTALLED = "_without_padding"  # the attribute of a model with what was installed
 
 
-class CalledModel(Compared):
+class CalledModel(Compared, RowsCall):
     """What models that compute without padding share. `check` compares them with padding."""
 
     is_plain = False  # whether each layer gets the arguments that the model gives it
@@ -29,7 +30,8 @@ class CalledModel(Compared):
             raise NeedsPadding("it is not a transformers model")
         if earlier := vars(owner).get(INSTALLED):  # by another run in this process
             earlier.remove()
-        self.model, self.owner, self.is_sharded = model, owner, is_sharded
+        RowsCall.__init__(self, model, owner)
+        self.model, self.is_sharded = model, is_sharded
         configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = {id(config): (config, config._attn_implementation) for config in configs}
         self.kinds = {kind for _, kind in self.configs.values()}
@@ -41,10 +43,10 @@ class CalledModel(Compared):
         self.windows = windows_of(config for config, _ in self.configs.values())
         padding_free.register()
         self.last_batch: CurrentBatch | None = None
-        self.hooks: list[Any] = []
         self.token: Any = None  # of `is_active` during a call
 
     def install(self) -> None:
+        RowsCall.install(self)
         for config, kind in self.configs.values():
             config._attn_implementation = NAME_OF_EAGER if kind == "eager" else NAME
         for config in self.expert_configs:
@@ -59,11 +61,27 @@ class CalledModel(Compared):
             config._experts_implementation = GROUPED
         restore_tables(self.owner)
         vars(self.owner).pop(INSTALLED, None)
-        for hook in self.hooks:
-            hook.remove()
+        RowsCall.remove(self)
 
-    def hook_target(self, called: nn.Module) -> nn.Module:
-        """Return the module whose hooks run when `called` runs: adapters call `forward` of the model that they wrap, past its hooks."""
-        if called is not self.owner:
-            return called
-        return next((m for m in self.model.modules() if m is not called and getattr(m, "model", None) is called), called)
+    def computed(self, rows: Rows) -> Rows:
+        return rows if self.shares else rows.apart()
+
+    def rows_of_call(self, given: dict[str, Any]) -> tuple[Rows | None, Grid | None]:
+        """Return the rows that this call computes, and the padded batch that the model gets instead of them."""
+        current = current_batch()
+        if current is not self.last_batch:
+            self.last_batch = current
+            self.on_new_batch()
+        if self.rows is not None:
+            return self.rows, self.rows.grid
+        rows = getattr(current and current.batch, "rows", None)
+        if rows is None:
+            return None, None
+        name = "position_ids" if "lines" in rows else "attention_mask"
+        mine, found = current.batch[name], given.get(name)
+        is_same = lambda: found.data_ptr() == mine.data_ptr() and found.numel() == mine.numel()
+        if found is not mine and not (isinstance(found, Tensor) and is_same()):
+            return None, None
+        rows = self.computed(rows)
+        lines = rows.get("lines", rows)
+        return rows, lines.grid_of_size(mine.shape[1], len(rows["positions"]))

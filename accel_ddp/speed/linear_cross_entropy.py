@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp.engine import losses
+from accel_ddp.engine.rows import Move, rounded_up
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed.modules import product
-from accel_ddp.speed.padding_free import Move, rounded_up
 from accel_ddp.training.sharding import recover
 
 CHUNK = 1 << 28  # logits that exist at once

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import CurrentBatch, current_batch
+from accel_ddp.engine.losses import current_batch
+from accel_ddp.engine.rows import Grid, Rows, grain_of, pack, rounded_up, unpack
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.called_model import CalledModel
 from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
@@ -24,7 +25,7 @@ from accel_ddp.speed.layer_stacks import (
     flash_size,
     own_attentions,
 )
-from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import NeedsPadding, Segments, is_active
 
 
 class PackedLayers(CalledModel):
@@ -35,7 +36,6 @@ class PackedLayers(CalledModel):
     def __init__(self, model: nn.Module, is_sharded: bool = False):
         """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others."""
         super().__init__(model, is_sharded)
-        self.hooked = self.hook_target(self.owner)
         stacks = find_stacks(self.owner)
         self.layers = [layer for layers in stacks for layer in layers]
         self.attentions = own_attentions(self.layers) if self.kinds == {"eager"} else []
@@ -67,8 +67,8 @@ class PackedLayers(CalledModel):
             self.configs = {}
         super().install()
         self.hooks += [
-            self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.hooked.register_forward_hook(self._leave, always_call=True),
+            self.called.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.called.register_forward_hook(self._leave, always_call=True, prepend=True),
         ]
         calls = [functools.partial(self._call, stack, number) for stack in self.stacks for number in stack.numbers]
         dispatch_layers(self.layers, calls)
@@ -101,26 +101,20 @@ class PackedLayers(CalledModel):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Find the rows of this call."""
-        current = current_batch()
-        is_first = current is not self.last_batch
-        if is_first:
-            self.last_batch = current
-            self.on_new_batch()
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        row = self._row(current, positions if mask is None else mask)  # rows of several texts have no mask
-        rows = self._rows(current, row, kwargs) if row is not None else []
-        if self._checkpoints() and self.stacks[0].at is not None and not is_first:
+        before = self.last_batch
+        rows, grid = self.rows_of_call(kwargs)
+        if self._checkpoints() and self.stacks[0].at is not None and self.last_batch is before:
             raise RuntimeError(
                 "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
                 "Add --padding_free off."
             )
         self.forget_pass()
-        for stack, of_stack in zip(self.stacks, rows):
-            stack.row = of_stack
-        self.is_packed = bool(rows)
+        found = rows is not None and self._set_rows(rows, grid, kwargs)
+        self.is_packed = found and self.is_enabled
         self.token = is_active.set(self.is_packed)
         # Otherwise transformers looks for texts in the positions, and waits for the GPU.
-        return (args, {**kwargs, "attention_mask": row.mask}) if rows and mask is None else None
+        needs_mask = self.is_packed and kwargs.get("attention_mask") is None
+        return (args, {**kwargs, "attention_mask": grid.mask}) if needs_mask else None
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self.token is not None:
@@ -133,48 +127,50 @@ class PackedLayers(CalledModel):
         """Return whether layers are called again in the backward pass, after the call of the model, and need the same `at`."""
         return any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
 
-    def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
-        """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
-        row = padding_free.row_of(current, self.shares) if self.is_enabled else None
-        return None if row is None else padding_free.row_of_call(row, given)
-
-    def _rows(self, current: CurrentBatch, row: Row, given: dict[str, Any]) -> list[Row]:
-        """Return the row of each stack, or [] if that of the decoder is not known.
+    def _set_rows(self, rows: Rows, grid: Grid, given: dict[str, Any]) -> bool:
+        """Set the rows of each stack, and return whether those of the decoder are known.
 
         A decoder that generates gets the tokens before its labels, so its row ends with the last label of each text. One that
         classifies gets the tokens of its encoder.
         """
-        if len(self.stacks) == 1:
-            return [row]
-        if row.positions is not None or row.shared is not None or given.get("decoder_attention_mask") is not None:
-            return []
-        grain, more = (64, padding_free.rounded_up) if row.mask.is_cuda else (1, int)
-        used, mask, longest = current.batch.sizes.tokens, row.mask, row.longest
+        stacks, self.compared = self.stacks, rows if self.outputs is not None else None
+        stacks[0].rows, stacks[0].grid = rows, grid
+        if len(stacks) == 1:
+            return True
+        target, ids = rows, given.get("decoder_input_ids")
         if self.owner.get_output_embeddings() is not None:
-            labels, ids = current.batch.get("labels"), given.get("decoder_input_ids")
             ids = given.get("labels") if ids is None else ids
-            if labels is None or labels.ndim != 2 or ids is None or ids.shape != labels.shape:
-                return []
-            mask, used = (labels != -100).flip(1).cumsum(1).flip(1) > 0, current.batch.sizes.until
-            longest = 1 << max(0, labels.shape[1] - 1).bit_length() if mask.is_cuda else labels.shape[1]
-        elif given.get("decoder_input_ids") is not None:
-            return []
+            target = rows.get("target")
+            if ids is None or target is None or len(ids) != target.texts or ids.shape[1] < target.width:
+                return False
+        elif ids is not None:
+            return False
+        if rows.is_shared or "first_texts" in rows or given.get("decoder_attention_mask") is not None:
+            return False
         # One more, so that the unused end of each row has queries and keys. Rows of equal lengths could not be told apart.
-        source = row._replace(tokens=more(current.batch.sizes.tokens + 1))
-        tokens = more(used + 1)
-        tokens += grain if tokens == source.tokens else 0
-        longest = max(longest, padding_free.grain_of(tokens) + grain)
-        return [source, Row(mask, tokens, longest)]
+        grain, more = (64, rounded_up) if rows.starts.is_cuda else (1, int)
+        lengths = [more(rows.used + 1), more(target.used + 1)]
+        lengths[1] += grain if lengths[0] == lengths[1] else 0
+        self.compared = target if self.outputs is not None else None
+        widths = [grid.mask.shape[1], (grid.mask if ids is None else ids).shape[1]]
+        for stack, some, length, width in zip(stacks, (rows, target), lengths, widths):
+            stack.rows, stack.grid = some, some.grid_of_size(width, length)
+        return True
 
     def _segments(self, stack: Stack, hidden: Tensor) -> Segments:
         if stack.at is None:  # in the first layer, because the autocast type is known only inside the forward pass
             kind = hidden.device.type
             narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             is_narrow = narrow in (torch.bfloat16, torch.float16) and not self.attentions
-            stack.at = padding_free.segments_of(stack.row, is_narrow and self._has_flash(hidden.device))
-            if stack is not self.stacks[0]:
-                stack.at = stack.at._replace(source=self.stacks[0].at)
-            self.mask = stack.at.mask.view(stack.at.shape)
+            rows, is_flash = stack.rows, is_narrow and self._has_flash(hidden.device)
+            stack.at, tokens = padding_free.segments_of(rows, is_flash), len(stack.grid.places)
+            if len(self.stacks) > 1:
+                starts = F.pad(rows.starts[: rows.texts + 1], (0, 1), value=tokens)
+                longest = max(rows.longest, grain_of(tokens) + (64 if hidden.is_cuda else 1))
+                source = self.stacks[0].at if stack is not self.stacks[0] else None
+                stack.at = Segments(starts, longest, is_flash, None if is_flash else stack.grid, None, source)
+            if self.attentions:
+                stack.at = stack.at._replace(grid=stack.grid)
         return stack.at
 
     def _has_flash(self, device: torch.device) -> bool:
@@ -196,10 +192,11 @@ class PackedLayers(CalledModel):
             else:  # compiled layers have another order of gradients, and an evaluation is not worth compiling
                 uses_calls = not in_plain_order and (torch.is_grad_enabled() or self.layers[number].training)
                 out = (self.calls if uses_calls else self.plain)[number](hidden, **given)
-            out = unpack(out[:, : len(at.places)], at) if number == stack.numbers[-1] else out
+            out = unpack(out[:, : len(stack.grid.places)], stack.grid) if number == stack.numbers[-1] else out
             out = (out, *[None] * (stack.outputs - 1)) if stack.outputs else out
         if number == len(self.layers) - 1 and self.outputs is not None:
-            self.outputs.append(out)
+            hidden = out[0] if isinstance(out, tuple) else out
+            self.outputs.append(hidden if stack.grid is None else pack(hidden, stack.grid))
         return out
 
     def _shared_arguments(
@@ -212,37 +209,37 @@ class PackedLayers(CalledModel):
             if rest.keys() != stack.given.keys() or any(stack.given[name] is not value for name, value in rest.items()):
                 raise NeedsPadding("its layers get different arguments")
             return hidden, stack.packed
-        at = stack.at
+        at, grid = stack.at, stack.grid
         packed = rest
         if not stack.own_attention:
-            packed = {name: self._packed(value, at) for name, value in rest.items()}
+            packed = {name: self._packed(value, grid) for name, value in rest.items()}
             packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
-        hidden, lengths = stack.enter(hidden, named)
-        inside, places = at if stack.own_attention else padding_free.for_attention(at), None
+        hidden, lengths = stack.enter(hidden, named, self.stacks[0].grid)
+        places = None
         if stack.bias is not None:  # the widths of few different padded batches, because each is captured as a CUDA graph
-            wide = F.pad(stack.row.mask, (0, -at.shape[1] % 64 if hidden.is_cuda else 0))
-            inside = padding_free.segments_of(stack.row._replace(mask=wide), at.is_flash)._replace(source=at.source)
-            places = stack.places_of_bias(inside)
+            wide = grid.mask.shape[1] + (-grid.mask.shape[1] % 64 if hidden.is_cuda else 0)
+            grid = stack.rows.grid_of_size(wide, len(grid.places))
+            at, places = at._replace(grid=None if at.is_flash else grid), stack.places_of_bias(grid)
         stack.given = rest
-        stack.packed = packed | {"segments": inside, "lengths": lengths, "places": places}
+        stack.packed = packed | {"segments": at, "lengths": lengths, "places": places}
         return hidden, stack.packed
 
-    def _packed(self, value: Any, at: Segments) -> Any:
+    def _packed(self, value: Any, grid: Grid) -> Any:
         """Return an argument of a layer without padding. Masks and caches become None; positions are packed once for all layers."""
         from transformers.cache_utils import Cache
 
         if isinstance(value, tuple | list):
-            return type(value)(self._packed(part, at) for part in value)
+            return type(value)(self._packed(part, grid) for part in value)
         if isinstance(value, Cache):
             return None
         if not isinstance(value, Tensor):
             return value
         if value.ndim >= 4:
-            if value.ndim == 4 and value.shape[1] == 1 and value.shape[-1] == at.shape[1] and not value.requires_grad:
+            if value.ndim == 4 and value.shape[1] == 1 and value.shape[-1] == grid.mask.shape[1] and not value.requires_grad:
                 return None
             raise NeedsPadding("its layers get a tensor of four dimensions that is not a mask")
-        if value.ndim < 2 or value.shape[1] != at.shape[1] or value.shape[0] not in (1, at.shape[0]):
+        if value.ndim < 2 or value.shape[1] != grid.mask.shape[1] or value.shape[0] not in (1, grid.mask.shape[0]):
             return value
         if id(value) not in self.known:
-            self.known[id(value)] = value, pack(value, at)  # holding the value keeps its id unique
+            self.known[id(value)] = value, pack(value, grid)  # holding the value keeps its id unique
         return self.known[id(value)][1]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from accel_ddp import phases
 from accel_ddp.config.choices import choose
 from accel_ddp.engine.losses import CurrentBatch, next_tokens
+from accel_ddp.engine.rows import shared_tokens
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.team import Team
@@ -26,7 +27,6 @@ from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
-from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
 from accel_ddp.tasks.preference_losses import LABELED, LOSSES, compute

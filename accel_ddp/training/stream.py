@@ -12,6 +12,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.rows import Rows
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.seeds import mixed, seed_host
@@ -205,6 +206,7 @@ class Batch(dict):
     """A micro-batch on the device: tensors by name. `sizes` is set for a micro-batch of texts."""
 
     sizes: Sizes | None = None
+    rows: Rows | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Allow `batch.input_ids`, as users of transformers write it."""
@@ -479,7 +481,12 @@ class CountingCollate:
         if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
             texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
         shared = int(batch["shared"].sum()) if "shared" in batch else 0
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared, until)}
+        multiple = getattr(self.collate, "multiple", None) or getattr(self.collate, "pad_to_multiple_of", 0) or 0
+        rows = Rows.of_padded(batch, multiple)
+        if until and "shared" not in batch:
+            ends = (labels != -100).flip(1).cumsum(1).gt(0).sum(1)
+            rows["target"] = Rows.join({}, ends, multiple=8 if len(rows.starts) > rows.texts + 1 else 0)
+        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared, until), "_rows": rows}
 
 
 def with_sizes(batch: Any) -> Any:
@@ -487,7 +494,7 @@ def with_sizes(batch: Any) -> Any:
     if not isinstance(batch, Mapping) or _SIZES not in batch:
         return batch
     found = Batch(batch)
-    found.sizes = Sizes(*found.pop(_SIZES))
+    found.sizes, found.rows = Sizes(*found.pop(_SIZES)), found.pop("_rows")
     return found
 
 

@@ -14,10 +14,10 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import shared_tokens
 from accel_ddp.seeds import seed_torch
 from accel_ddp.speed import linear_cross_entropy
 from accel_ddp.speed.attach import attach
-from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.training.stream import TrainBatches
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 500}
