@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from accel_ddp import seeds
     from accel_ddp.accelerator import start
     from accel_ddp.assembly import fit
-    from accel_ddp.config.options import option
+    from accel_ddp.config.options import column, option
     from accel_ddp.config.parsing import parse_config
     from accel_ddp.config.train_config import RecipeConfig, TrainConfig
     from accel_ddp.engine import losses, step_numbers

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, columns_of, option
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -36,16 +36,14 @@ from accel_ddp.errors import UserError
 class Config(RecipeConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:docstrings"
-    anchor_column: str = option("anchor", "column of the query", group="data")
-    positive_column: str = option("positive", "column of the text to find, or of the second text of a scored pair", group="data")
-    score_column: str = option(
-        "", "column of the similarity of anchor and positive; default: all pairs are similar", group="data"
+    anchor_column: str = column("anchor", "column of the query")
+    positive_column: str = column("positive", "column of the text to find, or of the second text of a scored pair")
+    score_column: str = column(
+        "", "column of the similarity of anchor and positive; default: all pairs are similar", kind="number"
     )
     min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data")
     max_score: float = option(1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data")
-    negative_columns: tuple[str, ...] = option(
-        (), "columns of texts that look right and are wrong (hard negatives)", group="data"
-    )
+    negative_columns: tuple[str, ...] = column((), "columns of texts that look right and are wrong (hard negatives)")
     negatives_file: str = option(
         "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
         group="data", per_node=True,
@@ -71,14 +69,6 @@ class Config(RecipeConfig):
     lr: float = 1e-4
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with scores spearman")
-
-    def text_columns(self):
-        negatives = [("negative_columns", column) for column in self.negative_columns]
-        return [("anchor_column", self.anchor_column), ("positive_column", self.positive_column), *negatives]
-
-    def check_columns(self, *tables):
-        for name, column in [*self.text_columns(), ("score_column", self.score_column)]:
-            accel_ddp.data.require_columns({name: column}, *tables)
 
     def metric_directions(self):
         sizes = ["", *(f"_{size}" for size in self.matryoshka)]
@@ -194,10 +184,10 @@ class Task(accel_ddp.Task):
 def build_data(cfg: Config, tokenizer):
     """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the evaluation texts."""
     tables = accel_ddp.data.load_rows(cfg)
-    cfg.check_columns(*tables)
-    for name, column in cfg.text_columns():
-        accel_ddp.data.require_texts({name: column}, *tables)
-    columns = [column for _, column in cfg.text_columns()]
+    accel_ddp.data.check_columns(cfg, *tables)
+    for name, one in columns_of(cfg, "text"):
+        accel_ddp.data.require_texts({name: one}, *tables)
+    columns = [one for _, one in columns_of(cfg, "text")]
     more = accel_ddp.negatives.COLUMN
     if cfg.negatives_file and not cfg.evaluate_only:
         tables = (accel_ddp.negatives.add_negatives(tables[0], cfg), tables[1])

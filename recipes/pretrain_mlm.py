@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import TABLE_FILES, TEXT_FILES, RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -27,7 +27,7 @@ class Config(RecipeConfig):
     eval_file: tuple[str, ...] = option(
         (), "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
-    text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
+    text_column: str = column("text", "column of the text, in --dataset and in files with columns")
     streaming: bool = option(False, "tokenize .txt files during training, without holding them in memory", group="data")
     mask_share: float = option(0.15, "fraction of words to mask", group="training", also=("mlm_probability",))
     max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
@@ -35,9 +35,6 @@ class Config(RecipeConfig):
     global_batch_size: int = option(16, "blocks per optimizer step, over all ranks; the result depends on it")
     lr: float = option(1e-3, "peak learning rate; to continue a pretrained model 5e-5 to 1e-4")
     warmup_ratio: float = 0.1
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"text_column": self.text_column}, *tables)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min", "accuracy": "max"}

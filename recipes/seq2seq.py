@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
 
@@ -22,10 +22,8 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:tiny-t5"
     dataset: str = "builtin:number_words"
-    source_column: str = option(
-        "source", "column of the input; translation.en is the key `en` of a column of dictionaries", group="data"
-    )
-    target_column: str = option("target", "column of the text to generate", group="data")
+    source_column: str = column("source", "column of the input; translation.en is the key `en` of a column of dictionaries")
+    target_column: str = column("target", "column of the text to generate")
     prefix: str = option("", "text before each source", group="data", also=("source_prefix",))
     max_length: int = option(128, "tokens per source; longer ones are truncated", group="data", at_least=1)
     max_target_length: int = option(128, "tokens per target; longer ones are truncated", group="data", at_least=1)
@@ -44,10 +42,6 @@ class Config(ScoredConfig):
     warmup_ratio: float = 0.05
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
-
-    def check_columns(self, *tables):
-        columns = {"source_column": self.source_column, "target_column": self.target_column}
-        accel_ddp.data.require_columns(columns, *(rows.flatten() for rows in tables))  # keys of dictionaries become columns
 
     def metric_directions(self):
         own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}

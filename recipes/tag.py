@@ -11,7 +11,7 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
 from accel_ddp.entry import run
 
@@ -24,17 +24,14 @@ class Config(ScoredConfig):
     train_file: tuple[str, ...] = option(
         (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
     )
-    tokens_column: str = option("tokens", "column with lists of words", group="data")
-    tags_column: str = option(
-        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"
+    tokens_column: str = column("tokens", "column with lists of words", kind="words")
+    tags_column: str = column(
+        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", kind="tags"
     )
     max_length: int = option(128, "tokens per text; longer texts are truncated", group="data", at_least=1)
     global_batch_size: int = 16
     lr: float = 3e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"tokens_column": self.tokens_column, "tags_column": self.tags_column}, *tables)
 
     def metric_directions(self):
         own = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"}
@@ -102,7 +99,7 @@ def logits(model, batch):
 def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and its words."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
-    cfg.check_columns(train, test)
+    accel_ddp.data.check_columns(cfg, train, test)
     tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg, train))
 
     def encode(rows):
