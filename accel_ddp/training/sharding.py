@@ -22,14 +22,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -209,8 +202,7 @@ def shard(
         fully_shard(layer, mesh=mesh, reshard_after_forward=keep == "none", mp_policy=policy(narrow), offload_policy=offload)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
     model._gathered_dtype, model._keeps = narrow, keep
-    model._within_forward = types.MethodType(lambda _, compute: compute(), model)  # how `Terms` calls parts of the model
-    register_fsdp_forward_method(model, "_within_forward")
+    model._within_forward = types.MethodType(compat.within_forward, model)  # how `Terms` calls parts of the model
     # With adapters, `generate` of the base model runs.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         compat.let_all_ranks_generate(one)
