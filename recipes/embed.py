@@ -128,35 +128,38 @@ class Task(accel_ddp.Task):
             self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, self.fingerprints[0], cfg, self.mine)
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
-        if not cfg.score_column:
-            self.loss_sum = accel_ddp.losses.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+        losses = lambda rows, keys: accel_ddp.contrastive.in_batch_losses(rows, keys, cfg.scale, self.sizes)
+        self.in_batch = accel_ddp.losses.GradCache(self.outputs, lambda batch: batch["keys"], losses)
+        self.whole_batch = not cfg.score_column
 
-    def loss_sum(self, model, batch):
-        """Return the summed loss of pairs with scores. Without scores, `WholeBatch` replaces this method."""
-        return accel_ddp.contrastive.score_losses(self.embed(model, batch), batch["scores"], self.sizes).sum()
+    def prepare(self, model, batches, team, seeded):
+        if self.whole_batch:
+            self.in_batch.prepare(model, batches, team, seeded)
 
-    def embed(self, model, batch):
+    def outputs(self, model, batch):
         return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
 
-    def losses(self, rows, keys):
-        return accel_ddp.contrastive.in_batch_losses(rows, keys, self.cfg.scale, self.sizes)
+    def terms(self, model, batch, team):
+        if self.whole_batch:
+            return self.in_batch.terms(model, batch, team)
+        return {"loss": accel_ddp.contrastive.score_losses(self.outputs(model, batch), batch["scores"], self.sizes)}
 
     def mine(self):
         """Return the rows of the hardest negatives of each anchor, for the current weights."""
         keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
-        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.embed, keys[:, :2], *options)
+        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
 
     def count(self, batch):
         return len(batch["keys"])
 
     def measure(self, model, batch):
         if self.cfg.score_column:
-            cosines = accel_ddp.contrastive.pair_cosines(self.embed(model, batch), self.sizes)
+            cosines = accel_ddp.contrastive.pair_cosines(self.outputs(model, batch), self.sizes)
             return {"cosines": cosines, "scores": batch["scores"]}
-        return {"embeddings": self.embed(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
+        return {"embeddings": self.outputs(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
+    def metrics(self, table):
+        self.rows = rows = table  # for `tables`
         if self.cfg.score_column:
             return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
         return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)

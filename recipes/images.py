@@ -88,15 +88,9 @@ class Task(accel_ddp.ClassTask):
         self.test, augmented = test, accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
         self.use(augmented, accel_ddp.vision.Images(test, self.processor, self.model), default_collate)
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
-
-    def count(self, batch):
-        return len(batch["labels"])
-
-    def scores(self, model, batch):
-        scores = logits(model, batch)
-        return scores, accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
+    def outputs(self, model, batch):
+        pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
+        return model(pixel_values=pixels).logits.float()
 
     def describe(self, items):
         return accel_ddp.vision.describe(self.test, items)
@@ -106,11 +100,6 @@ class Task(accel_ddp.ClassTask):
         remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
         use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
         return f"{accel_ddp.vision.loading_code(self.cfg, self.test)}; {use}; print(use(image))"
-
-
-def logits(model, batch):
-    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
-    return model(pixel_values=pixels).logits.float()
 
 
 def build_data(cfg: Config):

@@ -61,19 +61,17 @@ class Task(accel_ddp.Task):
             masked(train_blocks, None), self.eval_masked, self.pad(per_token=("labels",), kind=accel_ddp.masking.MaskedCollate)
         )
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch))
+    def outputs(self, model, batch):
+        return accel_ddp.masking.masked_logits(model, batch)[0]
+
+    def terms(self, model, batch, team):
+        return {"loss": accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch), reduction="none")}
 
     def count(self, batch):
         return len(batch["masked_positions"])
 
-    def evaluate(self, model):
-        metrics = super().evaluate(model)
-        self.guesses = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.guess)
-        return metrics
-
-    def guess(self, model):
-        return accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
+    def generate(self, model):
+        self.guesses = accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
 
     def measure(self, model, batch):
         scores, answers = accel_ddp.masking.masked_logits(model, batch)
@@ -82,8 +80,7 @@ class Task(accel_ddp.Task):
         sums = {name: accel_ddp.masking.sum_by_row(values, batch) for name, values in rows.items()}
         return sums | (accel_ddp.masking.first_guesses(scores, losses, batch) if self.cfg.log_predictions else {})
 
-    def summarize(self, rows):
-        """Return means over the masked tokens of all blocks, not over blocks or batches. This runs on the main rank."""
+    def metrics(self, rows):
         self.rows = rows  # for `tables`
         tokens = max(1, rows["tokens"].sum())
         loss = float(rows["loss"].sum(dtype="float64") / tokens)

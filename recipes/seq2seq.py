@@ -69,31 +69,35 @@ class Task(accel_ddp.Task):
         lengths = partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels"))  # of sources and targets
         self.use(train_rows, eval_rows, collate, lengths)
 
-    def loss_sum(self, model, batch, reduction="sum"):
+    def outputs(self, model, batch):
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
         inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return accel_ddp.losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"], reduction)
+        return model(**inputs, use_cache=False).logits
+
+    def terms(self, model, batch, team):
+        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
 
     def count(self, batch):
         return (batch["labels"] != -100).sum()
 
     def measure(self, model, batch):
         generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        return {"loss": self.loss_sum(model, batch, "rows"), "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
+        losses = accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"], "rows")
+        return {"loss": losses, "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
 
-    def summarize(self, rows):
-        outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
+    def metrics(self, rows):
+        generated = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        self.rows, self.outputs = rows, outputs  # for `tables`
+        self.rows, self.generated = rows, generated  # for `tables`
         loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
-        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
-        return self.more_metrics.add_to(metrics, predictions=outputs, references=targets, sources=sources)
+        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(generated, targets)}
+        return self.more_metrics.add_to(metrics, predictions=generated, references=targets, sources=sources)
 
     def tables(self):
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
-        shown = (self.cfg.log_predictions, sources, targets, self.outputs, losses, self.cfg.samples)
+        shown = (self.cfg.log_predictions, sources, targets, self.generated, losses, self.cfg.samples)
         return accel_ddp.generation_metrics.make_tables(*shown)
 
     @property

@@ -55,22 +55,25 @@ class Task(accel_ddp.Task):
         rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
         self.use(*rows, self.pad(per_token=("labels",)))
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.of_tokens(logits(model, batch), batch["labels"])
+    def outputs(self, model, batch):
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+    def terms(self, model, batch, team):
+        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
 
     def count(self, batch):
         return (batch["labels"] != -100).sum()
 
     def measure(self, model, batch):
-        scores, labels = logits(model, batch), batch["labels"]
+        scores, labels = self.outputs(model, batch), batch["labels"]
         losses = accel_ddp.losses.of_tokens(scores, labels, "rows")
         rows = {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
         if self.cfg.log_predictions:
             rows["confidence"] = (accel_ddp.tables.confidence(scores) * (labels != -100)).sum(-1)  # over words
         return rows
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
+    def metrics(self, table):
+        self.rows = rows = table  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(rows["predictions"], self.eval_rows["first"][:], self.tags.names)
         scores, self.table = accel_ddp.tagging.score_entities(answers, self.references)
         loss = rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1)
@@ -90,10 +93,6 @@ class Task(accel_ddp.Task):
         use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
         row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
         return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
-
-
-def logits(model, batch):
-    return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
 
 def build_data(cfg: Config, tokenizer):

@@ -94,8 +94,8 @@ def columns_of(cfg: Any, *kinds: str) -> list[tuple[str, str]]:
     """Return the options that name columns of these kinds (default: of all), each with its column, once for each of several."""
     found = []
     for name, properties in properties_of(type(cfg)).items():
-        given = getattr(cfg, name)
         if properties.kind and (not kinds or properties.kind in kinds):
+            given = getattr(cfg, name)
             found += [(name, one) for one in (given if isinstance(given, tuple) else (given,)) if one]
     return found
 

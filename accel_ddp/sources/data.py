@@ -126,6 +126,16 @@ def load_rows(
     return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
 
 
+def load_columns(cfg: RecipeConfig, reader: Any = None) -> list["datasets.Dataset"]:
+    """Return the rows of `load_rows`, which have the columns of the options, with texts in those of texts."""
+    tables = [open_columns(rows, cfg) for rows in load_rows(cfg, reader)]
+    check_columns(cfg, *tables)
+    texts = columns_of(cfg, "text")
+    for option, column in texts:
+        require_texts(dict(texts) | {option: column}, *tables)
+    return tables
+
+
 def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
     """Return rows with the attribute `mixture` if they come from several arguments of an option. See `training.stream`."""
     files: Files | None = getattr(rows, "files", None)
