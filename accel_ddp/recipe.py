@@ -6,6 +6,7 @@ from typing import Any
 from accel_ddp.accelerator import start
 from accel_ddp.assembly import fit
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+from accel_ddp.engine.terms import refuse_old
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export
 from accel_ddp.memory import at_start
@@ -23,8 +24,8 @@ from accel_ddp.training.run_end import RunOutcome
 def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     """Train `task_class(cfg, accelerator)`, print its report, and export the model to OUTPUT_DIR/model.
 
-    A task has the attributes `model`, `processor` (a tokenizer or image processor) and `train` (a `TrainBatches`), and the methods
-    `loss_sum(model, batch)`, `count(batch)` and `evaluate(model)`; see `fit`. These are optional:
+    A task has the attributes `model`, `processor` (a tokenizer or image processor), `train` (a `TrainBatches`) and `eval_batches`, and
+    the method `terms(model, batch, team)`; see `Task`. These are optional:
 
     - `report()` returns text to print at the end.
     - `tables()` returns the tables of the last evaluation, a dictionary of `Table`.
@@ -33,6 +34,7 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     - `model_class` names the class of transformers that loads the model, for the memory estimate. A class with `fits_memory = True`
       calls `fit_memory` itself, after it loads its data and before its model.
     """
+    refuse_old(task_class)
     number = getattr(cfg, "log_predictions", 0)
     if number and not hasattr(task_class, "tables"):
         raise UserError(
@@ -62,13 +64,11 @@ def train(cfg: TrainConfig, task_class: Any) -> RunOutcome:
     outcome = fit(
         accelerator,
         cfg,
+        task=task,
         model=task.model,
         optimizer=optim.build(task.model, cfg),
         train=task.train,
-        loss_sum=task.loss_sum,
-        count=task.count,
-        evaluate=task.evaluate,
-        tables=None if cfg.evaluate_only else getattr(task, "tables", None),
+        test=task.eval_batches,
         hooks=observers,
         files=files,
     )

@@ -64,20 +64,11 @@ class Task(accel_ddp.ClassTask):
             self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
             facts["the data"] = self.identify(train_rows, self.eval_rows)
         self.use(train_rows, self.eval_rows, self.pad())
-        self.weights = None
         if cfg.class_weights == "balanced":
             self.weights = self.labels.balanced_weights(train_rows["labels"][:], accelerator.device)
 
-    def loss_sum(self, model, batch):
-        kind = self.labels.problem_type
-        return accel_ddp.losses.of_classes(logits(model, batch), batch["labels"], kind, weights=self.weights)
-
-    def count(self, batch):
-        return len(batch["labels"])
-
-    def scores(self, model, batch):
-        scores = logits(model, batch)
-        return scores, accel_ddp.losses.of_classes(scores, batch["labels"], self.labels.problem_type, reduction="none")
+    def outputs(self, model, batch):
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
     def describe(self, items):
         rows = self.eval_texts[items]
@@ -90,10 +81,6 @@ class Task(accel_ddp.ClassTask):
         row = accel_ddp.examples.literal(texts if self.cfg.text_pair_column else texts["text"])
         several = ", top_k=None" if self.labels.is_multi_label else ""
         return f'from transformers import pipeline; print(pipeline("text-classification", {{model}})({row}{several}))'
-
-
-def logits(model, batch):
-    return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
 
 
 def text_columns(cfg: Config):

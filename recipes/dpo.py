@@ -73,19 +73,28 @@ class Task(accel_ddp.Task):
         if cfg.has_reference:
             reference = accel_ddp.reference.Reference(cfg, accelerator, self.model, rows, self.fingerprints, collate, logps)
             rows = reference.rows
-        self.loss_sum = accel_ddp.preferences.build_loss(cfg, logps, reference)
+        self.loss = accel_ddp.preferences.build_loss(cfg, logps, reference)
         self.eval_rows = rows[1]
         self.use(*rows, collate)
+
+    def prepare(self, model, batches, team, seeded):
+        self.loss.prepare(model, batches, team, seeded)
+
+    def outputs(self, model, batch):
+        return self.loss.logps(model, batch)
+
+    def terms(self, model, batch, team):
+        return self.loss.terms(model, batch)
 
     def count(self, batch):
         return len(batch["good"]) if "good" in batch else len(batch["input_ids"]) // 2
 
     def measure(self, model, batch):
-        return self.loss_sum.measure(model, batch)
+        return self.loss.measure(model, batch)
 
-    def summarize(self, rows):
-        self.measured = rows  # for `tables`
-        return self.loss_sum.summarize(rows)
+    def metrics(self, table):
+        self.measured = table  # for `tables`
+        return self.loss.metrics(table)
 
     def tables(self):
         return accel_ddp.preferences.make_tables(self.measured, self.cfg.log_predictions, self.decode)

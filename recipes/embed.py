@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, columns_of, option
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -36,16 +36,14 @@ from accel_ddp.errors import UserError
 class Config(RecipeConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:docstrings"
-    anchor_column: str = option("anchor", "column of the query", group="data")
-    positive_column: str = option("positive", "column of the text to find, or of the second text of a scored pair", group="data")
-    score_column: str = option(
-        "", "column of the similarity of anchor and positive; default: all pairs are similar", group="data"
+    anchor_column: str = column("anchor", "column of the query")
+    positive_column: str = column("positive", "column of the text to find, or of the second text of a scored pair")
+    score_column: str = column(
+        "", "column of the similarity of anchor and positive; default: all pairs are similar", kind="number"
     )
     min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data")
     max_score: float = option(1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data")
-    negative_columns: tuple[str, ...] = option(
-        (), "columns of texts that look right and are wrong (hard negatives)", group="data"
-    )
+    negative_columns: tuple[str, ...] = column((), "columns of texts that look right and are wrong (hard negatives)")
     negatives_file: str = option(
         "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
         group="data", per_node=True,
@@ -71,14 +69,6 @@ class Config(RecipeConfig):
     lr: float = 1e-4
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with scores spearman")
-
-    def text_columns(self):
-        negatives = [("negative_columns", column) for column in self.negative_columns]
-        return [("anchor_column", self.anchor_column), ("positive_column", self.positive_column), *negatives]
-
-    def check_columns(self, *tables):
-        for name, column in [*self.text_columns(), ("score_column", self.score_column)]:
-            accel_ddp.data.require_columns({name: column}, *tables)
 
     def metric_directions(self):
         sizes = ["", *(f"_{size}" for size in self.matryoshka)]
@@ -138,35 +128,38 @@ class Task(accel_ddp.Task):
             self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, self.fingerprints[0], cfg, self.mine)
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
-        if not cfg.score_column:
-            self.loss_sum = accel_ddp.losses.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+        losses = lambda rows, keys: accel_ddp.contrastive.in_batch_losses(rows, keys, cfg.scale, self.sizes)
+        self.in_batch = accel_ddp.losses.GradCache(self.outputs, lambda batch: batch["keys"], losses)
+        self.whole_batch = not cfg.score_column
 
-    def loss_sum(self, model, batch):
-        """Return the summed loss of pairs with scores. Without scores, `WholeBatch` replaces this method."""
-        return accel_ddp.contrastive.score_losses(self.embed(model, batch), batch["scores"], self.sizes).sum()
+    def prepare(self, model, batches, team, seeded):
+        if self.whole_batch:
+            self.in_batch.prepare(model, batches, team, seeded)
 
-    def embed(self, model, batch):
+    def outputs(self, model, batch):
         return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
 
-    def losses(self, rows, keys):
-        return accel_ddp.contrastive.in_batch_losses(rows, keys, self.cfg.scale, self.sizes)
+    def terms(self, model, batch, team):
+        if self.whole_batch:
+            return self.in_batch.terms(model, batch, team)
+        return {"loss": accel_ddp.contrastive.score_losses(self.outputs(model, batch), batch["scores"], self.sizes)}
 
     def mine(self):
         """Return the rows of the hardest negatives of each anchor, for the current weights."""
         keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
-        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.embed, keys[:, :2], *options)
+        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
 
     def count(self, batch):
         return len(batch["keys"])
 
     def measure(self, model, batch):
         if self.cfg.score_column:
-            cosines = accel_ddp.contrastive.pair_cosines(self.embed(model, batch), self.sizes)
+            cosines = accel_ddp.contrastive.pair_cosines(self.outputs(model, batch), self.sizes)
             return {"cosines": cosines, "scores": batch["scores"]}
-        return {"embeddings": self.embed(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
+        return {"embeddings": self.outputs(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
+    def metrics(self, table):
+        self.rows = rows = table  # for `tables`
         if self.cfg.score_column:
             return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
         return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
@@ -194,10 +187,10 @@ class Task(accel_ddp.Task):
 def build_data(cfg: Config, tokenizer):
     """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the evaluation texts."""
     tables = accel_ddp.data.load_rows(cfg)
-    cfg.check_columns(*tables)
-    for name, column in cfg.text_columns():
-        accel_ddp.data.require_texts({name: column}, *tables)
-    columns = [column for _, column in cfg.text_columns()]
+    accel_ddp.data.check_columns(cfg, *tables)
+    for name, one in columns_of(cfg, "text"):
+        accel_ddp.data.require_texts({name: one}, *tables)
+    columns = [one for _, one in columns_of(cfg, "text")]
     more = accel_ddp.negatives.COLUMN
     if cfg.negatives_file and not cfg.evaluate_only:
         tables = (accel_ddp.negatives.add_negatives(tables[0], cfg), tables[1])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import IMAGE_FILES, ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -33,8 +33,8 @@ class Config(ScoredConfig):
         (), "folders with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet .arrow, or patterns of them"
     )
     eval_file: tuple[str, ...] = option((), "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
-    image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")
-    label_column: str = option("label", "column with names or numbers of classes", group="data")
+    image_column: str = column("image", "column with encoded images (.png, .jpg ...) or with names of image files", kind="image")
+    label_column: str = column("label", "column with names or numbers of classes", kind="label")
     image_size: int = option(0, "pixels per side; 0: from the model's processor, or as the images are", group="data", at_least=0)
     pixel_mean: float | Literal["auto"] = option(
         "auto", "mean to subtract from pixels (0 to 1); auto: from the model's processor, or 0.5", group="data"
@@ -50,9 +50,6 @@ class Config(ScoredConfig):
     micro_batch_size: int | Literal["auto"] = option(32, "images that a rank computes at once; batch norm uses their statistics")
     lr: float = 3e-3
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"image_column": self.image_column, "label_column": self.label_column}, *tables)
 
     def metric_directions(self):
         return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}
@@ -91,15 +88,9 @@ class Task(accel_ddp.ClassTask):
         self.test, augmented = test, accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
         self.use(augmented, accel_ddp.vision.Images(test, self.processor, self.model), default_collate)
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
-
-    def count(self, batch):
-        return len(batch["labels"])
-
-    def scores(self, model, batch):
-        scores = logits(model, batch)
-        return scores, accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
+    def outputs(self, model, batch):
+        pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
+        return model(pixel_values=pixels).logits.float()
 
     def describe(self, items):
         return accel_ddp.vision.describe(self.test, items)
@@ -109,11 +100,6 @@ class Task(accel_ddp.ClassTask):
         remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
         use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
         return f"{accel_ddp.vision.loading_code(self.cfg, self.test)}; {use}; print(use(image))"
-
-
-def logits(model, batch):
-    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
-    return model(pixel_values=pixels).logits.float()
 
 
 def build_data(cfg: Config):

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import TABLE_FILES, TEXT_FILES, RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -27,7 +27,7 @@ class Config(RecipeConfig):
     eval_file: tuple[str, ...] = option(
         (), "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
-    text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
+    text_column: str = column("text", "column of the text, in --dataset and in files with columns")
     streaming: bool = option(False, "tokenize .txt files during training, without holding them in memory", group="data")
     mask_share: float = option(0.15, "fraction of words to mask", group="training", also=("mlm_probability",))
     max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
@@ -35,9 +35,6 @@ class Config(RecipeConfig):
     global_batch_size: int = option(16, "blocks per optimizer step, over all ranks; the result depends on it")
     lr: float = option(1e-3, "peak learning rate; to continue a pretrained model 5e-5 to 1e-4")
     warmup_ratio: float = 0.1
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"text_column": self.text_column}, *tables)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min", "accuracy": "max"}
@@ -64,19 +61,17 @@ class Task(accel_ddp.Task):
             masked(train_blocks, None), self.eval_masked, self.pad(per_token=("labels",), kind=accel_ddp.masking.MaskedCollate)
         )
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch))
+    def outputs(self, model, batch):
+        return accel_ddp.masking.masked_logits(model, batch)[0]
+
+    def terms(self, model, batch, team):
+        return {"loss": accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch), reduction="none")}
 
     def count(self, batch):
         return len(batch["masked_positions"])
 
-    def evaluate(self, model):
-        metrics = super().evaluate(model)
-        self.guesses = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.guess)
-        return metrics
-
-    def guess(self, model):
-        return accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
+    def generate(self, model):
+        self.guesses = accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
 
     def measure(self, model, batch):
         scores, answers = accel_ddp.masking.masked_logits(model, batch)
@@ -85,8 +80,7 @@ class Task(accel_ddp.Task):
         sums = {name: accel_ddp.masking.sum_by_row(values, batch) for name, values in rows.items()}
         return sums | (accel_ddp.masking.first_guesses(scores, losses, batch) if self.cfg.log_predictions else {})
 
-    def summarize(self, rows):
-        """Return means over the masked tokens of all blocks, not over blocks or batches. This runs on the main rank."""
+    def metrics(self, rows):
         self.rows = rows  # for `tables`
         tokens = max(1, rows["tokens"].sum())
         loss = float(rows["loss"].sum(dtype="float64") / tokens)

@@ -90,19 +90,22 @@ class Task(accel_ddp.Task):
         self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
         self.use(train_rows, eval_rows, self.pad(kind=accel_ddp.contrastive.ListCollate))
 
-    def loss_sum(self, model, batch):
+    def outputs(self, model, batch):
+        return accel_ddp.ranking.score(model, batch)
+
+    def terms(self, model, batch, team):
         losses = accel_ddp.ranking.list_losses if self.is_listwise else accel_ddp.ranking.pair_losses
-        return losses(accel_ddp.ranking.score(model, batch), batch["relevance"], self.loss).sum()
+        return {"loss": (losses(self.outputs(model, batch), batch["relevance"], self.loss).sum(), self.count(batch))}
 
     def count(self, batch):
         return len(batch["relevance"] if self.is_listwise else batch["input_ids"])  # queries, or candidates
 
     def measure(self, model, batch):
-        scores, relevance = accel_ddp.ranking.score(model, batch)[:, 0], batch["relevance"][:, 0]
+        scores, relevance = self.outputs(model, batch)[:, 0], batch["relevance"][:, 0]
         loss = {} if self.is_listwise else {"loss": accel_ddp.ranking.pair_losses(scores, relevance, self.loss)}
         return {"scores": scores, "relevance": relevance, "keys": batch["keys"], **loss}
 
-    def summarize(self, rows):
+    def metrics(self, rows):
         self.rows = rows  # for `tables`
         return accel_ddp.ranking.summarize(rows["scores"], rows["relevance"], rows["keys"], self.loss)
 

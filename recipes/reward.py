@@ -67,24 +67,21 @@ class Task(accel_ddp.Task):
         self.eval_rows = rows[1]
         self.use(*rows, self.pad(kind=accel_ddp.contrastive.ListCollate))
 
-    def loss_sum(self, model, batch):
-        """Return the summed loss of pairs, and sums for the log."""
-        numbers = {name: values.sum() for name, values in self.numbers(model, batch)[1].items()}
-        return numbers.pop("loss"), numbers
+    def outputs(self, model, batch):
+        return accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
 
-    def numbers(self, model, batch):
-        """Return the scores of the pairs, and the loss, accuracy and margin of each pair."""
-        scores = accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
-        return scores, accel_ddp.ranking.preference_numbers(scores, batch["margin"], self.cfg.center_rewards)
+    def terms(self, model, batch, team):
+        return accel_ddp.ranking.preference_numbers(self.outputs(model, batch), batch["margin"], self.cfg.center_rewards)
 
     def count(self, batch):
         return len(batch["margin"])
 
     def measure(self, model, batch):
-        scores, numbers = self.numbers(model, batch)
+        scores = self.outputs(model, batch)
+        numbers = accel_ddp.ranking.preference_numbers(scores, batch["margin"], self.cfg.center_rewards)
         return {"scores": scores, **numbers}
 
-    def summarize(self, rows):
+    def metrics(self, rows):
         self.scores = rows["scores"]  # for `tables`
         accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
         return {name: rows[name].mean(dtype="float64") for name in ("accuracy", "margin", "loss")}

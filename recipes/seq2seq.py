@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
 
@@ -22,10 +22,8 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:tiny-t5"
     dataset: str = "builtin:number_words"
-    source_column: str = option(
-        "source", "column of the input; translation.en is the key `en` of a column of dictionaries", group="data"
-    )
-    target_column: str = option("target", "column of the text to generate", group="data")
+    source_column: str = column("source", "column of the input; translation.en is the key `en` of a column of dictionaries")
+    target_column: str = column("target", "column of the text to generate")
     prefix: str = option("", "text before each source", group="data", also=("source_prefix",))
     max_length: int = option(128, "tokens per source; longer ones are truncated", group="data", at_least=1)
     max_target_length: int = option(128, "tokens per target; longer ones are truncated", group="data", at_least=1)
@@ -44,10 +42,6 @@ class Config(ScoredConfig):
     warmup_ratio: float = 0.05
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
-
-    def check_columns(self, *tables):
-        columns = {"source_column": self.source_column, "target_column": self.target_column}
-        accel_ddp.data.require_columns(columns, *(rows.flatten() for rows in tables))  # keys of dictionaries become columns
 
     def metric_directions(self):
         own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}
@@ -75,31 +69,35 @@ class Task(accel_ddp.Task):
         lengths = partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels"))  # of sources and targets
         self.use(train_rows, eval_rows, collate, lengths)
 
-    def loss_sum(self, model, batch, reduction="sum"):
+    def outputs(self, model, batch):
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
         inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return accel_ddp.losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"], reduction)
+        return model(**inputs, use_cache=False).logits
+
+    def terms(self, model, batch, team):
+        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
 
     def count(self, batch):
         return (batch["labels"] != -100).sum()
 
     def measure(self, model, batch):
         generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        return {"loss": self.loss_sum(model, batch, "rows"), "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
+        losses = accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"], "rows")
+        return {"loss": losses, "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
 
-    def summarize(self, rows):
-        outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
+    def metrics(self, rows):
+        generated = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        self.rows, self.outputs = rows, outputs  # for `tables`
+        self.rows, self.generated = rows, generated  # for `tables`
         loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
-        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
-        return self.more_metrics.add_to(metrics, predictions=outputs, references=targets, sources=sources)
+        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(generated, targets)}
+        return self.more_metrics.add_to(metrics, predictions=generated, references=targets, sources=sources)
 
     def tables(self):
         sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
         losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
-        shown = (self.cfg.log_predictions, sources, targets, self.outputs, losses, self.cfg.samples)
+        shown = (self.cfg.log_predictions, sources, targets, self.generated, losses, self.cfg.samples)
         return accel_ddp.generation_metrics.make_tables(*shown)
 
     @property

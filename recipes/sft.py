@@ -94,27 +94,26 @@ class Task(accel_ddp.Task):
             self.train = accel_ddp.row_stream.RowStream(*source, rows[0], form, collate, cfg)
         self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
 
-    def loss_sum(self, model, batch):
-        return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
+    def outputs(self, model, batch):
+        return model(**inputs_of(batch)).logits
+
+    def terms(self, model, batch, team):
+        labels = accel_ddp.losses.next_tokens(batch["labels"])
+        return {"loss": (self.head.loss_sum(model, inputs_of(batch), labels, batch), self.count(batch))}
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
 
-    def evaluate(self, model):
-        metrics = super().evaluate(model)
-        self.answers = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer)  # on the main rank only
-        return metrics
-
-    def answer(self, model):
-        return accel_ddp.chat.generate(model, self.processor, [sample.ids for sample in self.samples], self.cfg.max_new_tokens)
+    def generate(self, model):
+        prompts = [sample.ids for sample in self.samples]
+        self.answers = accel_ddp.chat.generate(model, self.processor, prompts, self.cfg.max_new_tokens)
 
     def measure(self, model, batch):
         losses = self.head.row_losses(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
         return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
 
-    def summarize(self, rows):
-        """Return the mean over the tokens of all items, not over rows or batches. This runs on the main rank."""
-        loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
+    def metrics(self, table):
+        loss = float(table["loss"].sum(dtype="float64") / table["tokens"].sum())  # over the tokens of all rows
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
 
     def tables(self):

@@ -11,7 +11,7 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
 from accel_ddp.entry import run
 
@@ -24,17 +24,14 @@ class Config(ScoredConfig):
     train_file: tuple[str, ...] = option(
         (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
     )
-    tokens_column: str = option("tokens", "column with lists of words", group="data")
-    tags_column: str = option(
-        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"
+    tokens_column: str = column("tokens", "column with lists of words", kind="words")
+    tags_column: str = column(
+        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", kind="tags"
     )
     max_length: int = option(128, "tokens per text; longer texts are truncated", group="data", at_least=1)
     global_batch_size: int = 16
     lr: float = 3e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"tokens_column": self.tokens_column, "tags_column": self.tags_column}, *tables)
 
     def metric_directions(self):
         own = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"}
@@ -58,22 +55,25 @@ class Task(accel_ddp.Task):
         rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
         self.use(*rows, self.pad(per_token=("labels",)))
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.of_tokens(logits(model, batch), batch["labels"])
+    def outputs(self, model, batch):
+        return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+    def terms(self, model, batch, team):
+        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
 
     def count(self, batch):
         return (batch["labels"] != -100).sum()
 
     def measure(self, model, batch):
-        scores, labels = logits(model, batch), batch["labels"]
+        scores, labels = self.outputs(model, batch), batch["labels"]
         losses = accel_ddp.losses.of_tokens(scores, labels, "rows")
         rows = {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
         if self.cfg.log_predictions:
             rows["confidence"] = (accel_ddp.tables.confidence(scores) * (labels != -100)).sum(-1)  # over words
         return rows
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
+    def metrics(self, table):
+        self.rows = rows = table  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(rows["predictions"], self.eval_rows["first"][:], self.tags.names)
         scores, self.table = accel_ddp.tagging.score_entities(answers, self.references)
         loss = rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1)
@@ -95,14 +95,10 @@ class Task(accel_ddp.Task):
         return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
 
 
-def logits(model, batch):
-    return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-
-
 def build_data(cfg: Config, tokenizer):
     """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and its words."""
     train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
-    cfg.check_columns(train, test)
+    accel_ddp.data.check_columns(cfg, train, test)
     tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg, train))
 
     def encode(rows):

@@ -233,7 +233,7 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
     "(top)": 2_777,
-    "config": 1_474,
+    "config": 1_496,
     "doctor": 3_739,
     "engine": 3_300,
     "exporting": 1_863,
@@ -246,8 +246,8 @@ LINES: dict[str, int] = {
     "records": 762,
     "report": 1_955,
     "saving": 1_984,
-    "sources": 3_311,
-    "speed": 3_931,
+    "sources": 3_328,
+    "speed": 3_735,
     "tasks": 5_402,
     "training": 4_108,
     "watch": 2_601,

@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.step import train_step
+from accel_ddp.engine.terms import Terms
 from accel_ddp.training import optim
 
 
@@ -21,8 +22,9 @@ def end_before_the_third(number: int) -> None:
         raise Ended
 
 
-def loss_sum(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().sum()
+class Squares:
+    def terms(self, model: nn.Module, batch: torch.Tensor, team) -> dict[str, torch.Tensor]:
+        return {"loss": model(batch).square().sum(1)}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -37,7 +39,7 @@ def test_a_step_can_be_paused_before_each_micro_batch_and_ended_there():
     for pause in (lambda number: None, lambda number: torch.randn(2), end_before_the_third):
         model, paused = copy.deepcopy(first), []
         optimizer = optim.build(model, cfg)
-        train_step(Accelerator(cpu=True), cfg, model, optimizer, steps[0], loss_sum, len)
+        train_step(Accelerator(cpu=True), cfg, Terms(model, Squares()), optimizer, steps[0])
         before = state_of(model, optimizer)
 
         def observe(number, pause=pause, paused=paused, before=before, model=model, optimizer=optimizer):
@@ -46,7 +48,7 @@ def test_a_step_can_be_paused_before_each_micro_batch_and_ended_there():
 
         is_ended = pause is end_before_the_third
         with pytest.raises(Ended) if is_ended else contextlib.nullcontext():
-            train_step(Accelerator(cpu=True), cfg, model, optimizer, steps[1], loss_sum, len, pause=observe)
+            train_step(Accelerator(cpu=True), cfg, Terms(model, Squares()), optimizer, steps[1], pause=observe)
         assert paused == [(0, True), (1, True), (2, True)]
         found.append(state_of(model, optimizer))
         assert all(map(torch.equal, before, found[-1])) == is_ended

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accel_ddp import phases
-from accel_ddp.engine.losses import MOST_NUMBERS
 from accel_ddp.engine.step_sums import UpdateStats
+from accel_ddp.engine.terms import MOST_NUMBERS
 from accel_ddp.phases import Split, Timing
 
 # The fields of `RankSample` that describe the machine. They follow those of `Timing`.

@@ -1,5 +1,6 @@
 """Rows as tokens, computed once and cached on disk, and padded to micro-batches."""
 
+import copy
 import hashlib
 import inspect
 import json
@@ -13,10 +14,11 @@ import numpy as np
 from accelerate import Accelerator
 
 from accel_ddp import phases
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.options import columns_of, properties_of
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.phases import TOKENIZE
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
+from accel_ddp.sources.data import drop_broken, find_text_problems, merge_problems, row_numbers, with_row_numbers
 from accel_ddp.sources.models import tokenizer_digest
 from accel_ddp.sources.places import Progress, warn, write_once
 from accel_ddp.sources.shard_map import NARROW, SOURCE, Function, let_pages_go, load_shards, write_shards
@@ -111,6 +113,43 @@ def encode_tables(
 ) -> list["datasets.Dataset"]:
     """Return the usable rows of training and evaluation tables as `encode` makes them with this tokenizer; see `map_once`."""
     depends_on = [tokenizer_digest(tokenizer), *depends_on]
+    return drop_broken([map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg)
+
+
+def encode_items(task: Any, tables: Sequence["datasets.Dataset"]) -> list["datasets.Dataset"]:
+    """Return the usable training and evaluation rows as `task.items(rows)` makes them with `task.processor`; see `map_once`.
+
+    `items` gets columns of some rows and returns columns. A column `problem` says why a row cannot be used; texts that are empty or no
+    texts are found here. The key of the cache has `task.identity` and the options that `items` reads for the first row, and all options
+    of data that the recipe itself declares, because other rows may need them.
+    """
+    cfg, texts = task.cfg, [column for _, column in columns_of(task.cfg, "text")]
+
+    def encode(rows: dict[str, list]) -> dict[str, list]:
+        made = task.items(rows)
+        if SOURCE in made:
+            return made
+        problems = [find_text_problems(rows, texts)] if texts else []
+        problems += [made["problem"]] if "problem" in made else []
+        return {**made, "problem": merge_problems(*problems) if problems else [""] * len(next(iter(rows.values())))}
+
+    properties, shared = properties_of(type(cfg)), properties_of(RecipeConfig)
+    read = {name for name, found in properties.items() if found.group == "data" and name not in shared}
+
+    class Recording(type(cfg)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    task.cfg = copy.copy(cfg)
+    task.cfg.__class__ = Recording
+    try:
+        encode(tables[0][:1])
+    finally:
+        task.cfg = cfg
+    options = {name: repr(getattr(cfg, name)) for name in sorted(read & properties.keys())}
+    code = inspect.getsource(type(task).items)
+    depends_on = [tokenizer_digest(task.processor), code, options, getattr(task, "identity", [])]
     return drop_broken([map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg)
 
 

@@ -17,6 +17,7 @@ from accel_ddp.tasks.metrics import regression_metrics
 
 NOTHING = 0  # the key of a negative that a row does not have; no loss counts it
 PER_TEXT = ("input_ids", "token_type_ids")
+INPUTS = (*PER_TEXT, "attention_mask")
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
@@ -45,8 +46,8 @@ class ListCollate(PadCollate):
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
     """Return embeddings of the shape (rows, texts per row, dimensions), not normalized."""
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("keys", "scores")}
-    return pool(model(**inputs).last_hidden_state, batch["attention_mask"], pooling).view(*batch["keys"].shape, -1)
+    hidden = model(**{name: batch[name] for name in INPUTS if name in batch}).last_hidden_state
+    return pool(hidden, batch["attention_mask"], pooling).view(*batch["keys"].shape, -1)
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

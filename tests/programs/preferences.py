@@ -43,8 +43,8 @@ def train(accelerator, cfg, steps, **changes) -> dict:
     cfg = dataclasses.replace(cfg, steps=steps, **changes)
     task, history = dpo.Task(cfg, accelerator), History()
     outcome = accel_ddp.fit(
-        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate, hooks=[history],
+        accelerator, cfg, task=task, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
+        test=task.eval_batches, hooks=[history],
     )  # fmt: skip
     trained = {name: shards.full(p.detach()).clone() for name, p in task.model.named_parameters() if p.requires_grad}
     return {"weights": trained, "numbers": history.numbers, "metrics": outcome.metrics}
