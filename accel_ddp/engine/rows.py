@@ -7,8 +7,10 @@ On a GPU the row is filled up, so that there are few different lengths, because 
 without item and label.
 """
 
-import copy
+import dataclasses
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 
 IGNORED = -100  # a label that losses ignore
 GIVEN = ("input_ids", "token_type_ids")  # columns that a model reads; tasks read the others
+DOCUMENTS = "document_lengths"  # a column of items that consist of several texts
+INSTALLED = "_rows_call"  # the attribute of a model with what serves it
 
 
 def rounded_up(number: int) -> int:
@@ -104,13 +108,14 @@ class Rows:
     @classmethod
     def join(
         cls, per_token: Mapping[str, Tensor], lengths: Tensor, more: Mapping[str, Any] | None = None, shared: Tensor | None = None,
-        first_texts: Tensor | None = None, multiple: int = 0,
+        first_texts: Tensor | None = None, multiple: int = 0, items: int = 0,
     ) -> "Rows":  # fmt: skip
         """Make rows of columns `per_token`, which are joined already, and `more` columns per text or item.
 
         `lengths` are those of the texts without the tokens that they share with the text before them: `shared`, which is 0 for at least
-        every second text. `first_texts` of the items and the number of texts are given if items have different numbers of them. With a
-        `multiple`, which GPUs prefer, sizes are rounded up.
+        every second text. `first_texts` of the items and the number of texts are given if items have different numbers of them, and
+        otherwise `items`, if an item has several. Labels have the name "labels": `labelled` becomes the tokens that have one, and
+        `answers` those labels. With a `multiple`, which GPUs prefer, sizes are rounded up.
         """
         texts, whole = len(lengths), lengths if shared is None else lengths + shared
         used, width, total, squares = int(lengths.sum()), max(whole.tolist(), default=0), int(whole.sum()), int((whole**2).sum())
@@ -135,27 +140,16 @@ class Rows:
             # Few different numbers of keys on a GPU; a surplus costs nothing.
             room = -(-2 * (total + tokens - used) // tokens) * (tokens // 2) if multiple else 0
             columns |= _keys(starts, lengths, before, of_token, room) | {"shared": shared}
-        items = texts
         if first_texts is not None:
             columns["first_texts"], items = first_texts, len(first_texts) - 1
-        targets = int((columns["labels"] != IGNORED).sum()) if "labels" in per_token else 0
-        return cls(columns, items, texts, used, total, squares, width, longest, targets)
-
-    @classmethod
-    def of_padded(cls, batch: Mapping[str, Any], multiple: int = 0) -> "Rows":
-        """Make rows of a padded batch. A text begins at each position 0 of `position_ids`, if there are some."""
-        mask, shared, first_texts = batch["attention_mask"].bool(), batch.get("shared"), None
-        own = mask if shared is None else mask & (torch.arange(mask.shape[1]) >= shared[:, None])
-        is_per_token = lambda name: getattr(batch[name], "shape", ())[:2] == mask.shape and name != "attention_mask"
-        per_token = {name: batch[name][own] for name in batch if is_per_token(name)}
-        more = {name: value for name, value in batch.items() if name not in (*per_token, "attention_mask", "shared")}
-        lengths = own.sum(1)
-        if (positions := per_token.pop("position_ids", None)) is not None:
-            more["lines"] = cls.join({}, lengths, multiple=multiple)
-            ends = F.pad(lengths.cumsum(0), (1, 0))
-            starts = F.pad((positions == 0).nonzero().flatten(), (0, 1), value=len(positions))
-            lengths, first_texts = starts.diff(), torch.searchsorted(starts, ends)
-        return cls.join(per_token, lengths, more, shared, first_texts, multiple)
+        targets = columns["target"].targets if "target" in columns else 0
+        if "labels" in per_token:
+            places = (per_token["labels"] != IGNORED).nonzero().flatten()
+            targets = len(places)
+            room = rounded_up(targets) if multiple else max(1, targets)
+            columns["labelled"] = F.pad(places, (0, room - targets))
+            columns["answers"] = F.pad(per_token["labels"][places], (0, room - targets), value=IGNORED)
+        return cls(columns, items or texts, texts, used, total, squares, width, longest, targets)
 
     def __getitem__(self, name: str) -> Any:
         return self.columns[name]
@@ -183,10 +177,16 @@ class Rows:
         return "keys" in self.columns
 
     def _with(self, columns: dict[str, Any], **numbers: int) -> "Rows":
-        made = copy.copy(self)
-        vars(made).pop("grid", None)
-        vars(made).update(columns=columns, **numbers)
-        return made
+        return dataclasses.replace(self, columns=columns, **numbers)
+
+    def __copy__(self) -> "Rows":
+        return self._with({**self.columns})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all columns, those of inner rows too."""
+        found = {name: value for name, value in self.columns.items() if isinstance(value, Tensor)}
+        inner = [(name, value.tensors()) for name, value in self.columns.items() if isinstance(value, Rows)]
+        return found | {f"{name}/{column}": value for name, some in inner for column, value in some.items()}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Rows":
         """Return the rows with other tensors, which have the same sizes."""
@@ -246,12 +246,74 @@ class Rows:
         """Return the sum over the tokens of each item: [tokens] -> [items]. It does not depend on other items."""
         starts = self.starts[: self.texts + 1].long()
         starts = starts[self["first_texts"]] if "first_texts" in self else starts
-        return torch.segment_reduce(values[: self.used], "sum", lengths=starts.diff(), unsafe=True)
+        wide = values if values.is_floating_point() else values.float()
+        return torch.segment_reduce(wide[: self.used], "sum", lengths=starts.diff(), unsafe=True).to(values.dtype)
 
     @functools.cached_property
     def lengths(self) -> list[int]:
         """The tokens of each text of rows that share nothing. It reads the device."""
         return self.starts[: self.texts + 1].diff().tolist()
+
+
+class Collate:
+    """Makes `Rows` of tokenized items. It holds no function, so data workers can unpickle it.
+
+    The columns `per_token` have a value for each token. An item has one text, a list of texts, or several that DOCUMENTS divides. With
+    `is_causal`, the label of a token becomes that of the token before it. With `shares`, an item has two texts, whose common prompt
+    is stored once. `target` is the column with the texts of a decoder. With a `multiple`, which GPUs prefer, sizes are rounded up.
+    """
+
+    def __init__(
+        self, per_token: tuple[str, ...] = (), multiple: int = 0, is_causal: bool = False, shares: bool = False, target: str = ""
+    ):
+        self.per_token, self.multiple, self.is_causal, self.shares, self.target = per_token, multiple, is_causal, shares, target
+
+    def __call__(self, items: list[dict[str, Any]]) -> Rows:
+        names = [name for name in (*GIVEN, *self.per_token) if name in items[0]]
+        texts = [dict(zip(names, text)) for item in items for text in zip(*(_texts_of(item, name) for name in names))]
+        for text in texts if self.is_causal else ():
+            text["labels"] = [*text["labels"][1:], IGNORED]
+        shared, first_texts = None, None
+        if self.shares:
+            some = [number for one, other in zip(texts[::2], texts[1::2]) for number in (0, _common(one, other))]
+            texts, shared = [{n: v[k:] for n, v in text.items()} for text, k in zip(texts, some)], torch.tensor(some)
+        if DOCUMENTS in items[0]:
+            first_texts = F.pad(torch.tensor([len(item[DOCUMENTS]) for item in items]).cumsum(0), (1, 0))
+        done = (*names, self.target, DOCUMENTS, "attention_mask")
+        more = {name: _column([item[name] for item in items]) for name in items[0] if name not in done}
+        if self.target:
+            ends = [max((i + 1 for i, label in enumerate(item[self.target]) if label != IGNORED), default=0) for item in items]
+            labels = {"labels": _joined([item[self.target][:end] for item, end in zip(items, ends)])}
+            more["target"] = Rows.join(labels, torch.tensor(ends), multiple=self.multiple)
+        per_token = {name: _joined([text[name] for text in texts]) for name in names}
+        lengths = torch.tensor([len(text["input_ids"]) for text in texts])
+        return Rows.join(per_token, lengths, more, shared, first_texts, self.multiple, len(items))
+
+
+def _texts_of(item: dict[str, Any], name: str) -> list[Any]:
+    values = item[name]
+    if DOCUMENTS in item:
+        ends = [*itertools.accumulate(item[DOCUMENTS], initial=0)]
+        return [values[start:end] for start, end in itertools.pairwise(ends)]
+    return values if len(values) and isinstance(values[0], list) else [values]
+
+
+def _common(one: dict[str, list], other: dict[str, list]) -> int:
+    """Return how many tokens two texts share before the first label of either. The second one keeps a token of its own."""
+    same = zip(one["input_ids"], other["input_ids"][:-1], one["labels"], other["labels"])
+    return sum(1 for _ in itertools.takewhile(lambda at: at[0] == at[1] and at[2] == at[3] == IGNORED, same))
+
+
+def _joined(parts: list[list]) -> Tensor:
+    return torch.tensor([value for part in parts for value in part], dtype=torch.long)
+
+
+def _column(values: list[Any]) -> Tensor:
+    """Return values per item. Lists of different lengths are filled with NaN."""
+    if isinstance(values[0], list) and len({len(some) for some in values}) > 1:
+        most = max(map(len, values))
+        values = [[*some, *[float("nan")] * (most - len(some))] for some in values]
+    return torch.tensor(values)
 
 
 def _keys(starts: Tensor, lengths: Tensor, shared: Tensor, of_token: Tensor, room: int) -> dict[str, Tensor]:
@@ -295,17 +357,23 @@ class RowsCall:
     def __init__(self, model: nn.Module, owner: Any):
         """`owner` is the model of transformers in `model`, which may have adapters around it."""
         self.called, self.owner, self.hooks = hook_target(model, owner), owner, []
+        self.names = [*inspect.signature(type(owner).forward).parameters]
 
     def install(self) -> None:
+        if earlier := vars(self.owner).get(INSTALLED):
+            earlier.remove()
         self.hooks += [
             self.called.register_forward_pre_hook(self._open, with_kwargs=True),
             self.called.register_forward_hook(self._close, always_call=True),
         ]
 
+        setattr(self.owner, INSTALLED, self)
+
     def remove(self) -> None:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        vars(self.owner).pop(INSTALLED, None)
 
     def computed(self, rows: Rows) -> Rows:
         """Return the rows that the model computes for these."""
@@ -315,7 +383,11 @@ class RowsCall:
         """Return the arguments of the model."""
         fill = getattr(self.owner.config.get_text_config(), "pad_token_id", None) or 0
         found = {name: rows.pad(rows[name], fill if name == "input_ids" else 0) for name in GIVEN if name in rows}
-        return found | {"attention_mask": rows.grid.mask.long()}
+        found["attention_mask"] = rows.grid.mask.long()
+        if "target" in rows:  # the model does not need the labels, and computes no loss itself
+            labels = rows["target"].pad(rows["target"]["labels"], IGNORED)
+            found["decoder_input_ids"] = self.owner.prepare_decoder_input_ids_from_labels(labels=labels)
+        return {name: value for name, value in (found | {"use_cache": False}).items() if name in self.names}
 
     def _open(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         self.rows, name = None, self.owner.main_input_name  # the wrapper of adapters passes it by its name
@@ -330,7 +402,7 @@ class RowsCall:
         rows, self.rows = self.rows, None
         if rows is None or output is None:  # None: the model has raised an error
             return None
-        at, own = rows.grid, rows.get("own")
+        at, own = rows.get("target", rows).grid, rows.get("own")
 
         def flat(x: Tensor) -> Tensor:
             if x.ndim > 2 and x.shape[:2] == at.mask.shape:
@@ -338,6 +410,13 @@ class RowsCall:
             return x if own is None or x.shape[:2] != (1, len(at.places)) else x[:, own]
 
         return map_tensors(output, flat)
+
+
+def accept_rows(model: nn.Module) -> None:
+    """Let a model of transformers, or the one in `model`, be called with `Rows`. Nothing happens to one that computes them already."""
+    owner = next((m for m in model.modules() if hasattr(type(m), "main_input_name")), None)
+    if owner is not None and INSTALLED not in vars(owner):
+        RowsCall(model, owner).install()
 
 
 def hook_target(model: nn.Module, owner: nn.Module) -> nn.Module:

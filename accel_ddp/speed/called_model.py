@@ -2,16 +2,13 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from accel_ddp.engine.losses import CurrentBatch, current_batch
-from accel_ddp.engine.rows import Grid, Rows, RowsCall
+from accel_ddp.engine.rows import INSTALLED, Rows, RowsCall
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.comparison import Compared
 from accel_ddp.speed.layer_stacks import DROPPED, expert_configs, replace_tables, restore_tables, windows_of
 from accel_ddp.speed.padding_free import GROUPED, NAME, NAME_OF_EAGER, NeedsPadding
-
-INSTALLED = "_without_padding"  # the attribute of a model with what was installed
 
 
 class CalledModel(Compared, RowsCall):
@@ -28,7 +25,7 @@ class CalledModel(Compared, RowsCall):
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
             raise NeedsPadding("it is not a transformers model")
-        if earlier := vars(owner).get(INSTALLED):  # by another run in this process
+        if isinstance(earlier := vars(owner).get(INSTALLED), CalledModel):  # by another run in this process
             earlier.remove()
         RowsCall.__init__(self, model, owner)
         self.model, self.is_sharded = model, is_sharded
@@ -42,17 +39,15 @@ class CalledModel(Compared, RowsCall):
         self.expert_configs = expert_configs(owner, [config for config, _ in self.configs.values()])
         self.windows = windows_of(config for config, _ in self.configs.values())
         padding_free.register()
-        self.last_batch: CurrentBatch | None = None
         self.token: Any = None  # of `is_active` during a call
 
     def install(self) -> None:
-        RowsCall.install(self)
+        super().install()
         for config, kind in self.configs.values():
             config._attn_implementation = NAME_OF_EAGER if kind == "eager" else NAME
         for config in self.expert_configs:
             config._experts_implementation = NAME
         replace_tables(self.owner)
-        setattr(self.owner, INSTALLED, self)
 
     def remove(self) -> None:
         for config, kind in self.configs.values():
@@ -60,28 +55,8 @@ class CalledModel(Compared, RowsCall):
         for config in self.expert_configs:
             config._experts_implementation = GROUPED
         restore_tables(self.owner)
-        vars(self.owner).pop(INSTALLED, None)
-        RowsCall.remove(self)
+        super().remove()
+        RowsCall(self.model, self.owner).install()
 
     def computed(self, rows: Rows) -> Rows:
         return rows if self.shares else rows.apart()
-
-    def rows_of_call(self, given: dict[str, Any]) -> tuple[Rows | None, Grid | None]:
-        """Return the rows that this call computes, and the padded batch that the model gets instead of them."""
-        current = current_batch()
-        if current is not self.last_batch:
-            self.last_batch = current
-            self.on_new_batch()
-        if self.rows is not None:
-            return self.rows, self.rows.grid
-        rows = getattr(current and current.batch, "rows", None)
-        if rows is None:
-            return None, None
-        name = "position_ids" if "lines" in rows else "attention_mask"
-        mine, found = current.batch[name], given.get(name)
-        is_same = lambda: found.data_ptr() == mine.data_ptr() and found.numel() == mine.numel()
-        if found is not mine and not (isinstance(found, Tensor) and is_same()):
-            return None, None
-        rows = self.computed(rows)
-        lines = rows.get("lines", rows)
-        return rows, lines.grid_of_size(mine.shape[1], len(rows["positions"]))

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import CurrentBatch
-from accel_ddp.engine.rows import Rows, unpack
+from accel_ddp.engine.rows import Rows
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.text import first_line
 from accel_ddp.training import isolation
 from accel_ddp.training.padding_check import without_tf32
-from accel_ddp.training.stream import CountingCollate, with_sizes
 
 Loss = Callable[[Any], Any]
 
@@ -81,16 +79,17 @@ class Compared:
         makes = self.is_single and not is_sharded(self.model)  # the root of a sharded model must be called
         if made := max((w for w in limits if makes and w < min(positions, isolation.LONGEST_MADE)), default=0):
             self.compared = None
-            texts = _batch_of(isolation.made_texts(config, min(positions, made + made // 4 + 2)), self.owner.device)
+            some = isolation.made_texts(config, min(positions, made + made // 4 + 2))
+            texts = Rows.join({"input_ids": torch.cat(some)}, torch.tensor([*map(len, some)])).to(self.owner.device)
             keeps = "logits_to_keep" in inspect.signature(type(self.owner).forward).parameters
             more = {"logits_to_keep": 1} if keeps else {}
 
             def call(some: Any) -> float:
-                self.model(some.rows, **more)
+                self.model(some, **more)
                 return 0.0  # only hidden states count
 
             if reason := self._problem(call, texts, allowed, None if exact is None else []):
-                return f"{reason}, in texts of {texts.rows.width} tokens", 1 << 30
+                return f"{reason}, in texts of {texts.width} tokens", 1 << 30
             limits -= {w for w in limits if w <= made}
         return "", min((w // 2 if w < positions else positions for w in limits), default=1 << 30)
 
@@ -101,7 +100,7 @@ class Compared:
         """
         (padded, before), (packed, after) = [self._pass(loss, batch, is_packed) for is_packed in (False, True)]
         if self.compared is None and not self.is_fixed:
-            return "its attention mask is not the mask of the batch"
+            return "the loss does not call it with the rows of the batch"
         self.of_padding, texts, unit = self._texts(before), self._texts(after), "of the largest value of a channel"
         self.apart, losses = 0.0, f"a loss of {packed:.6g} instead of {padded:.6g}"
         if exact is None:
@@ -113,33 +112,27 @@ class Compared:
         differs = (
             "" if is_near or exact == [] else f"its result differs without padding: by {self.apart:.1e} {unit}, with {losses}"
         )
-        name = self.owner.main_input_name
-        given = batch.get(name) if isinstance(batch, Mapping) else None
-        if not isinstance(given, Tensor):
+        name, is_rows = self.owner.main_input_name, isinstance(batch, Rows)
+        if not is_rows and not isinstance(batch.get(name) if isinstance(batch, Mapping) else None, Tensor):
             return f"its batches have no {name}, in which another text could be put"
 
         def forward(some: list[Tensor]) -> list[Tensor]:
-            other = copy.copy(batch)
-            if self.is_fixed:
-                other[name] = torch.stack(some)
+            if is_rows:
+                other = batch.replaced(input_ids=torch.cat([*some, batch.tokens[batch.used :]]))
             else:
-                rows = batch.rows
-                flat = torch.cat([*some, rows.tokens[rows.used :]])
-                grid = rows.get("lines", rows).grid_of_size(given.shape[1], len(flat))
-                other[name] = torch.where(batch["attention_mask"].bool(), unpack(flat[None], grid), given)
-                other.rows = rows.replaced(input_ids=flat)
+                other = copy.copy(batch)
+                other[name] = torch.stack(some)
             return self._texts(self._pass(loss, other, True)[1])
 
-        texts = list(given) if self.is_fixed else self._split(batch.rows.tokens[None], batch.rows)
+        texts = self._split(batch.tokens[None], batch) if is_rows else list(batch[name])
         # The positions of tokens in a row are known if there is one stack, and no text shares its beginning.
-        named = self.owner if not self.is_fixed and self.is_single and not batch.rows.is_shared else None
+        named = self.owner if is_rows and self.is_single and not batch.is_shared else None
         return isolation.isolation_problem(forward, texts, self.owner.config, named) or differs
 
     def _pass(self, loss: Loss, batch: Any, is_packed: bool) -> tuple[float, Tensor]:
         """Return the loss and what is compared."""
         self.is_enabled, self.outputs = is_packed, []
-        with CurrentBatch(batch):
-            value = float(loss(batch))
+        value = float(loss(batch))
         if not self.outputs:
             raise NeedsPadding("its last layer is not called")
         last = self.outputs[-1]
@@ -154,13 +147,3 @@ class Compared:
         lengths = rows.lengths
         lengths = [a + b for a, b in zip(lengths[::2], lengths[1::2])] if rows.is_shared or "own" in rows else lengths
         return list(row[0, : rows.used].split(lengths))
-
-
-def _batch_of(texts: list[Tensor], device: torch.device) -> Any:
-    def pad(rows: list[Tensor]) -> Tensor:
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-    rows = {"input_ids": pad(texts), "attention_mask": pad([torch.ones_like(text) for text in texts])}
-    batch = with_sizes(CountingCollate(lambda _: rows)([]))
-    batch.rows = batch.rows.to(device)
-    return batch

@@ -5,17 +5,19 @@ does not use transformers' interface (DeBERTa, BLOOM) gets padded hidden states,
 """
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import current_batch
+from accel_ddp.engine.ddp import in_plain_order
 from accel_ddp.engine.rows import Grid, Rows, grain_of, pack, rounded_up, unpack
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.called_model import CalledModel
+from accel_ddp.speed.cuda_graphs import Token
 from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
 from accel_ddp.speed.layer_stacks import (
     BIASES,
@@ -52,7 +54,7 @@ class PackedLayers(CalledModel):
         self.plain: list[Call] = [stack.call_of(n) for stack in self.stacks for n in stack.numbers]
         self.calls = self.plain
         self.run: Call | None = None  # calls a layer instead of `calls`, see `capture`
-        self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
+        self.waits: Callable[[], Any] = lambda: None  # whether the last pass with checkpointed layers awaits its backward pass
         self.is_single = len(stacks) == 1
         self.forget_pass()
 
@@ -91,7 +93,7 @@ class PackedLayers(CalledModel):
             graphs, first = owner[number]
             return graphs.call(number - first, hidden, args, kwargs)
 
-        self.run, self.on_new_batch = run, lambda: [graphs.pending.clear() for graphs in found]
+        self.run = run
         return found
 
     @property
@@ -99,22 +101,16 @@ class PackedLayers(CalledModel):
         """Return what is compiled: functions that call layers with other arguments."""
         return [*self.plain]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Find the rows of this call."""
-        before = self.last_batch
-        rows, grid = self.rows_of_call(kwargs)
-        if self._checkpoints() and self.stacks[0].at is not None and self.last_batch is before:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Prepare the stacks for the rows of this call."""
+        if self._checkpoints() and self.waits() is not None and self.rows is not None:
             raise RuntimeError(
                 "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
                 "Add --padding_free off."
             )
         self.forget_pass()
-        found = rows is not None and self._set_rows(rows, grid, kwargs)
-        self.is_packed = found and self.is_enabled
+        self.is_packed = self.rows is not None and self._set_rows(self.rows, kwargs) and self.is_enabled
         self.token = is_active.set(self.is_packed)
-        # Otherwise transformers looks for texts in the positions, and waits for the GPU.
-        needs_mask = self.is_packed and kwargs.get("attention_mask") is None
-        return (args, {**kwargs, "attention_mask": grid.mask}) if needs_mask else None
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self.token is not None:
@@ -122,39 +118,31 @@ class PackedLayers(CalledModel):
             self.token = None
         if not (self._checkpoints() and torch.is_grad_enabled()):
             self.forget_pass()
+        elif self.is_packed and isinstance(output, Mapping):
+            self.waits = _backward_of(next(iter(output.values())))
 
     def _checkpoints(self) -> bool:
         """Return whether layers are called again in the backward pass, after the call of the model, and need the same `at`."""
         return any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
 
-    def _set_rows(self, rows: Rows, grid: Grid, given: dict[str, Any]) -> bool:
+    def _set_rows(self, rows: Rows, given: dict[str, Any]) -> bool:
         """Set the rows of each stack, and return whether those of the decoder are known.
 
-        A decoder that generates gets the tokens before its labels, so its row ends with the last label of each text. One that
-        classifies gets the tokens of its encoder.
+        A decoder that generates gets the tokens before its labels. One that classifies gets the tokens of its encoder.
         """
-        stacks, self.compared = self.stacks, rows if self.outputs is not None else None
-        stacks[0].rows, stacks[0].grid = rows, grid
+        stacks, target = self.stacks, rows.get("target", rows)
+        self.compared = target if self.outputs is not None else None
+        stacks[0].rows, stacks[0].grid = rows, rows.grid
         if len(stacks) == 1:
             return True
-        target, ids = rows, given.get("decoder_input_ids")
-        if self.owner.get_output_embeddings() is not None:
-            ids = given.get("labels") if ids is None else ids
-            target = rows.get("target")
-            if ids is None or target is None or len(ids) != target.texts or ids.shape[1] < target.width:
-                return False
-        elif ids is not None:
-            return False
-        if rows.is_shared or "first_texts" in rows or given.get("decoder_attention_mask") is not None:
+        if rows.is_shared or given.get("decoder_attention_mask") is not None:
             return False
         # One more, so that the unused end of each row has queries and keys. Rows of equal lengths could not be told apart.
         grain, more = (64, rounded_up) if rows.starts.is_cuda else (1, int)
         lengths = [more(rows.used + 1), more(target.used + 1)]
         lengths[1] += grain if lengths[0] == lengths[1] else 0
-        self.compared = target if self.outputs is not None else None
-        widths = [grid.mask.shape[1], (grid.mask if ids is None else ids).shape[1]]
-        for stack, some, length, width in zip(stacks, (rows, target), lengths, widths):
-            stack.rows, stack.grid = some, some.grid_of_size(width, length)
+        for stack, some, length in zip(stacks, (rows, target), lengths):
+            stack.rows, stack.grid = some, some.grid_of_size(some.width, length)
         return True
 
     def _segments(self, stack: Stack, hidden: Tensor) -> Segments:
@@ -185,12 +173,11 @@ class PackedLayers(CalledModel):
             out = stack.originals[number - stack.numbers[0]](hidden_states, *args, **kwargs)
         else:
             hidden, given = self._shared_arguments(stack, number, hidden_states, args, kwargs)
-            current = current_batch()
-            in_plain_order = current is not None and current.in_plain_order
-            if self.run is not None and not in_plain_order and torch.is_grad_enabled():
+            is_plain = in_plain_order.get()
+            if self.run is not None and not is_plain and torch.is_grad_enabled():
                 out = self.run(number, hidden, (), given)
             else:  # compiled layers have another order of gradients, and an evaluation is not worth compiling
-                uses_calls = not in_plain_order and (torch.is_grad_enabled() or self.layers[number].training)
+                uses_calls = not is_plain and (torch.is_grad_enabled() or self.layers[number].training)
                 out = (self.calls if uses_calls else self.plain)[number](hidden, **given)
             out = unpack(out[:, : len(stack.grid.places)], stack.grid) if number == stack.numbers[-1] else out
             out = (out, *[None] * (stack.outputs - 1)) if stack.outputs else out
@@ -243,3 +230,13 @@ class PackedLayers(CalledModel):
         if id(value) not in self.known:
             self.known[id(value)] = value, pack(value, grid)  # holding the value keeps its id unique
         return self.known[id(value)][1]
+
+
+def _backward_of(output: Tensor) -> Callable[[], Any]:
+    """Return a function that returns None when the backward pass of an output has begun, or can begin no more."""
+    token = Token()
+    if output.grad_fn is not None:
+        held = output.grad_fn.metadata
+        held["accel_ddp"] = token
+        output.register_hook(lambda gradient: held.clear())
+    return weakref.ref(token)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import current_batch
-from accel_ddp.engine.rows import GIVEN, Grid, Rows, hook_target, map_tensors, pack, unpack
+from accel_ddp.engine.rows import GIVEN, Rows, hook_target, map_tensors, pack, unpack
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.called_model import CalledModel
 from accel_ddp.speed.layer_calls import LayerCalls
@@ -83,7 +82,7 @@ class RowModel(LayersOfModel):
         self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
         self.hooked = hook_target(model, owner) if self.base is owner else self.base
         signature = inspect.signature(type(self.base).forward).parameters
-        self.names = [name for name in signature if name != "self"]
+        self.base_names = [name for name in signature if name != "self"]
         if "position_ids" not in signature and not self.mixers:
             raise NeedsPadding("it does not take positions")
         self.longest = min((window // 2 for window in self.windows), default=1 << 30)  # until `check` has seen the windows
@@ -95,8 +94,6 @@ class RowModel(LayersOfModel):
         )
         is_of_tokens = owner.get_output_embeddings() is not None or type(owner).__name__.endswith("ForTokenClassification")
         self.is_per_token = is_of_tokens or self.base is owner  # whether the head computes each token separately
-        self.at: Segments | None = None  # of the base model that runs
-        self.grid: Grid | None = None  # of the padded batch that its head gets
         self.shares = not self.mixers
 
     def install(self) -> None:
@@ -124,36 +121,36 @@ class RowModel(LayersOfModel):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Give the base model the row."""
-        given = {**dict(zip(self.names, args)), **kwargs}
-        rows, self.grid = self.rows_of_call(given)
         self.begin_pass()
-        self.compared, self.at = rows if self.outputs is not None else None, None
+        rows = self.rows
+        self.compared = rows if self.outputs is not None else None
         if rows is None or not self._computes(rows):
             return None
-        self.is_row = self.rows is not None and self.is_per_token
         self.at = padding_free.segments_of(rows, self._has_flash(rows.starts.device), has_mixers=bool(self.mixers))
         self.token = is_active.set(True)
-        return (), self._inputs(given, rows)
+        return (), self._inputs({**dict(zip(self.base_names, args)), **kwargs}, rows)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Pad the hidden states of the row, if the head expects that. An error in the model gets here too, without an output."""
-        at, grid, self.at = self.at, self.grid, None
+        at, self.at = self.at, None
         if at is not None:
             is_active.reset(self.token)
             self.token = None  # a copy of the model has none
-        if output is None:
+        if output is None or self.rows is None:
             return None
-        if at is not None and not self.is_row:
-            output = map_tensors(output, lambda x: unpack(x, grid) if x.shape[:2] == (1, len(grid.places)) else x)
+        grid = self.rows.grid
         if self.outputs is not None:
             values = list(output.values()) if isinstance(output, Mapping) else output
             value = values[0] if isinstance(values, tuple | list) else values
-            self.outputs.append(pack(value, grid) if value.shape[:2] == grid.mask.shape else value)
-        return output if at is not None else None
+            self.outputs.append(pack(value, grid) if at is None else value)
+        return None if at is None or self.is_per_token else map_tensors(output, self._padded)
+
+    def _padded(self, x: Any) -> Any:
+        grid = self.rows.grid
+        return unpack(x, grid) if x.shape[:2] == (1, len(grid.places)) else x
 
     def _pad_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
-        is_open = self.at is not None and args[0].shape[:2] == (1, len(self.grid.places))
-        return (unpack(args[0], self.grid), *args[1:]) if is_open else None
+        return None if self.at is None else (self._padded(args[0]), *args[1:])
 
     def _pad_around(self, mixer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """Let a mixer get padded texts, one behind the other in its batch. Tokens do not see the padding behind them."""
@@ -184,16 +181,14 @@ class RowModel(LayersOfModel):
 
     def _inputs(self, given: dict[str, Any], rows: Rows) -> dict[str, Any]:
         """Return the arguments of the base model for a row."""
-        found = {name: pack(value, self.grid) if isinstance(value, Tensor) and value.shape[:2] == self.grid.mask.shape else value
-                 for name, value in given.items()}  # fmt: skip
-        found |= {name: rows[name][None] for name in GIVEN if name in rows and name in self.names}
-        if "position_ids" in self.names:
+        found = given | {name: rows[name][None] for name in GIVEN if name in rows and name in self.base_names}
+        if "position_ids" in self.base_names:
             found["position_ids"] = rows["positions"][None] + self.first_position
-        if self.adds_types and found.get("token_type_ids") is None:  # the buffer that would be used is too short
+        if self.adds_types and "token_type_ids" not in rows:  # the buffer that would be used is too short
             found["token_type_ids"] = torch.zeros_like(rows["positions"])[None]
         # A mask of four dimensions is passed on as it is. Without one, transformers searches the positions for texts on the device.
         found["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.starts.device)
-        found |= {"use_cache": False} if "use_cache" in self.names else {}
+        found |= {"use_cache": False} if "use_cache" in self.base_names else {}
         return found | {"segments": self.at}
 
     def _has_flash(self, device: torch.device) -> bool:
@@ -217,16 +212,11 @@ class FixedModel(LayersOfModel):
         if self.why_plain:
             raise NeedsPadding(self.why_plain)
         self.width = 0  # positions of an item
-        self.at: Segments | None = None
 
     def _dispatch(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        current = current_batch()
-        if number == 0 and current is not self.last_batch:
-            self.last_batch = current
-            self.on_new_batch()
-        # Below checkpointing a layer is called again in the backward pass, when no micro-batch is announced.
+        # Below checkpointing a layer is called again in the backward pass.
         is_checkpointed = getattr(self.layers[number], "gradient_checkpointing", False)
-        if current is None or is_checkpointed or not self.is_enabled:
+        if is_checkpointed or not self.is_enabled:
             out = self.originals[number](hidden_states, *args, **kwargs)
         else:
             if number == 0:
