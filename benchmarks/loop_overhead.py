@@ -44,11 +44,10 @@ def main(cfg: Config, steps_per_round: int) -> None:
         accel_ddp.fit(
             accelerator,
             cfg,
+            task=task,
             model=task.model,
             optimizer=accel_ddp.optim.build(task.model, cfg),
             train=batches,
-            loss_sum=task.loss_sum,
-            count=task.count,
             hooks=accel_ddp.hooks.standard(accelerator, cfg),
             speedups=None,
         )

@@ -135,8 +135,8 @@ def run_case(name: str, compile: str, steps: int) -> None:
         accelerator = accel_ddp.start(cfg)
         task = recipe.Task(cfg, accelerator)
         accel_ddp.fit(
-            accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-            loss_sum=task.loss_sum, count=task.count, hooks=[Peak()],
+            accelerator, cfg, task=task, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
+            hooks=[Peak()],
         )  # fmt: skip
 
 
