@@ -20,6 +20,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.rehearsal import move_gradients
 from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
+from accel_ddp.recipe import load_model
 from accel_ddp.speed import attach, autobatch, flops, modules, padding_free
 from accel_ddp.training.evaluation import evaluate
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
@@ -474,13 +475,15 @@ def test_evaluation_of_a_recipe_is_padding_free(monkeypatch, cache, tiny_model):
         cfg = parse_config(classify.Config, ["--model", tiny_model, *options, padding_free_option])
         accelerator = Accelerator(cpu=True)
         task = classify.Task(cfg, accelerator)
+        load_model(task)
+        task.batches()
         terms = Terms(task.model, task)
         attach.attach(accelerator, cfg, terms, task.train, total_steps=1)
         positions = []
         linear = next(m for name, m in task.model.named_modules() if name.endswith("layer.1.intermediate.dense"))
         linear.register_forward_hook(lambda module, inputs, output, seen=positions: seen.append(output.shape[:-1].numel()))
         results[padding_free_option] = evaluate(accelerator, terms, task.eval_batches), positions
-        lengths = [len(ids) for ids in task.eval_rows["input_ids"]]
+        lengths = [len(ids) for ids in task.rows[1]["input_ids"]]
     batches = [lengths[start : start + 16] for start in range(0, 50, 16)]
     assert results["on"][1] == [sum(batch) for batch in batches]
     assert results["off"][1] == [len(batch) * max(batch) for batch in batches]
