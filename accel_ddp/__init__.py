@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accel_ddp.memory.at_start import fit_memory
     from accel_ddp.observe import hooks
     from accel_ddp.ranks.agreement import together
-    from accel_ddp.recipe import train
+    from accel_ddp.recipe import fit_and_export, load_model, train
     from accel_ddp.records.eval_tables import Table
     from accel_ddp.saving import checkpoints
     from accel_ddp.sources import data, model_kinds, models, tokenization
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
         text_blocks,
         vision,
     )
-    from accel_ddp.tasks.task import ClassTask, Task
+    from accel_ddp.tasks.task import Task
+    from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare

@@ -155,7 +155,7 @@ def run_ours() -> None:
 
     facts: dict[str, Any] = {}
     memory = HostMemory()
-    build, save = sft.build_model, Checkpoints.save
+    build, save = sft.Task.build, Checkpoints.save
 
     def timed_build(*args: Any) -> Any:
         import torch
@@ -177,7 +177,7 @@ def run_ours() -> None:
         facts["save_seconds"] = time.perf_counter() - began  # the last save returns when the checkpoint is complete
         return result
 
-    sft.build_model, Checkpoints.save = timed_build, timed_save
+    sft.Task.build, Checkpoints.save = timed_build, timed_save
 
     def main(cfg: Any) -> Any:
         try:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, columns_of, option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -107,30 +107,53 @@ class Config(RecipeConfig):
             raise UserError(f"--matryoshka {given}: must be numbers of dimensions, for example 256 128.")
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModel"  # for the estimate of memory, before the model is loaded
+class Task(accel_ddp.TextTask):
+    model_class = "AutoModel"
+    checked_as = "embeddings"
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
-            train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor)
-            facts["the data"] = self.identify(train_rows, eval_rows)
-            self.dimension = self.model.config.hidden_size
-            if any(size > self.dimension for size in cfg.matryoshka):
-                raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
-        self.sizes = tuple(sorted({*cfg.matryoshka, self.dimension}, reverse=True))
-        collate = self.pad(kind=accel_ddp.contrastive.ListCollate)
-        self.use(train_rows, eval_rows, collate)
-        if cfg.mine_negatives:
-            self.mined = accel_ddp.EvalBatches(train_rows, collate, cfg.eval_batch_size, accelerator, cfg)
-            self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, self.fingerprints[0], cfg, self.mine)
+    def read(self):
+        tables = super().read()
+        if self.cfg.negatives_file and not self.cfg.evaluate_only:
+            tables[0] = accel_ddp.negatives.add_negatives(tables[0], self.cfg)
+        return tables
+
+    def items(self, rows):
+        return accel_ddp.contrastive.encode(rows, self.processor, self.cfg)
+
+    def build(self):
+        model = super().build()
+        for name, parameter in model.named_parameters():
+            if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
+                parameter.requires_grad_(False)
+        first_token = "--pooling cls" if self.cfg.pooling == "cls" else ""
+        accel_ddp.model_kinds.report_causal(model, self.processor, self.accelerator.device, self.cfg.model, first_token)
+        cfg, dimension = self.cfg, model.config.hidden_size
+        if any(size > dimension for size in cfg.matryoshka):
+            raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {dimension} dimensions.")
+        self.sizes = tuple(sorted({*cfg.matryoshka, dimension}, reverse=True))
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
-        self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
-        losses = lambda rows, keys: accel_ddp.contrastive.in_batch_losses(rows, keys, cfg.scale, self.sizes)
-        self.in_batch = accel_ddp.losses.GradCache(self.outputs, lambda batch: batch["keys"], losses)
+        self.more_files = accel_ddp.contrastive.sentence_transformers_files(dimension, cfg.pooling, cfg.max_length, prompts)
+        return model
+
+    def collate(self):
+        return self.pad(kind=accel_ddp.contrastive.ListCollate)
+
+    def batches(self):
+        cfg, losses = self.cfg, accel_ddp.contrastive.in_batch_losses
+        compare = lambda rows, keys: losses(rows, keys, cfg.scale, self.sizes)
         self.whole_batch = not cfg.score_column
+        self.in_batch = accel_ddp.losses.GradCache(self.outputs, lambda batch: batch["keys"], compare)
+        train, test = super().batches()
+        if cfg.mine_negatives:
+            self.mined = accel_ddp.EvalBatches(self.rows[0], self.collate(), cfg.eval_batch_size, self.accelerator, cfg)
+            train = accel_ddp.negatives.MinedBatches(self.rows[0], self.collate(), self.fingerprints[0], cfg, self.mine)
+        self.train = train
+        return train, test
+
+    def mine(self):
+        """Return the rows of the hardest negatives of each anchor, for the current weights."""
+        keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
+        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
 
     def prepare(self, model, batches, team, seeded):
         if self.whole_batch:
@@ -144,39 +167,28 @@ class Task(accel_ddp.Task):
             return self.in_batch.terms(model, batch, team)
         return {"loss": accel_ddp.contrastive.score_losses(self.outputs(model, batch), batch["scores"], self.sizes)}
 
-    def mine(self):
-        """Return the rows of the hardest negatives of each anchor, for the current weights."""
-        keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
-        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
-
     def count(self, batch):
         return len(batch["keys"])
 
     def measure(self, model, batch):
-        if self.cfg.score_column:
-            cosines = accel_ddp.contrastive.pair_cosines(self.outputs(model, batch), self.sizes)
-            return {"cosines": cosines, "scores": batch["scores"]}
-        return {"embeddings": self.outputs(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
+        if self.whole_batch:
+            return {"embeddings": self.outputs(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
+        return {"cosines": accel_ddp.contrastive.pair_cosines(self.outputs(model, batch), self.sizes), "scores": batch["scores"]}
 
     def metrics(self, table):
-        self.rows = rows = table  # for `tables`
-        if self.cfg.score_column:
-            return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
-        return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
+        self.table = table  # for `tables`
+        if self.whole_batch:
+            return accel_ddp.contrastive.retrieval_metrics(table["embeddings"], table["keys"], self.sizes)
+        return accel_ddp.contrastive.correlation_metrics(table["cosines"], table["scores"], self.sizes)
 
     def tables(self):
-        rows, self.rows = self.rows, {}  # the embeddings of all items are large
-        return accel_ddp.contrastive.make_tables(rows, self.cfg.log_predictions, self.describe)
-
-    def describe(self, items):
-        columns = {"anchor": self.cfg.anchor_column, "positive": self.cfg.positive_column}
-        rows = self.eval_texts[items]
-        return {name: accel_ddp.data.read_texts(rows, column) for name, column in columns.items()}
+        table, self.table = self.table, {}  # the embeddings of all items are large
+        return accel_ddp.contrastive.make_tables(table, self.cfg.log_predictions, self.describe)
 
     @property
     def example(self):
-        texts = accel_ddp.examples.first_texts(self.eval_texts, [self.cfg.anchor_column, self.cfg.positive_column])
-        anchor, positive = map(accel_ddp.examples.literal, texts)
+        texts = self.first_texts()
+        anchor, positive = map(accel_ddp.examples.literal, (texts["anchor"], texts["positive"]))
         return (
             "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder}); "
             f'a, b = use.encode({anchor}, prompt_name="query"), use.encode({positive}, prompt_name="document"); '
@@ -184,52 +196,13 @@ class Task(accel_ddp.Task):
         )
 
 
-def build_data(cfg: Config, tokenizer):
-    """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the evaluation texts."""
-    tables = accel_ddp.data.load_rows(cfg)
-    accel_ddp.data.check_columns(cfg, *tables)
-    for name, one in columns_of(cfg, "text"):
-        accel_ddp.data.require_texts({name: one}, *tables)
-    columns = [one for _, one in columns_of(cfg, "text")]
-    more = accel_ddp.negatives.COLUMN
-    if cfg.negatives_file and not cfg.evaluate_only:
-        tables = (accel_ddp.negatives.add_negatives(tables[0], cfg), tables[1])
-
-    def encode(rows):
-        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
-        texts += [[(some + [""] * cfg.num_negatives)[i] for some in rows[more]] for i in range(cfg.num_negatives) if more in rows]
-        prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(texts) - 1)
-        prefixed = [[prefix + text for text in some] for prefix, some in zip(prefixes, texts)]
-        tokens = [tokenizer(some, truncation=True, max_length=cfg.max_length)["input_ids"] for some in prefixed]
-        done = {"input_ids": [list(row) for row in zip(*tokens)], "keys": accel_ddp.contrastive.text_keys(texts)}
-        problems = accel_ddp.data.find_text_problems(rows, columns)
-        if cfg.score_column:
-            done["scores"], others = accel_ddp.contrastive.read_scores(rows[cfg.score_column], cfg)
-            problems = accel_ddp.data.merge_problems(problems, others)
-        return {**done, "problem": problems}
-
-    scores = [cfg.score_column, cfg.min_score, cfg.max_score]
-    options = [cfg.anchor_prefix, cfg.positive_prefix, cfg.max_length, cfg.num_negatives]
-    usable = accel_ddp.tokenization.encode_tables(tables, encode, tokenizer, [columns, options, scores], cfg)
-    accel_ddp.tokenization.report_truncated(usable, cfg.max_length)
-    return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]))
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModel
-
-    model = accel_ddp.models.load(AutoModel, cfg, tokenizer)
-    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
-    for name, parameter in model.named_parameters():
-        if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
-            parameter.requires_grad_(False)
-    first_token = "--pooling cls" if cfg.pooling == "cls" else ""
-    accel_ddp.model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model, first_token)
-    return model
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ depends on the micro-batch. It equals the result of one rank with the whole batc
 = --global_batch_size. With --norm group, or with a model without batch norm, it is exact for every split. Evaluations and
 checkpoints use the running statistics of rank 0.
 
-For other data or another model, change `build_data` or `build_model`. recipes/own_loop.py contains the loop written out.
+For other data or another model, change `Task`. recipes/own_loop.py contains the loop written out.
 """
 
 from dataclasses import dataclass
@@ -72,64 +72,57 @@ class Config(ScoredConfig):
 
 
 class Task(accel_ddp.ClassTask):
-    model_class = "AutoModelForImageClassification"  # for the estimate of memory, before the model is loaded
+    model_class = "AutoModelForImageClassification"
 
-    def __init__(self, cfg: Config, accelerator):
+    def load_tokenizer(self):
+        return None  # `build` loads the image processor
+
+    def read(self):
+        tables = accel_ddp.vision.load_images(self.cfg)
+        use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
+        self.use_labels(accel_ddp.labels.Labels.from_rows(*tables, self.cfg.label_column, use_both=use_both))
+        if self.labels.is_multi_label:
+            raise UserError(f"--label_column {self.cfg.label_column}: contains lists, but each image must have one label.")
+        return tables
+
+    def encode(self, tables):
+        made = accel_ddp.vision.check_images(tables, self.labels, self.cfg)
+        self.check_labels(*(images.properties["labels"][:] for images in made))
+        return made
+
+    def build(self):
+        model, self.processor = accel_ddp.vision.build_model(self.cfg, self.accelerator, self.labels, self.rows[0])
+        return model
+
+    def batches(self):
         from torch.utils.data import default_collate
 
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "classes")
-            train, test, self.labels = build_data(cfg)
-            self.more_metrics.try_out(test.properties["labels"][:], self.labels.names)
-            self.model, self.processor = build_model(cfg, accelerator, self.labels, train)
-            self.fingerprints = [train.fingerprint, test.fingerprint]
-            facts["the data"] = "".join(self.fingerprints)
-        self.test, augmented = test, accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
-        self.use(augmented, accel_ddp.vision.Images(test, self.processor, self.model), default_collate)
+        train, test = (accel_ddp.vision.Images(some, self.processor, self.model) for some in self.rows)
+        train.augment = self.cfg.augment
+        self.use(train, test, default_collate)
+        return self.train, self.eval_batches
 
     def outputs(self, model, batch):
         pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
         return model(pixel_values=pixels).logits.float()
 
     def describe(self, items):
-        return accel_ddp.vision.describe(self.test, items)
+        return accel_ddp.vision.describe(self.rows[1], items)
 
     @property
     def example(self):
         remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
         use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
-        return f"{accel_ddp.vision.loading_code(self.cfg, self.test)}; {use}; print(use(image))"
-
-
-def build_data(cfg: Config):
-    """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
-    tables = accel_ddp.vision.load_images(cfg)
-    use_both = accel_ddp.labels.may_lack_classes(cfg, tables[0])
-    labels = accel_ddp.labels.Labels.from_rows(*tables, cfg.label_column, use_both=use_both)
-    if labels.is_multi_label:
-        raise UserError(f"--label_column {cfg.label_column}: contains lists, but each image must have one label.")
-    images = accel_ddp.vision.check_images(tables, labels, cfg)
-    labels.report_classes(part.properties for part in images)
-    return (*images, labels)
-
-
-def build_model(cfg: Config, accelerator, labels, train):
-    """Return the model and its image processor."""
-    from transformers import AutoModelForImageClassification
-
-    if cfg.model == "mini-resnet":
-        config = accel_ddp.vision.MiniResNetConfig(norm=cfg.norm, **labels.model_config())
-        model = accel_ddp.vision.MiniResNetForImageClassification(config)
-    else:  # a head for other labels is replaced
-        model = accel_ddp.models.load(AutoModelForImageClassification, cfg, **labels.model_config(), ignore_mismatched_sizes=True)
-    processor = accel_ddp.vision.load_processor(cfg, model, train)
-    accel_ddp.vision.report_batch_norm(model, cfg)
-    return accel_ddp.models.prepare(model, cfg, accelerator), processor
+        return f"{accel_ddp.vision.loading_code(self.cfg, self.rows[1])}; {use}; print(use(image))"
 
 
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

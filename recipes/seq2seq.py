@@ -48,32 +48,45 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForSeq2SeqLM"  # for the estimate of memory, before the model is loaded
+class Task(accel_ddp.TextTask):
+    model_class = "AutoModelForSeq2SeqLM"
 
-    def __init__(self, cfg: Config, accelerator):
+    def read(self):
+        self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts")
+        return super().read()
+
+    def items(self, rows):
+        return accel_ddp.generation_metrics.encode(rows, self.processor, self.cfg)
+
+    def report_truncated(self, tables):
+        accel_ddp.generation_metrics.report_truncated(tables, self.cfg)
+
+    def encode(self, tables):
+        made = super().encode(tables)
+        self.sources, self.targets = made[1]["source"][:], made[1]["target"][:]
+        self.more_metrics.try_out(self.targets, sources=self.sources)
+        return made
+
+    def adjust(self, model):
+        accel_ddp.generation_metrics.require_decoder(model, self.cfg)
+        options = (model.generation_config, self.cfg.max_new_tokens, self.cfg.num_beams)
+        model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
+
+    def batches(self):
         from transformers import DataCollatorForSeq2Seq
 
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "texts")
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSeq2SeqLM")
-            self.processor.padding_side = "right"
-            train_rows, self.eval_rows = build_data(cfg, self.processor)
-            self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])
-            self.model = build_model(cfg, accelerator, self.processor)
-            facts["the data"] = self.identify(train_rows, self.eval_rows)
-        multiple = 8 if accelerator.device.type == "cuda" else None
+        multiple = 8 if self.accelerator.device.type == "cuda" else None
+        self.processor.padding_side = "right"
         collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
-        train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
-        lengths = partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels"))  # of sources and targets
-        self.use(train_rows, eval_rows, collate, lengths)
+        rows = (rows.select_columns(["input_ids", "attention_mask", "labels"]) for rows in self.rows)
+        self.use(*rows, collate, partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels")))
+        return self.train, self.eval_batches
 
     def outputs(self, model, batch):
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
-        inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return model(**inputs, use_cache=False).logits
+        decoder = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        return model(**inputs, decoder_input_ids=decoder, use_cache=False).logits
 
     def terms(self, model, batch, team):
         return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
@@ -86,23 +99,20 @@ class Task(accel_ddp.Task):
         losses = accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"], "rows")
         return {"loss": losses, "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
 
-    def metrics(self, rows):
-        generated = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
-        sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        self.rows, self.generated = rows, generated  # for `tables`
-        loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
-        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(generated, targets)}
-        return self.more_metrics.add_to(metrics, predictions=generated, references=targets, sources=sources)
+    def metrics(self, table):
+        self.generated = accel_ddp.generation_metrics.decode(table["generated"], self.processor)
+        self.losses = table["loss"] / table["tokens"].clip(min=1)  # for `tables`
+        loss = table["loss"].sum(dtype="float64") / table["tokens"].sum()
+        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(self.generated, self.targets)}
+        return self.more_metrics.add_to(metrics, predictions=self.generated, references=self.targets, sources=self.sources)
 
     def tables(self):
-        sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
-        shown = (self.cfg.log_predictions, sources, targets, self.generated, losses, self.cfg.samples)
+        shown = (self.cfg.log_predictions, self.sources, self.targets, self.generated, self.losses, self.cfg.samples)
         return accel_ddp.generation_metrics.make_tables(*shown)
 
     @property
     def example(self):
-        source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.eval_rows[0]["source"]))
+        source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.sources[0]))
         # Adapters have no generation config.
         options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
         return (
@@ -112,41 +122,13 @@ class Task(accel_ddp.Task):
         )
 
 
-def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, and the texts `source` and `target`."""
-    train, test = (rows.flatten() for rows in accel_ddp.data.load_rows(cfg))  # keys of dictionaries become columns
-    columns = {"source_column": cfg.source_column, "target_column": cfg.target_column}
-    accel_ddp.data.require_texts(columns, train, test)
-
-    def encode(rows):
-        sources, targets = (accel_ddp.data.read_texts(rows, column) for column in columns.values())
-        prefixed = [cfg.prefix + source for source in sources]
-        inputs = tokenizer(prefixed, truncation=True, max_length=cfg.max_length)
-        labels = tokenizer(text_target=targets, truncation=True, max_length=cfg.max_target_length)["input_ids"]
-        return {
-            **{"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels},
-            **{"source": sources, "target": targets, "problem": accel_ddp.data.find_text_problems(rows, list(columns.values()))},
-            "max_length": accel_ddp.generation_metrics.find_truncated(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
-            "max_target_length": accel_ddp.generation_metrics.find_truncated(tokenizer, targets, labels, cfg.max_target_length),
-        }
-
-    depends_on = [columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
-    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
-    return accel_ddp.generation_metrics.report_truncated(usable, cfg)
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModelForSeq2SeqLM
-
-    model = accel_ddp.models.load(AutoModelForSeq2SeqLM, cfg, tokenizer)
-    accel_ddp.generation_metrics.require_decoder(model, cfg)
-    options = (model.generation_config, cfg.max_new_tokens, cfg.num_beams)
-    model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_2_SEQ_LM")
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

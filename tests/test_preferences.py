@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from accel_ddp.engine.losses import CurrentBatch
-from accel_ddp.engine.terms import checked, numbers_of
 from accel_ddp.engine.step_sums import LossNumbers
+from accel_ddp.engine.terms import checked, numbers_of
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.ranks.team import Team

@@ -12,6 +12,7 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.step import train_step
 from accel_ddp.engine.terms import Terms
 from accel_ddp.training import optim
+from tests.programs.base import Task
 
 
 class Ended(Exception): ...
@@ -20,11 +21,6 @@ class Ended(Exception): ...
 def end_before_the_third(number: int) -> None:
     if number == 2:
         raise Ended
-
-
-class Squares:
-    def terms(self, model: nn.Module, batch: torch.Tensor, team) -> dict[str, torch.Tensor]:
-        return {"loss": model(batch).square().sum(1)}
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -39,7 +35,7 @@ def test_a_step_can_be_paused_before_each_micro_batch_and_ended_there():
     for pause in (lambda number: None, lambda number: torch.randn(2), end_before_the_third):
         model, paused = copy.deepcopy(first), []
         optimizer = optim.build(model, cfg)
-        train_step(Accelerator(cpu=True), cfg, Terms(model, Squares()), optimizer, steps[0])
+        train_step(Accelerator(cpu=True), cfg, Terms(model, Task()), optimizer, steps[0])
         before = state_of(model, optimizer)
 
         def observe(number, pause=pause, paused=paused, before=before, model=model, optimizer=optimizer):
@@ -48,7 +44,7 @@ def test_a_step_can_be_paused_before_each_micro_batch_and_ended_there():
 
         is_ended = pause is end_before_the_third
         with pytest.raises(Ended) if is_ended else contextlib.nullcontext():
-            train_step(Accelerator(cpu=True), cfg, Terms(model, Squares()), optimizer, steps[1], pause=observe)
+            train_step(Accelerator(cpu=True), cfg, Terms(model, Task()), optimizer, steps[1], pause=observe)
         assert paused == [(0, True), (1, True), (2, True)]
         found.append(state_of(model, optimizer))
         assert all(map(torch.equal, before, found[-1])) == is_ended

@@ -17,7 +17,7 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.memory import fake_model
-from accel_ddp.memory.fake_model import LORA_TASKS, States, count_states
+from accel_ddp.memory.fake_model import States, count_states
 from accel_ddp.memory.step_trace import (
     ACTIVATIONS,
     CASTS_OF_LAYERS,
@@ -30,6 +30,7 @@ from accel_ddp.memory.step_trace import (
     trace,
 )
 from accel_ddp.nodes.sharding_plan import CONFIG, ShardingPlan
+from accel_ddp.sources import models
 
 GIB = 1 << 30
 WORKSPACES = 64 << 20  # bytes of the matrix products of cuBLAS and of the loss
@@ -419,7 +420,7 @@ class Estimator:
         if cfg.optimizer == "adamw" and plan is None and find_spec("torchao") and not has_adapters:
             yield "--optimizer adamw8bit", ranks, plan, {"optimizer": "adamw8bit"}
         changes: list[dict[str, Any]] = []
-        if LORA_TASKS.get(self.model_class):
+        if models.LORA_TASKS.get(self.model_class):
             if not has_adapters:
                 changes += [ADAPTERS, NARROW_ADAPTERS, NARROW_ADAPTERS | smallest]
             if plan is None and cfg.quantize == "no":

@@ -85,7 +85,7 @@ def _digest_of_code() -> str:
 
 
 def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any, cache_dir: str = "") -> str:
-    parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(function), depends_on]
+    parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(getattr(function, "func", function)), depends_on]
     return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
 
 
@@ -119,14 +119,15 @@ def encode_tables(
 def encode_items(task: Any, tables: Sequence["datasets.Dataset"]) -> list["datasets.Dataset"]:
     """Return the usable training and evaluation rows as `task.items(rows)` makes them with `task.processor`; see `map_once`.
 
-    `items` gets columns of some rows and returns columns. A column `problem` says why a row cannot be used; texts that are empty or no
-    texts are found here. The key of the cache has `task.identity` and the options that `items` reads for the first row, and all options
-    of data that the recipe itself declares, because other rows may need them.
+    `items` gets columns of some rows and returns columns; a task may have other `eval_items`. A column `problem` says why a row cannot
+    be used; texts that are empty or no texts are found here. The key of the cache has `task.identity`, the options that `items` reads
+    for the first row, and all options of data that the recipe itself declares, because other rows may need them.
     """
     cfg, texts = task.cfg, [column for _, column in columns_of(task.cfg, "text")]
+    names = ["items", "eval_items" if hasattr(task, "eval_items") else "items"]
 
-    def encode(rows: dict[str, list]) -> dict[str, list]:
-        made = task.items(rows)
+    def encode(name: str, rows: dict[str, list]) -> dict[str, list]:
+        made = getattr(task, name)(rows)
         if SOURCE in made:
             return made
         problems = [find_text_problems(rows, texts)] if texts else []
@@ -144,13 +145,17 @@ def encode_items(task: Any, tables: Sequence["datasets.Dataset"]) -> list["datas
     task.cfg = copy.copy(cfg)
     task.cfg.__class__ = Recording
     try:
-        encode(tables[0][:1])
+        for name, rows in zip(names, tables):
+            encode(name, rows[:1])
     finally:
         task.cfg = cfg
     options = {name: repr(getattr(cfg, name)) for name in sorted(read & properties.keys())}
-    code = inspect.getsource(type(task).items)
-    depends_on = [tokenizer_digest(task.processor), code, options, getattr(task, "identity", [])]
-    return drop_broken([map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg)
+    made = []
+    for name, rows in zip(names, tables):
+        code = inspect.getsource(getattr(type(task), name))
+        depends_on = [tokenizer_digest(task.processor), code, options, getattr(task, "identity", [])]
+        made.append(map_once(rows, partial(encode, name), depends_on=depends_on, cfg=cfg))
+    return drop_broken(made, cfg)
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:

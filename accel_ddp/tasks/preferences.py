@@ -65,6 +65,10 @@ class Preferences(chat.Format):
     def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
         return chat.Format.first_prompt(self._sides()[0], rows)
 
+    def first_texts(self, rows: "datasets.Dataset") -> "datasets.Dataset":
+        some = rows[:1000]
+        return type(rows).from_dict({name: [item[0] for item in some[name]] for name in ("input_ids", "labels")})
+
     def _sides(self) -> list["Preferences"]:
         """Return the formats of the chosen and of the rejected answer, or of the labeled one."""
         made = [copy.copy(self) for _ in self.answers]
@@ -185,12 +189,6 @@ def _whole_chat(value: Any) -> list[Any]:
     return without_none(value) if isinstance(value, list) else []
 
 
-def first_texts(rows: "datasets.Dataset") -> "datasets.Dataset":
-    """Return the first texts of the first items, as rows of one text each."""
-    some = rows[:1000]
-    return type(rows).from_dict({name: [item[0] for item in some[name]] for name in ("input_ids", "labels")})
-
-
 class ItemCollate(PadCollate):
     """Pads items of two texts: both texts of item 0, then of item 1, ... together. For KTO, the second texts are apart (`other`)."""
 
@@ -249,7 +247,7 @@ def label_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tens
 
 
 class PairLoss:
-    """The terms of pairs. `logps` and `reference` return the summed log-probabilities of a micro-batch: the model's, its reference's."""
+    """The terms of pairs. `logps` and `reference` return summed log-probabilities of a micro-batch: the model's, its reference's."""
 
     def __init__(self, cfg: Any, logps: TextLogps, reference: LogpsOf | None):
         self.cfg, self.logps, self.reference = cfg, logps, reference

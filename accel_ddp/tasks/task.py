@@ -55,7 +55,7 @@ class Task:
         """Set `fingerprints` and return them as one text, which must be the same on every rank."""
         from accel_ddp.sources.tokenization import fingerprint
 
-        self.fingerprints = [fingerprint(rows, self.cfg.cache_dir) for rows in tables]
+        self.fingerprints = [getattr(rows, "fingerprint", "") or fingerprint(rows, self.cfg.cache_dir) for rows in tables]
         return "".join(self.fingerprints)
 
     def pad(self, per_token: tuple[str, ...] = (), kind: Any = None) -> Any:
@@ -71,51 +71,3 @@ class Task:
 
         self.train = TrainBatches(train, collate, self.fingerprints[0], lengths)
         self.eval_batches = EvalBatches(test, collate, self.cfg.eval_batch_size, self.accelerator, self.cfg)
-
-
-class ClassTask(Task):
-    """A task with `labels` and `more_metrics`. `outputs` returns the logits of each item, `describe` shows some items."""
-
-    weights: Any = None  # of the classes
-
-    def terms(self, model: Any, batch: Any, team: Any) -> dict[str, Any]:
-        return {"loss": self.losses(self.outputs(model, batch), batch["labels"], self.weights)}
-
-    def losses(self, scores: Any, labels: Any, weights: Any = None) -> Any:
-        """Return the loss of each item."""
-        from accel_ddp.engine.losses import of_classes
-
-        return of_classes(scores, labels, self.labels.problem_type, "none", weights)
-
-    def measure(self, model: Any, batch: Any) -> dict[str, Any]:
-        from accel_ddp.tasks import tables
-
-        scores, labels = self.outputs(model, batch), self.labels
-        is_multi = labels.is_multi_label
-        answers = scores.squeeze(-1) if labels.is_regression else (scores > 0).long() if is_multi else scores.argmax(-1)
-        rows = {"loss": self.losses(scores, batch["labels"]), "predictions": answers, "references": batch["labels"]}
-        if self.cfg.log_predictions and not labels.is_regression:
-            rows["confidence"] = tables.confidence(scores, is_multi)
-        if self.more_metrics.needs_probabilities:
-            rows["probabilities"] = scores.float().sigmoid() if is_multi else scores.float().softmax(-1)
-        return rows
-
-    def metrics(self, rows: dict[str, Any]) -> dict[str, float]:
-        from accel_ddp.tasks.metrics import class_metrics, regression_metrics
-
-        self.rows = {name: values for name, values in rows.items() if name != "probabilities"}  # for `tables`
-        loss, self.table = rows.pop("loss").mean(), None
-        rows.pop("confidence", None)
-        if self.labels.is_regression:
-            found = regression_metrics(**rows)
-        else:
-            found, self.table = class_metrics(rows["predictions"], rows["references"], self.labels.names)
-        return self.more_metrics.add_to({**found, "loss": loss}, **rows)
-
-    def tables(self) -> dict[str, Any]:
-        from accel_ddp.tasks.labels import make_tables
-
-        return make_tables(self.labels, self.rows, self.table, self.cfg.log_predictions, self.describe)
-
-    def report(self) -> str:
-        return self.table.report(self.cfg.output_dir) if self.table else ""

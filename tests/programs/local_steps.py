@@ -48,8 +48,8 @@ def by_hand(cfg) -> dict[str, torch.Tensor]:
         for worker, (model, optimizer) in enumerate(zip(models, inner)):
             first = step * cfg.global_batch_size + worker * share
             batch = core.collate([items[place] for place in order[first : first + share]])
-            loss, number = core.Task().terms(model, batch, None)["loss"]
-            (loss / number).backward()
+            loss, count = core.Task().terms(model, batch, None)["loss"]
+            (loss / count).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()

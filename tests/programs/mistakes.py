@@ -50,6 +50,9 @@ def main(cfg: base.Config) -> None:
             return str(error)
         return "no error"
 
+    def counted(number):
+        return lambda model, batch: {"loss": (squares(model, batch).sum(), number)}, lambda batch: number
+
     def steps_scheduler(model, batch):
         scheduler.step()
         return squares(model, batch)
@@ -79,10 +82,10 @@ def main(cfg: base.Config) -> None:
         "tensor": message("tensor", task=Returned(lambda model, batch: squares(model, batch))),
         "float": message("float", lambda model, batch: squares(model, batch).sum().item()),
         "no_grad": message("no_grad", without_gradient),
-        "no items": message("no_items", count=lambda batch: 0),
-        "no items on the device": message("no_items_on_device", count=lambda batch: torch.zeros(())),
+        "no items": message("no_items", *counted(0)),
+        "no items on the device": message("no_items_on_device", *counted(torch.zeros(()))),
         "LBFGS": message("lbfgs", model=closure, optimizer=torch.optim.LBFGS(closure.parameters())),
-        "weights": message("weights", count=lambda batch: 0.01 * len(batch)),
+        "weights": message("weights", *counted(0.04)),
     }
     try:
         accel_ddp.TrainBatches(Endless(), torch.stack)
