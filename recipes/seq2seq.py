@@ -72,32 +72,29 @@ class Task(accel_ddp.TextTask):
         options = (model.generation_config, self.cfg.max_new_tokens, self.cfg.num_beams)
         model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
 
-    def batches(self):
-        from transformers import DataCollatorForSeq2Seq
+    def collate(self):
+        return self.make_rows(target="labels")
 
-        multiple = 8 if self.accelerator.device.type == "cuda" else None
-        self.processor.padding_side = "right"
-        collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
-        rows = (rows.select_columns(["input_ids", "attention_mask", "labels"]) for rows in self.rows)
-        self.use(*rows, collate, partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels")))
+    def batches(self):
+        rows = (rows.select_columns(["input_ids", "labels"]) for rows in self.rows)
+        self.use(*rows, self.collate(), partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels")))
         return self.train, self.eval_batches
 
     def outputs(self, model, batch):
-        # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
-        decoder = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        return model(**inputs, decoder_input_ids=decoder, use_cache=False).logits
+        return model(batch).logits[0]  # of each token of the targets
 
     def terms(self, model, batch, team):
-        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
+        return {"loss": (accel_ddp.losses.cross_entropy(self.outputs(model, batch), batch["target"]["labels"]), batch.targets)}
 
     def count(self, batch):
-        return (batch["labels"] != -100).sum()
+        return batch.targets  # tokens with a label
 
     def measure(self, model, batch):
-        generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        losses = accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"], "rows")
-        return {"loss": losses, "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
+        ids = batch.pad(batch.tokens, self.processor.pad_token_id)
+        generated = model.generate(input_ids=ids, attention_mask=batch.grid.mask.long())
+        target = batch["target"]
+        losses = accel_ddp.losses.cross_entropy(self.outputs(model, batch), target["labels"], "none")
+        return {"loss": target.sum(losses), "tokens": target.sum((target["labels"] != -100).long()), "generated": generated}
 
     def metrics(self, table):
         self.generated = accel_ddp.generation_metrics.decode(table["generated"], self.processor)

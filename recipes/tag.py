@@ -74,16 +74,16 @@ class Task(accel_ddp.TextTask):
         return self.train, self.eval_batches
 
     def outputs(self, model, batch):
-        return model(**self.inputs(batch)).logits
+        return model(batch).logits[0]  # of each token
 
     def terms(self, model, batch, team):
-        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
+        return {"loss": (accel_ddp.losses.cross_entropy(self.outputs(model, batch), batch["labels"]), batch.targets)}
 
     def count(self, batch):
-        return (batch["labels"] != -100).sum()
+        return batch.targets  # tokens with a label
 
     def measure(self, model, batch):
-        return accel_ddp.tagging.measure(self.outputs(model, batch), batch["labels"], self.cfg.log_predictions)
+        return accel_ddp.tagging.measure(self.outputs(model, batch), batch, self.cfg.log_predictions)
 
     def metrics(self, table):
         self.table = table  # for `tables`

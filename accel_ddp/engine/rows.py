@@ -22,6 +22,17 @@ from torch import Tensor, nn
 IGNORED = -100  # a label that losses ignore
 GIVEN = ("input_ids", "token_type_ids")  # columns that a model reads; tasks read the others
 DOCUMENTS = "document_lengths"  # a column of items that consist of several texts
+PLACES = (
+    "starts",
+    "positions",
+    "shared",
+    "key_tokens",
+    "key_starts",
+    "key_places",
+    "first_texts",
+    "labelled",
+    "answers",
+)  # columns
 INSTALLED = "_rows_call"  # the attribute of a model with what serves it
 
 
@@ -104,6 +115,7 @@ class Rows:
     width: int  # tokens of the longest text
     longest: int  # at least that, and at least the tokens of the filler
     targets: int  # labels that are not ignored, if each token has a label; otherwise 0
+    is_causal: bool = False  # whether the label of a token is that of the next token
 
     @classmethod
     def join(
@@ -174,7 +186,7 @@ class Rows:
 
     @property
     def is_shared(self) -> bool:
-        return "keys" in self.columns
+        return "key_tokens" in self.columns
 
     def _with(self, columns: dict[str, Any], **numbers: int) -> "Rows":
         return dataclasses.replace(self, columns=columns, **numbers)
@@ -208,7 +220,7 @@ class Rows:
         """Return rows whose texts share nothing. `result.columns["own"]` has the place of each token of these rows among theirs."""
         if not self.is_shared:
             return self
-        keys, end = self["keys"], self.whole + len(self.tokens) - self.used
+        keys, end = self["key_tokens"], self.whole + len(self.tokens) - self.used
         found = {name: self[name][keys[:end]] for name in (*GIVEN, "positions") if name in self}
         return self._with(found | {"starts": self["key_starts"], "own": self["key_places"][0]}, used=self.whole)
 
@@ -231,7 +243,7 @@ class Rows:
             return Grid(mask, slots, places, real)
         own = mask & (columns >= self["shared"][:, None])
         second = torch.where(self["key_places"][1] < 0, -1, places + width)
-        return Grid(mask, torch.where(mask.flatten(), self["keys"][slots], 0), places, real, own, second)
+        return Grid(mask, torch.where(mask.flatten(), self["key_tokens"][slots], 0), places, real, own, second)
 
     def pad(self, values: Tensor, fill: float = 0) -> Tensor:
         """[tokens, ...] -> [texts, width, ...]"""
@@ -241,6 +253,17 @@ class Rows:
     def unpad(self, padded: Tensor) -> Tensor:
         """[texts, width, ...] -> [tokens, ...]"""
         return pack(padded, self.grid).squeeze(0)
+
+    def take(self, row: Tensor) -> Tensor:
+        """Return what tokens with a label have, and the unused end of `labelled`: [1, tokens, ...] -> [labelled, ...]"""
+        learned = self["labels"] != IGNORED
+        return Move.apply(row, self["labelled"], _numbers(learned), learned).squeeze(0)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return values of tokens with a label as values of all tokens, which are 0 for the others."""
+        learned = self["labels"] != IGNORED
+        found = Move.apply(values[None], _numbers(learned), self["labelled"], self["answers"] != IGNORED).squeeze(0)
+        return torch.where(learned, found, 0)
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the tokens of each item: [tokens] -> [items]. It does not depend on other items."""
@@ -253,6 +276,11 @@ class Rows:
     def lengths(self) -> list[int]:
         """The tokens of each text of rows that share nothing. It reads the device."""
         return self.starts[: self.texts + 1].diff().tolist()
+
+
+def _numbers(learned: Tensor) -> Tensor:
+    """Return for each token with a label its number among them."""
+    return (learned.cumsum(0) - 1).clamp(min=0)
 
 
 class Collate:
@@ -287,7 +315,9 @@ class Collate:
             more["target"] = Rows.join(labels, torch.tensor(ends), multiple=self.multiple)
         per_token = {name: _joined([text[name] for text in texts]) for name in names}
         lengths = torch.tensor([len(text["input_ids"]) for text in texts])
-        return Rows.join(per_token, lengths, more, shared, first_texts, self.multiple, len(items))
+        rows = Rows.join(per_token, lengths, more, shared, first_texts, self.multiple, len(items))
+        rows.is_causal = self.is_causal
+        return rows
 
 
 def _texts_of(item: dict[str, Any], name: str) -> list[Any]:
@@ -317,7 +347,7 @@ def _column(values: list[Any]) -> Tensor:
 
 
 def _keys(starts: Tensor, lengths: Tensor, shared: Tensor, of_token: Tensor, room: int) -> dict[str, Tensor]:
-    """Return the keys that texts attend to: `keys` are the tokens of the whole texts one after the other.
+    """Return the keys that texts attend to: `key_tokens` are those of the whole texts one after the other.
 
     `key_starts` (int32) has the first key of each text, and `key_places` for each token its place among the keys, and the second
     place of a shared one or -1.
@@ -331,7 +361,7 @@ def _keys(starts: Tensor, lengths: Tensor, shared: Tensor, of_token: Tensor, roo
     places = first[of_token] + shared[of_token] + offset
     again = torch.where(offset < F.pad(shared[1:], (0, 1))[of_token], first[of_token + 1] + offset, -1)
     return {
-        "keys": F.pad(keys, (0, max(0, room - len(keys)))),
+        "key_tokens": F.pad(keys, (0, max(0, room - len(keys)))),
         "key_starts": first.int(),
         "key_places": torch.stack([places, again]),
     }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp.engine import losses
-from accel_ddp.engine.rows import Move, Rows
+from accel_ddp.engine.rows import Rows
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed.modules import product
 from accel_ddp.training.sharding import recover
@@ -222,7 +222,15 @@ class OutputHead:
         found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for here in _chunks(len(hidden), len(head.matrix)):
             found[here] = losses.cross_entropy(head.scores(hidden[here]), right[here], "none")
-        return rows.sum(self._spread(found, rows))
+        return rows.sum(rows.spread(found))
+
+    @torch.no_grad()
+    def logits(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return the logits of tokens with a label, for an evaluation."""
+        if not self._can_skip(model, rows):
+            return model(rows).logits[0, rows["labelled"][: rows.targets]]
+        hidden = self._labelled(model, rows)[: rows.targets]
+        return _Head(hidden.dtype, *self._weights(), *self._new_tokens()).scores(hidden)
 
     def text_logps(self, model: nn.Module, rows: Rows) -> Tensor:
         """Return the summed log-probability of the labels of each text, with gradients, in float32 or wider."""
@@ -232,7 +240,7 @@ class OutputHead:
             return -rows.sum(losses.cross_entropy(model(rows).logits[0], rows["labels"], "none"))
         hidden = self._labelled(model, rows)
         found = _TokenLosses.apply(hidden, *self._weights(), *self._new_tokens(), rows["answers"], self.softmax)
-        return -rows.sum(self._spread(found, rows))
+        return -rows.sum(rows.spread(found))
 
     def _weights(self) -> tuple[Tensor, Tensor | None]:
         return self.linear.weight, self.linear.bias
@@ -259,14 +267,7 @@ class OutputHead:
             hidden = model(rows).logits
         finally:
             del self.head.forward
-        learned = rows["labels"] != -100
-        return Move.apply(hidden, rows["labelled"], _numbers(learned), learned).squeeze(0).to(self.narrow)
-
-    def _spread(self, found: Tensor, rows: Rows) -> Tensor:
-        """Return losses of tokens with a label as losses of all tokens."""
-        learned = rows["labels"] != -100
-        spread = Move.apply(found[None], _numbers(learned), rows["labelled"], rows["answers"] != -100).squeeze(0)
-        return torch.where(learned, spread, 0)
+        return rows.take(hidden).to(self.narrow)
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside the forward pass only
@@ -303,11 +304,6 @@ class OutputHead:
             del self.head.forward
             model.train(was_training)
         return len(given) == 1 and scores.shape == given[0].shape and torch.equal(scores.float(), given[0].float())
-
-
-def _numbers(learned: Tensor) -> Tensor:
-    """Return for each token with a label its number among them."""
-    return (learned.cumsum(0) - 1).clamp(min=0)
 
 
 def output_heads_of(model: nn.Module) -> list[OutputHead]:

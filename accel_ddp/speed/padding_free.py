@@ -56,7 +56,7 @@ windows_seen: ContextVar[set[int] | None] = ContextVar("accel_ddp_windows_seen",
 
 def segments_of(rows: Rows, is_flash: bool, has_mixers: bool = False) -> Segments:
     """Return the texts of rows. With a grid, every width of a padded batch needs its own CUDA graph."""
-    keys = (rows["key_starts"], rows["keys"], rows["key_places"]) if rows.is_shared and is_flash else None
+    keys = (rows["key_starts"], rows["key_tokens"], rows["key_places"]) if rows.is_shared and is_flash else None
     return Segments(rows.starts, rows.longest, is_flash, None if is_flash and not has_mixers else rows.grid, keys)
 
 

@@ -18,7 +18,7 @@ class TextTask(Task):
     """
 
     checked_as: ClassVar[str] = ""  # what kind of model the tokenizer must belong to, if `model_class` does not say it
-    per_token: ClassVar[tuple[str, ...]] = ()  # columns that are padded with -100
+    per_token: ClassVar[tuple[str, ...]] = ()  # columns with a value for each token
     memory_rows: Any = ()  # from which the memory is estimated, if the longest of them decide
     rows: Any  # the items of training and of evaluation
     eval_texts: Any  # the rows from which the items of evaluation were made
@@ -68,10 +68,6 @@ class TextTask(Task):
         texts = [read_texts(rows, column) for _, column in columns_of(self.cfg, "text")]
         return dict(self.processor(*texts, truncation=True, max_length=self.cfg.max_length))
 
-    def inputs(self, batch: Any) -> dict[str, Any]:
-        """Return what the model gets of a micro-batch."""
-        return {name: batch[name] for name in self.processor.model_input_names if name in batch}
-
     def build(self) -> Any:
         from accel_ddp.sources import models
 
@@ -85,7 +81,7 @@ class TextTask(Task):
         return {}
 
     def collate(self) -> Any:
-        return self.pad(self.per_token)
+        return self.make_rows(self.per_token)
 
     def batches(self) -> tuple[Any, Any]:
         """Return what trains and what evaluates the model, which is loaded."""
