@@ -69,8 +69,7 @@ class Task(accel_ddp.TextTask):
     def batches(self):
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, self.cfg.mask_share, seed)
         self.eval_masked = masked(self.rows[1], self.cfg.seed)
-        self.use(masked(self.rows[0], None), self.eval_masked, self.collate())
-        return self.train, self.eval_batches
+        return self.use(masked(self.rows[0], None), self.eval_masked, self.collate())
 
     def outputs(self, model, batch):
         return accel_ddp.masking.masked_logits(model, batch)[0]

@@ -9,7 +9,6 @@ The loss is the mean over target tokens, however they are spread over ranks and 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import accel_ddp
@@ -48,8 +47,9 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
-class Task(accel_ddp.TextTask):
+class Task(accel_ddp.TokenTask):
     model_class = "AutoModelForSeq2SeqLM"
+    evaluated = ("source", "target", "max_length", "max_target_length")
 
     def read(self):
         self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts")
@@ -72,27 +72,21 @@ class Task(accel_ddp.TextTask):
         options = (model.generation_config, self.cfg.max_new_tokens, self.cfg.num_beams)
         model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
 
-    def batches(self):
+    def collate(self):
         from transformers import DataCollatorForSeq2Seq
 
-        multiple = 8 if self.accelerator.device.type == "cuda" else None
         self.processor.padding_side = "right"
-        collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
-        rows = (rows.select_columns(["input_ids", "attention_mask", "labels"]) for rows in self.rows)
-        self.use(*rows, collate, partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels")))
-        return self.train, self.eval_batches
+        multiple = 8 if self.accelerator.device.type == "cuda" else None
+        return DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
+
+    def lengths(self, dataset):
+        return accel_ddp.stream.count_tokens(dataset, ("input_ids", "labels"))
 
     def outputs(self, model, batch):
         # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
         decoder = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
         inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         return model(**inputs, decoder_input_ids=decoder, use_cache=False).logits
-
-    def terms(self, model, batch, team):
-        return {"loss": (accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
-
-    def count(self, batch):
-        return (batch["labels"] != -100).sum()
 
     def measure(self, model, batch):
         generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
