@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         vision,
     )
     from accel_ddp.tasks.task import Task
-    from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask
+    from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask, TokenTask
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare

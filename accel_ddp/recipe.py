@@ -1,5 +1,6 @@
 """What all recipes share: from the options to the exported model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ from torch import nn
 
 from accel_ddp.accelerator import start
 from accel_ddp.assembly import fit
+from accel_ddp.config.options import columns_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.engine.terms import refuse_old
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export
+from accel_ddp.exporting.predict_rows import COLUMNS
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
 from accel_ddp.ranks.agreement import print_on_main, together
+from accel_ddp.saving.checkpoint_format import FACTS
 from accel_ddp.saving.state_tensors import has_adapters
 from accel_ddp.sources import models
 from accel_ddp.tasks import examples
@@ -82,7 +86,7 @@ def fit_and_export(
         with together("show training rows"):
             if accelerator.is_main_process:
                 print(examples.show_rows(task, cfg), flush=True)
-    files = export.files_of(model, task.processor, getattr(task, "more_files", None))
+    files = export.files_of(model, task.processor, columns_to_predict(cfg) | getattr(task, "more_files", {}))
     observers = [] if cfg.evaluate_only else hooks.standard(accelerator, cfg)
     report = Report(task, cfg)
     if accelerator.is_main_process and hasattr(task, "report"):
@@ -97,6 +101,16 @@ def fit_and_export(
     for hook in observers if accelerator.is_main_process else ():
         hook.on_export(Path(cfg.output_dir) / export.FOLDER)
     return outcome
+
+
+def columns_to_predict(cfg: TrainConfig) -> dict[str, bytes]:
+    """Return the file from which `accel-ddp predict` knows the columns of a recipe of yours, whose options may have any names."""
+    known = {name for groups in COLUMNS.values() for group in groups for own in group.items() for name in (own[0], *own[1])}
+    texts, images = columns_of(cfg, "text", "words"), columns_of(cfg, "image")
+    if not (texts or images) or (texts or images)[0][0] in known:
+        return {}
+    columns = dict(zip(("text_column", "text_pair_column"), [name for _, name in texts])) or {"image_column": images[0][1]}
+    return {FACTS: json.dumps({"columns": columns}).encode()}
 
 
 def _fit_memory(cfg: TrainConfig, accelerator: Accelerator, task: Any, rows: Any = ()) -> None:

@@ -9,17 +9,8 @@ as on one rank that holds the whole batch. If --micro_batch_size is smaller than
 after the other (GradCache), at the cost of one more forward pass.
 
 Pairs with scores of their similarity are learned with --score_column: the cosine of each pair is to equal its score, which is scaled
-from --min_score and --max_score to 0 and 1 (mean squared error, CosineSimilarityLoss of sentence-transformers). The metrics are then
-the correlations of cosines and scores, and not those of retrieval.
-
-    accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file sts.csv \
-        --anchor_column sentence1 --positive_column sentence2 --score_column score --max_score 5 --lr 2e-5
-
-Texts that look right and are wrong teach more than those of other rows. They come from columns (--negative_columns), from a file
-(--negatives_file), or from the model itself (--mine_negatives): the positives of other rows that are nearest to an anchor.
-
-    accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file pairs.jsonl \
-        --mine_negatives 3 --mine_every 500 --mine_margin 0.05
+from --min_score and --max_score to 0 and 1 (mean squared error). The metrics are then correlations, and not those of retrieval. Texts
+that look right and are wrong teach more than those of other rows: docs/own_data.md has examples of both.
 """
 
 from dataclasses import dataclass
@@ -41,25 +32,43 @@ class Config(RecipeConfig):
     score_column: str = column(
         "", "column of the similarity of anchor and positive; default: all pairs are similar", kind="number"
     )
-    min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data")
-    max_score: float = option(1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data")
-    negative_columns: tuple[str, ...] = column((), "columns of texts that look right and are wrong (hard negatives)")
+    min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data", needs="score_column")
+    max_score: float = option(
+        1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data", needs="score_column"
+    )
+    negative_columns: tuple[str, ...] = column(
+        (),
+        "columns of texts that look right and are wrong (hard negatives); with scores, give them as pairs",
+        excludes="score_column",
+    )
     negatives_file: str = option(
         "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
-        group="data", per_node=True,
+        group="data", per_node=True, excludes="score_column",
     )  # fmt: skip
-    num_negatives: int = option(1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1)
+    num_negatives: int = option(
+        1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1, needs="negatives_file"
+    )
     mine_negatives: int = option(
-        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0
+        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0,
+        excludes="score_column",
+    )  # fmt: skip
+    mine_every: int = option(
+        0, "steps between minings; 0: only before the first step", group="training", at_least=0, needs="mine_negatives"
     )
-    mine_every: int = option(0, "steps between minings; 0: only before the first step", group="training", at_least=0)
     mine_margin: float = option(
-        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training"
-    )
+        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training",
+        needs="mine_negatives",
+    )  # fmt: skip
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")
     pooling: Literal["mean", "cls"] = option("mean", "how token vectors become one vector", group="model")
-    scale: float = option(20.0, "factor of the cosines in the softmax: 1 / temperature", group="training", also=("temperature",))
+    scale: float = option(
+        20.0,
+        "factor of the cosines in the softmax: 1 / temperature; 20 is usual",
+        group="training",
+        above=0,
+        also=("temperature",),
+    )
     matryoshka: tuple[int, ...] = option(
         (), "also train embeddings truncated to these dimensions, for example 256 128 64", group="training"
     )
@@ -78,30 +87,15 @@ class Config(RecipeConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.score_column and self.negative_columns:
-            given = f"--negative_columns {' '.join(self.negative_columns)}"
-            instead = "Give each negative as a pair with a low score"
-            raise UserError(f"{given}: cannot be used with --score_column {self.score_column}. {instead}.")
         if self.sync_every and self.mine_every % self.sync_every:
             near = max(self.sync_every, self.mine_every - self.mine_every % self.sync_every)
             why = "negatives are mined when all workers have the same weights"
             instead = f"Use a multiple of --sync_every {self.sync_every}, for example {near}"
             raise UserError(f"--mine_every {self.mine_every}: {why}. {instead}.")
-        for name in ("negatives_file", "mine_negatives"):
-            if self.score_column and (given := getattr(self, name)):
-                raise UserError(f"--{name} {given}: cannot be used with --score_column {self.score_column}. Leave it out.")
-        needs = {"num_negatives": "negatives_file", "mine_every": "mine_negatives", "mine_margin": "mine_negatives"}
-        for name, needed in needs.items():
-            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
-                raise UserError(f"--{name} {getattr(self, name)}: needs --{needed}.")
-        if not self.score_column and (self.min_score, self.max_score) != (0, 1):
-            raise UserError("--min_score and --max_score: need --score_column.")
         if not self.min_score < self.max_score:
             raise UserError(f"--min_score {self.min_score}: must be below --max_score {self.max_score}.")
         if self.global_batch_size < 2 and not self.negative_columns and not self.score_column:
             raise UserError(f"--global_batch_size {self.global_batch_size}: a single row has no negatives. Use 32 or more.")
-        if self.scale <= 0:
-            raise UserError(f"--scale {self.scale}: must be above 0. 20 is usual.")
         if any(size < 1 for size in self.matryoshka):
             given = " ".join(map(str, self.matryoshka))
             raise UserError(f"--matryoshka {given}: must be numbers of dimensions, for example 256 128.")

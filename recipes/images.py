@@ -87,7 +87,7 @@ class Task(accel_ddp.ClassTask):
 
     def encode(self, tables):
         made = accel_ddp.vision.check_images(tables, self.labels, self.cfg)
-        self.check_labels(*(images.properties["labels"][:] for images in made))
+        self.check_labels([images.properties for images in made])
         return made
 
     def build(self):
@@ -97,10 +97,8 @@ class Task(accel_ddp.ClassTask):
     def batches(self):
         from torch.utils.data import default_collate
 
-        train, test = (accel_ddp.vision.Images(some, self.processor, self.model) for some in self.rows)
-        train.augment = self.cfg.augment
-        self.use(train, test, default_collate)
-        return self.train, self.eval_batches
+        train = accel_ddp.vision.Images(self.rows[0], self.processor, self.model, self.cfg.augment)
+        return self.use(train, accel_ddp.vision.Images(self.rows[1], self.processor, self.model), default_collate)
 
     def outputs(self, model, batch):
         pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype

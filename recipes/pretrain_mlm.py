@@ -70,8 +70,7 @@ class Task(accel_ddp.TextTask):
     def batches(self):
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, self.cfg.mask_share, seed)
         self.eval_masked = masked(self.rows[1], self.cfg.seed)
-        self.use(masked(self.rows[0], None), self.eval_masked, self.collate())
-        return self.train, self.eval_batches
+        return self.use(masked(self.rows[0], None), self.eval_masked, self.collate())
 
     def outputs(self, model, batch):
         return self.output_head.logits(model, batch)  # of each masked token

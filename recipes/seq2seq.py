@@ -9,7 +9,6 @@ The loss is the mean over target tokens, however they are spread over ranks and 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import accel_ddp
@@ -48,8 +47,9 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
-class Task(accel_ddp.TextTask):
+class Task(accel_ddp.TokenTask):
     model_class = "AutoModelForSeq2SeqLM"
+    evaluated = ("source", "target", "max_length", "max_target_length")
 
     def read(self):
         self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts")
@@ -75,26 +75,13 @@ class Task(accel_ddp.TextTask):
     def collate(self):
         return self.make_rows(target="labels")
 
-    def batches(self):
-        rows = (rows.select_columns(["input_ids", "labels"]) for rows in self.rows)
-        self.use(*rows, self.collate(), partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels")))
-        return self.train, self.eval_batches
-
-    def outputs(self, model, batch):
-        return model(batch).logits[0]  # of each token of the targets
-
-    def terms(self, model, batch, team):
-        return {"loss": (accel_ddp.losses.cross_entropy(self.outputs(model, batch), batch["target"]["labels"]), batch.targets)}
-
-    def count(self, batch):
-        return batch.targets  # tokens with a label
+    def lengths(self, dataset):
+        return accel_ddp.stream.count_tokens(dataset, ("input_ids", "labels"))
 
     def measure(self, model, batch):
         ids = batch.pad(batch.tokens, self.processor.pad_token_id)
         generated = model.generate(input_ids=ids, attention_mask=batch.grid.mask.long())
-        target = batch["target"]
-        losses = accel_ddp.losses.cross_entropy(self.outputs(model, batch), target["labels"], "none")
-        return {"loss": target.sum(losses), "tokens": target.sum((target["labels"] != -100).long()), "generated": generated}
+        return {**super().measure(model, batch), "generated": generated}
 
     def metrics(self, table):
         self.generated = accel_ddp.generation_metrics.decode(table["generated"], self.processor)

@@ -38,63 +38,38 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "tags")}
 
 
-class Task(accel_ddp.TextTask):
+class Task(accel_ddp.TokenTask):
     model_class = "AutoModelForTokenClassification"
-    per_token = ("labels",)
+    evaluated = ("first", "tags")
 
     def load_tokenizer(self):
         return accel_ddp.tagging.prepare_for_words(super().load_tokenizer(), self.cfg.model)
 
     def read(self):
-        self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "tags")
         tables = accel_ddp.data.load_columns(self.cfg, accel_ddp.tagging.load_words)
         use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
-        self.tags = accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both=use_both)
-        self.identity = self.tags.identity
+        self.use_labels(accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both=use_both))
         return tables
 
     def items(self, rows):
-        return accel_ddp.tagging.align(rows, self.cfg.tokens_column, self.tags, self.processor, self.cfg.max_length)
-
-    def encode(self, tables):
-        made = super().encode(tables)
-        self.tags.report_classes(made)
-        self.references = accel_ddp.tagging.reference_tags(made[1]["tags"][:], self.tags.names)
-        self.more_metrics.try_out(self.references)
-        return made
+        return accel_ddp.tagging.align(rows, self.cfg.tokens_column, self.labels, self.processor, self.cfg.max_length)
 
     def report_truncated(self, tables):
         accel_ddp.tagging.report_truncated(*tables, self.cfg.max_length)
-
-    def head(self):
-        return self.tags.model_config()
-
-    def batches(self):
-        self.use(*(rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in self.rows), self.collate())
-        return self.train, self.eval_batches
-
-    def outputs(self, model, batch):
-        return model(batch).logits[0]  # of each token
-
-    def terms(self, model, batch, team):
-        return {"loss": (accel_ddp.losses.cross_entropy(self.outputs(model, batch), batch["labels"]), batch.targets)}
-
-    def count(self, batch):
-        return batch.targets  # tokens with a label
 
     def measure(self, model, batch):
         return accel_ddp.tagging.measure(self.outputs(model, batch), batch, self.cfg.log_predictions)
 
     def metrics(self, table):
         self.table = table  # for `tables`
-        answers = accel_ddp.tagging.predicted_tags(table["predictions"], self.rows[1]["first"][:], self.tags.names)
+        answers = accel_ddp.tagging.predicted_tags(table["predictions"], self.rows[1]["first"][:], self.labels.names)
         scores, self.scores = accel_ddp.tagging.score_entities(answers, self.references)
         loss = table["loss"].sum(dtype="float64") / max(table["words"].sum(), 1)
         return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
 
     def tables(self):
         words = lambda items: self.eval_texts[items][self.cfg.tokens_column]
-        made = accel_ddp.tagging.make_tables(self.tags, self.table, self.rows[1], self.cfg.log_predictions, words)
+        made = accel_ddp.tagging.make_tables(self.labels, self.table, self.rows[1], self.cfg.log_predictions, words)
         return {"classes": self.scores.as_table(), **made}
 
     def report(self):
@@ -102,7 +77,7 @@ class Task(accel_ddp.TextTask):
 
     @property
     def example(self):
-        text = accel_ddp.tagging.first_text(self.eval_texts, self.cfg.tokens_column, self.tags)
+        text = accel_ddp.tagging.first_text(self.eval_texts, self.cfg.tokens_column, self.labels)
         use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
         row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
         return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'

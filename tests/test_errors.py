@@ -531,9 +531,9 @@ def mistakes(tmp_path_factory) -> list[dict]:
     ("mistake", "words"),
     {
         "scheduler": ["The learning rate was changed during an update", "Remove the scheduler"],
-        "backward": ["the loss function calls backward() itself", "create_graph=True"],
+        "backward": ["`terms` calls backward() itself", "create_graph=True"],
         "frozen": ["requires_grad of 1.weight was turned off during training", "--freeze"],
-        "sum": ["`terms` returned a loss of shape [] for 4 items. Return the loss of each item, without .sum()"],
+        "sum": ["`terms` returned a loss of shape [] for 1 item. Return the loss of each item, without .sum()"],
         "tensor": ["`terms` returned Tensor. Return {'loss': the loss of each item}"],
         "float": ["`terms` returned a loss of the type float", "without .item()"],
         "no_grad": ["`terms` returned a loss without a gradient", "no_grad()"],

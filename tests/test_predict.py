@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,12 @@ import pytest
 import torch
 
 from accel_ddp import cli
+from accel_ddp.config.options import column
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import chat_command, export, predict_command, predictors, trained_model
 from accel_ddp.exporting.predict_rows import InputRows
+from accel_ddp.recipe import columns_to_predict
 from tests.conftest import BIN, Running, clean_environment
 
 WORDS = ["a", "fine", "film", "about", "people", "who", "do", "not", "like", "films", "and", "dull", "long", "scenes"]
@@ -167,6 +171,20 @@ def test_vectors_and_masks_are_those_of_sentence_transformers_and_pipelines(fold
         assert row["prediction"] == [[one["token_str"] for one in mask] for mask in expected]
         assert np.allclose(row["score"], [[one["score"] for one in mask] for mask in expected], atol=1e-6)
         assert list(row) == ["text", "prediction", "score"]
+
+
+@dataclass(kw_only=True)
+class OwnRecipe(RecipeConfig):
+    review_column: str = column("review", "a text")
+    reply_column: str = column("", "a second one")
+
+
+def test_the_columns_of_an_own_recipe_are_known(folder_of, tmp_path):
+    folder = folder_of("BertForSequenceClassification", columns_to_predict(OwnRecipe()))
+    rows = write(tmp_path / "rows.jsonl", [{"id": "one", "review": text} for text in TEXTS])
+    found = predict_here(tmp_path / "found.jsonl", folder, "--input", rows)
+    assert found == predict_here(tmp_path / "again.jsonl", folder, "--input", rows, "--text_column", "review")
+    assert columns_to_predict(OwnRecipe(reply_column="reply"))["accel_ddp.json"].endswith(b'"text_pair_column": "reply"}}')
 
 
 def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache, tmp_path):

@@ -41,6 +41,8 @@ class Properties:
     legacy: Any = None  # the value of runs that are older than the option, or than its default `auto`; None: the default
     also: tuple[str, ...] = ()  # names that users of other toolkits type; OTHER_NAMES has those of the options of every run
     kind: str = ""  # of an option that names a column: what its cells are
+    needs: str = ""  # the option without which it has no effect
+    excludes: str = ""  # an option that it cannot be combined with
 
     def exceeded(self, value: Any) -> str:
         """Return the limit that a number exceeds, as the end of "must be", or "". NaN exceeds each."""
@@ -66,6 +68,8 @@ def option(
     legacy: Any = None,
     also: tuple[str, ...] | None = None,
     kind: str | None = None,
+    needs: str | None = None,
+    excludes: str | None = None,
 ) -> Any:
     """Return a dataclass field for an option of a recipe. A field that overrides an inherited one keeps what is not given.
 
@@ -76,6 +80,7 @@ def option(
     - `legacy`: the value of runs from before the option existed.
     - `also`: names of the option in other toolkits, for suggestions.
     - `kind`: see `column`.
+    - `needs` and `excludes`: the name of an option without which, or with which, another value than the default is refused.
     """
     given = {name: value for name, value in locals().items() if name != "default" and value is not None}
     return dataclasses.field(default=default, metadata=given)

@@ -146,7 +146,7 @@ def words_to_freeze(unused: list[str], used: list[str]) -> list[str]:
 
 
 def check_no_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UserError if the loss function has called `backward` itself, whose gradients would be added to those of the step.
+    """Raise UserError if the task has called `backward` itself, whose gradients would be added to those of the step.
 
     After the first step, two parameters of each group are enough: reading all of them takes 0.1 ms for 500 parameters.
     """
@@ -154,7 +154,7 @@ def check_no_gradients(optimizer: torch.optim.Optimizer) -> None:
     groups = [[*params[:1], *params[-1:]] for params in groups] if optimizer.state else groups
     if any(p.grad is not None for params in groups for p in params):
         raise UserError(
-            "Parameters have gradients before the backward pass of this update: the loss function calls backward() itself. Return the "
+            "Parameters have gradients before the backward pass of this update: `terms` calls backward() itself. Return the "
             "sum of all parts of the loss instead. For a gradient penalty use torch.autograd.grad(..., create_graph=True)."
         )
 

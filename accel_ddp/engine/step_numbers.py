@@ -77,7 +77,7 @@ class Numbers(NamedTuple):
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
     local_loss: float
     ranks: Sequence[RankSample] = ()  # of every rank, in steps that are logged
-    # Of the numbers that the loss function returned, over all items; the rows of each dataset so far.
+    # Of the numbers that the task returned with its loss, over all items; the rows of each dataset so far.
     means: dict[str, float] = {}
 
 

@@ -107,14 +107,6 @@ def map_once(
     return with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
 
 
-def encode_tables(
-    tables: Sequence["datasets.Dataset"], encode: Function, tokenizer: Any, depends_on: list[Any], cfg: TrainConfig
-) -> list["datasets.Dataset"]:
-    """Return the usable rows of training and evaluation tables as `encode` makes them with this tokenizer; see `map_once`."""
-    depends_on = [tokenizer_digest(tokenizer), *depends_on]
-    return drop_broken([map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg)
-
-
 def encode_items(task: Any, tables: Sequence["datasets.Dataset"]) -> list["datasets.Dataset"]:
     """Return the usable training and evaluation rows as `task.items(rows)` makes them with `task.processor`; see `map_once`.
 

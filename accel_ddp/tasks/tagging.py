@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from accel_ddp.engine.rows import Rows
 
 CONLL_SUFFIXES = (*SENTENCE_FILES, ".txt")
-WORD_COLUMNS = ["first", "tags"]  # columns of `align` that are used in evaluations and not by the model
 
 
 def load_words(option: str, path: str) -> "datasets.Dataset":
@@ -74,6 +73,7 @@ class Tags:
     names: list[str]
     tag_ids: dict[str | int, int]
     is_declared: bool = False  # whether the dataset declares the names
+    kind = "tags"  # of `--metrics`
 
     @classmethod
     def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Tags":
@@ -107,6 +107,9 @@ class Tags:
     def identity(self) -> list[Any]:
         """What the encoded tags depend on, for the cache key of tokenized data."""
         return [self.column, self.names, sorted(map(repr, self.tag_ids.items()))]
+
+    def references(self, rows: Any) -> list[list[str]]:
+        return reference_tags(rows["tags"][:], self.names)
 
     def model_config(self) -> dict[str, Any]:
         return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}

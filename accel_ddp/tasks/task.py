@@ -64,10 +64,11 @@ class Task:
 
         return (kind or Collate)(per_token, 8 if self.accelerator.device.type == "cuda" else 0, **options)
 
-    def use(self, train: Any, test: Any, collate: Any, lengths: Any = None) -> None:
-        """Train and evaluate on these items. Subsets of columns have the fingerprints of the whole rows."""
+    def use(self, train: Any, test: Any, collate: Any, lengths: Any = None) -> tuple[Any, Any]:
+        """Return what trains and what evaluates these items. Subsets of columns have the fingerprints of the whole rows."""
         from accel_ddp.training.evaluation import EvalBatches
         from accel_ddp.training.stream import TrainBatches
 
         self.train = TrainBatches(train, collate, self.fingerprints[0], lengths)
         self.eval_batches = EvalBatches(test, collate, self.cfg.eval_batch_size, self.accelerator, self.cfg)
+        return self.train, self.eval_batches

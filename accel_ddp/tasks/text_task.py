@@ -19,6 +19,9 @@ class TextTask(Task):
 
     checked_as: ClassVar[str] = ""  # what kind of model the tokenizer must belong to, if `model_class` does not say it
     per_token: ClassVar[tuple[str, ...]] = ()  # columns with a value for each token
+    evaluated: ClassVar[tuple[str, ...]] = ()  # columns that evaluations read, and no micro-batch has
+    labels: Any = None  # of `use_labels`
+    lengths: Any = None  # a function of a dataset that counts its tokens, if not only `input_ids` count
     memory_rows: Any = ()  # from which the memory is estimated, if the longest of them decide
     rows: Any  # the items of training and of evaluation
     eval_texts: Any  # the rows from which the items of evaluation were made
@@ -54,7 +57,21 @@ class TextTask(Task):
         made = tokenization.encode_items(self, tables)
         self.report_truncated(made)
         self.eval_texts = data.select_sources(tables[1], made[1])
+        if self.labels:
+            self.check_labels(made)
         return made
+
+    def use_labels(self, labels: Any) -> None:
+        """Learn these `Labels` or `Tags`. Wrong `--metrics` are refused here, before rows become items."""
+        from accel_ddp.tasks.metrics import MoreMetrics
+
+        self.labels, self.identity, self.more_metrics = labels, labels.identity, MoreMetrics(self.cfg, labels.kind)
+
+    def check_labels(self, made: Any) -> None:
+        """Warn about labels of the items that may be mistakes, and try `--metrics` on them."""
+        self.labels.report_classes(made)
+        self.references = self.labels.references(made[1])
+        self.more_metrics.try_out(self.references, self.labels.names)
 
     def report_truncated(self, made: Any) -> None:
         from accel_ddp.sources.tokenization import report_truncated
@@ -78,15 +95,15 @@ class TextTask(Task):
 
     def head(self) -> dict[str, Any]:
         """Return options of the model's config, such as its labels."""
-        return {}
+        return self.labels.model_config() if self.labels else {}
 
     def collate(self) -> Any:
         return self.make_rows(self.per_token)
 
     def batches(self) -> tuple[Any, Any]:
         """Return what trains and what evaluates the model, which is loaded."""
-        self.use(*self.rows, self.collate())
-        return self.train, self.eval_batches
+        rows = (some.remove_columns([*self.evaluated]) if self.evaluated else some for some in self.rows)
+        return self.use(*rows, self.collate(), self.lengths)
 
     def describe(self, items: list[int]) -> dict[str, list]:
         """Return the texts of some items of evaluation, for tables."""
@@ -112,27 +129,10 @@ class ClassTask(TextTask):
 
     weights: Any = None  # of the classes
 
-    def use_labels(self, labels: Any) -> None:
-        """Learn these `Labels`. Wrong `--metrics` are refused here, before rows become items."""
-        from accel_ddp.tasks.metrics import MoreMetrics
-
-        self.labels, self.identity = labels, labels.identity
-        self.more_metrics = MoreMetrics(self.cfg, "numbers" if labels.is_regression else "classes")
-
-    def check_labels(self, train: list, test: list) -> None:
-        """Warn about labels of the items that may be mistakes, try `--metrics` on them, and weight the classes."""
-        self.labels.report_classes([{"labels": train}, {"labels": test}])
-        self.more_metrics.try_out(test, self.labels.names)
+    def check_labels(self, made: Any) -> None:
+        super().check_labels(made)
         if getattr(self.cfg, "class_weights", "none") == "balanced":
-            self.weights = self.labels.balanced_weights(train, self.accelerator.device)
-
-    def encode(self, tables: Any) -> Any:
-        made = super().encode(tables)
-        self.check_labels(*(rows["labels"][:] for rows in made))
-        return made
-
-    def head(self) -> dict[str, Any]:
-        return self.labels.model_config()
+            self.weights = self.labels.balanced_weights(made[0]["labels"][:], self.accelerator.device)
 
     def terms(self, model: Any, batch: Any, team: Any) -> dict[str, Any]:
         return {"loss": self.losses(self.outputs(model, batch), batch["labels"], self.weights)}
@@ -175,6 +175,30 @@ class ClassTask(TextTask):
 
     def report(self) -> str:
         return self.table.report(self.cfg.output_dir) if self.table else ""
+
+
+class TokenTask(TextTask):
+    """A task whose items are the tokens with a label. `metrics` gets a row for each text, with the sums of its tokens."""
+
+    per_token = ("labels",)
+
+    def outputs(self, model: Any, batch: Any) -> Any:
+        return model(batch).logits[0]  # of each token; a decoder has those of its target
+
+    def terms(self, model: Any, batch: Any, team: Any) -> dict[str, Any]:
+        from accel_ddp.engine.losses import cross_entropy
+
+        return {"loss": (cross_entropy(self.outputs(model, batch), batch.get("target", batch)["labels"]), batch.targets)}
+
+    def count(self, batch: Any) -> Any:
+        return batch.targets
+
+    def measure(self, model: Any, batch: Any) -> dict[str, Any]:
+        from accel_ddp.engine.losses import cross_entropy
+
+        rows = batch.get("target", batch)
+        losses = cross_entropy(self.outputs(model, batch), rows["labels"], "none")
+        return {"loss": rows.sum(losses), "tokens": rows.sum((rows["labels"] != -100).long())}
 
 
 class ChatTask(TextTask):

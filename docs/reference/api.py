@@ -15,7 +15,7 @@ GROUPS = {
     "Options": ("TrainConfig", "RecipeConfig", "option", "parse_config"),
     "Data and evaluation": ("TrainBatches", "EvalBatches", "evaluate", "Table"),
     "Ranks and errors": ("together", "UserError"),
-    "Your own loop": ("prepare", "train_step", "attach", "fit_memory"),
+    "Your own loop": ("Terms", "prepare", "train_step", "attach", "fit_memory"),
 }
 # Modules with code of single tasks. Their names are listed without types.
 TASKS = (

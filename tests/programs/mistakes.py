@@ -50,8 +50,9 @@ def main(cfg: base.Config) -> None:
             return str(error)
         return "no error"
 
-    def counted(number):
-        return lambda model, batch: {"loss": (squares(model, batch).sum(), number)}, lambda batch: number
+    def counted(each):
+        count = lambda batch: each * len(batch)
+        return lambda model, batch: {"loss": (squares(model, batch).sum(), count(batch))}, count
 
     def steps_scheduler(model, batch):
         scheduler.step()
@@ -85,7 +86,7 @@ def main(cfg: base.Config) -> None:
         "no items": message("no_items", *counted(0)),
         "no items on the device": message("no_items_on_device", *counted(torch.zeros(()))),
         "LBFGS": message("lbfgs", model=closure, optimizer=torch.optim.LBFGS(closure.parameters())),
-        "weights": message("weights", *counted(0.04)),
+        "weights": message("weights", *counted(0.01)),
     }
     try:
         accel_ddp.TrainBatches(Endless(), torch.stack)
