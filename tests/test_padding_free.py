@@ -12,7 +12,7 @@ from torch import nn
 from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.engine import ddp, losses
-from accel_ddp.engine.rows import Collate, Rows, accept_rows
+from accel_ddp.engine.rows import DOCUMENTS, Collate, Rows, accept_rows
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import flops, linear_cross_entropy, padding_free
@@ -419,7 +419,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     documents = [torch.randint(5, 100, (length,)).tolist() for length in lengths]
     packed = tokenization.pack_documents({"input_ids": documents, "labels": documents}, 24)
     rows = [dict(zip(packed, values)) for values in zip(*packed.values())]
-    in_rows = [*itertools.chain(*packed[tokenization.LENGTHS])]
+    in_rows = [*itertools.chain(*packed[DOCUMENTS])]
     assert sorted(in_rows) == sorted(lengths)
     assert [len(row["input_ids"]) for row in rows] == [14, 24, 24, 24], "they do not fill their rows"
     batch = Collate(("labels",), is_causal=True)(rows)

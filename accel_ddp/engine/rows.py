@@ -297,6 +297,7 @@ class Collate:
         self.per_token, self.multiple, self.is_causal, self.shares, self.target = per_token, multiple, is_causal, shares, target
 
     def __call__(self, items: list[dict[str, Any]]) -> Rows:
+        items = [{name: value.tolist() if isinstance(value, Tensor) else value for name, value in item.items()} for item in items]
         names = [name for name in (*GIVEN, *self.per_token) if name in items[0]]
         texts = [dict(zip(names, text)) for item in items for text in zip(*(_texts_of(item, name) for name in names))]
         for text in texts if self.is_causal else ():
@@ -451,7 +452,8 @@ def accept_rows(model: nn.Module) -> None:
 
 def hook_target(model: nn.Module, owner: nn.Module) -> nn.Module:
     """Return the module whose hooks run when `owner` runs: adapters call `forward` of the model that they wrap, past its hooks."""
-    return next((m for m in model.modules() if m is not owner and getattr(m, "model", None) is owner), owner)
+    around = [m for m in model.modules() if m is not owner and getattr(m, "model", None) is owner]
+    return next((m for m in around if type(m).__module__.startswith("peft.")), owner)
 
 
 def map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp.engine import losses
-from accel_ddp.engine.rows import Rows
+from accel_ddp.engine.rows import Rows, accept_rows
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed.modules import product
 from accel_ddp.training.sharding import recover
@@ -194,6 +194,7 @@ class OutputHead:
     """The output head of a language model. It is skipped in the forward pass, and the loss is computed in chunks instead."""
 
     def __init__(self, model: nn.Module):
+        accept_rows(model)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         adapter = getattr(head, "token_adapter", None)
         self.adapter = adapter if hasattr(adapter, "own_tokens") else None  # of new tokens; sources/adapters.py
