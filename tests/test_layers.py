@@ -247,7 +247,7 @@ LINES: dict[str, int] = {
     "report": 1_955,
     "saving": 1_984,
     "sources": 3_328,
-    "speed": 3_931,
+    "speed": 3_898,
     "tasks": 5_402,
     "training": 4_101,
     "watch": 2_601,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import compat, phases
 from accel_ddp.engine.losses import CurrentBatch, MicroBatch
-from accel_ddp.engine.rehearsal import state_restored
+from accel_ddp.engine.scaler import state_restored
 from accel_ddp.engine.terms import checked, model_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.phases import OPTIMIZER, SYNC
