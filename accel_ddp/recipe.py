@@ -86,7 +86,7 @@ def fit_and_export(
         with together("show training rows"):
             if accelerator.is_main_process:
                 print(examples.show_rows(task, cfg), flush=True)
-    files = export.files_of(model, task.processor, columns_to_predict(cfg) | getattr(task, "more_files", {}))
+    files = export.files_of(model, task.processor, facts_to_predict(task) | getattr(task, "more_files", {}))
     observers = [] if cfg.evaluate_only else hooks.standard(accelerator, cfg)
     report = Report(task, cfg)
     if accelerator.is_main_process and hasattr(task, "report"):
@@ -103,21 +103,25 @@ def fit_and_export(
     return outcome
 
 
-def columns_to_predict(cfg: TrainConfig) -> dict[str, bytes]:
-    """Return the file from which `accel-ddp predict` knows the columns of a recipe of yours, whose options may have any names."""
+def facts_to_predict(task: Any) -> dict[str, bytes]:
+    """Return the file that tells `accel-ddp predict` what the model of this task reads, if it cannot be known from the options.
+
+    `predicts` of a task is a key of `trained_model.HEADS`, if its class of models does not say it. `predict_columns` are options of the
+    command; by default the columns of texts or images, whose options may have any names in a recipe of yours.
+    """
     known = {name for groups in COLUMNS.values() for group in groups for own in group.items() for name in (own[0], *own[1])}
-    texts, images = columns_of(cfg, "text", "words"), columns_of(cfg, "image")
-    if not (texts or images) or (texts or images)[0][0] in known:
-        return {}
-    columns = dict(zip(("text_column", "text_pair_column"), [name for _, name in texts])) or {"image_column": images[0][1]}
-    return {FACTS: json.dumps({"columns": columns}).encode()}
+    texts, images = columns_of(task.cfg, "text", "words"), columns_of(task.cfg, "image")
+    is_own = any(option not in known for option, _ in (texts or images)[:1])
+    options = ("text_column", "text_pair_column") if texts else ("image_column",)
+    columns = dict(zip(options, [name for _, name in texts or images])) if is_own else {}
+    facts = {"predicts": getattr(task, "predicts", ""), "columns": getattr(task, "predict_columns", columns)}
+    return {FACTS: json.dumps(facts).encode()} if any(facts.values()) else {}
 
 
 def _fit_memory(cfg: TrainConfig, accelerator: Accelerator, task: Any, rows: Any = ()) -> None:
     if not cfg.evaluate_only:
         _print_default_model(cfg)
-    if not getattr(task, "fits_memory", False):
-        at_start.fit_memory(cfg, accelerator, getattr(task, "model_class", ""), rows)
+    at_start.fit_memory(cfg, accelerator, getattr(task, "model_class", ""), rows)
 
 
 def _print_default_model(cfg: TrainConfig) -> None:

@@ -69,6 +69,7 @@ class Config(RecipeConfig):
 
 class Task(accel_ddp.TextTask):
     model_class = "AutoModelForSequenceClassification"
+    predicts = "scores"
 
     def load_tokenizer(self):
         tokenizer = super().load_tokenizer()
@@ -80,7 +81,7 @@ class Task(accel_ddp.TextTask):
         self.form = accel_ddp.ranking.QueryFormat(tables[0], self.cfg)
         self.loss = self.form.choose_loss(tables[0], self.cfg.loss)
         self.is_listwise = self.loss in accel_ddp.ranking.LIST_LOSSES
-        self.identity, self.more_files = [self.form.identity, self.loss], self.form.files
+        self.identity, self.predict_columns = [self.form.identity, self.loss], self.form.columns
         return tables
 
     def items(self, rows):  # queries with their candidates

@@ -49,7 +49,7 @@ class Config(PairConfig):
 
 class Task(accel_ddp.ChatTask):
     model_class = "AutoModelForSequenceClassification"
-    checked_as = "rewards"
+    checked_as = predicts = "rewards"
 
     def format(self, rows):
         return accel_ddp.ranking.RewardPairs(rows, self.processor, self.cfg, self.today)

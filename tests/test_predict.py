@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pexpect
@@ -23,7 +24,7 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import chat_command, export, predict_command, predictors, trained_model
 from accel_ddp.exporting.predict_rows import InputRows
-from accel_ddp.recipe import columns_to_predict
+from accel_ddp.recipe import facts_to_predict
 from tests.conftest import BIN, Running, clean_environment
 
 WORDS = ["a", "fine", "film", "about", "people", "who", "do", "not", "like", "films", "and", "dull", "long", "scenes"]
@@ -81,7 +82,7 @@ def folder_of(tiny_model, tokenizer, tmp_path_factory):
 
 
 CHOSEN = {"query_column": "query", "candidate_column": "passage"}
-RERANK = {"recipe": "rerank.py", "options": dict.fromkeys(CHOSEN, ""), "columns": CHOSEN}
+RERANK = {"predicts": "scores", "options": dict.fromkeys(CHOSEN, ""), "columns": CHOSEN}
 LABELS = {"id2label": {0: "O", 1: "B-X", 2: "I-X"}, "label2id": {"O": 0, "B-X": 1, "I-X": 2}}
 
 
@@ -137,7 +138,7 @@ def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "accel_ddp.json").write_text(json.dumps({"recipe": "reward.py", "options": {"chosen_column": "chosen"}}))
+    (folder / "accel_ddp.json").write_text(json.dumps({"predicts": "rewards", "options": {"chosen_column": "chosen"}}))
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in TEXTS]
     with torch.no_grad():
         inputs = [tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True) for chat in chats]
@@ -180,11 +181,12 @@ class OwnRecipe(RecipeConfig):
 
 
 def test_the_columns_of_an_own_recipe_are_known(folder_of, tmp_path):
-    folder = folder_of("BertForSequenceClassification", columns_to_predict(OwnRecipe()))
+    folder = folder_of("BertForSequenceClassification", facts_to_predict(SimpleNamespace(cfg=OwnRecipe())))
     rows = write(tmp_path / "rows.jsonl", [{"id": "one", "review": text} for text in TEXTS])
     found = predict_here(tmp_path / "found.jsonl", folder, "--input", rows)
     assert found == predict_here(tmp_path / "again.jsonl", folder, "--input", rows, "--text_column", "review")
-    assert columns_to_predict(OwnRecipe(reply_column="reply"))["accel_ddp.json"].endswith(b'"text_pair_column": "reply"}}')
+    facts = facts_to_predict(SimpleNamespace(cfg=OwnRecipe(reply_column="reply"), predicts="scores"))["accel_ddp.json"]
+    assert json.loads(facts) == {"predicts": "scores", "columns": {"text_column": "review", "text_pair_column": "reply"}}
 
 
 def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache, tmp_path):
@@ -298,7 +300,7 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     Path("run").mkdir()
     Path("run/config.json").write_text('{"lr": 1}')
     Path("run/log.jsonl").write_text("{}")
-    for name, facts in (("rerank", RERANK), ("reward", {"recipe": "reward.py"}), ("classify", {"recipe": "classify.py"})):
+    for name, facts in (("rerank", RERANK), ("reward", {"predicts": "rewards"}), ("classify", {"recipe": "classify.py"})):
         shutil.copytree(tiny_model, name)
         Path(name, "accel_ddp.json").write_text(json.dumps(facts))
     shutil.copytree(tiny_model, "no_weights", ignore=lambda *_: ["model.safetensors"])

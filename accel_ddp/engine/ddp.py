@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import compat, phases
-from accel_ddp.engine.losses import MicroBatch
-from accel_ddp.engine.rehearsal import state_restored
+from accel_ddp.engine.rows import MicroBatch
+from accel_ddp.engine.scaler import state_restored
 from accel_ddp.engine.terms import Sealed, checked, model_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.phases import OPTIMIZER, SYNC

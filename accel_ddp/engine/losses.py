@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.team import Team
-
-MicroBatch = Any
 
 
 def _wide(logits: Tensor) -> Tensor:

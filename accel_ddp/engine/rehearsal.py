@@ -1,14 +1,13 @@
 """Forward and backward passes that leave nothing behind, for measurements, for graphs, and for the buckets of DDP."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from accel_ddp.engine.losses import MicroBatch
-from accel_ddp.engine.scaler import copy_buffers, restore_buffers
+from accel_ddp.engine.rows import MicroBatch
+from accel_ddp.engine.scaler import state_restored
 from accel_ddp.engine.terms import Terms, checked
 
 
@@ -31,18 +30,6 @@ def rehearse(terms: Terms, batch: MicroBatch, with_gradients: bool = True) -> tu
             return ()
         trained = [p for p in module.parameters() if p.requires_grad]
         return torch.autograd.grad(loss, trained, allow_unused=True)
-
-
-@contextlib.contextmanager
-def state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the gradients and the buffers at the end, such as the running statistics of batch norm."""
-    buffers, gradients = copy_buffers(model), [(p, p.grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        restore_buffers(model, buffers)
 
 
 def move_gradients(parameters: Sequence[nn.Parameter], memory: Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+MicroBatch = Any  # `Rows`, or what another collate function makes
 IGNORED = -100  # a label that losses ignore
 GIVEN = ("input_ids", "token_type_ids")  # columns that a model reads; tasks read the others
 DOCUMENTS = "document_lengths"  # a column of items that consist of several texts

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel_ddp import phases
 from accel_ddp.engine import ddp
-from accel_ddp.engine.losses import MicroBatch
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.engine.scaler import Stepper
 from accel_ddp.engine.step_sums import NOTHING, Carry, ItemSums, LossNumbers, UpdateStats
 from accel_ddp.engine.step_times import sync_after_backward

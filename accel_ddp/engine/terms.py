@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp.engine.losses import MicroBatch
-from accel_ddp.engine.rows import Rows, accept_rows
+from accel_ddp.engine.rows import MicroBatch, Rows, accept_rows
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.team import Team
 

@@ -128,9 +128,8 @@ def load_rows(
 
 def load_columns(cfg: RecipeConfig, reader: Any = None) -> list["datasets.Dataset"]:
     """Return the rows of `load_rows`, which have the columns of the options, with texts in those of texts."""
-    tables = [open_columns(rows, cfg) for rows in load_rows(cfg, reader)]
+    tables, texts = [open_columns(rows, cfg) for rows in load_rows(cfg, reader)], columns_of(cfg, "text")
     check_columns(cfg, *tables)
-    texts = columns_of(cfg, "text")
     for option, column in texts:
         require_texts(dict(texts) | {option: column}, *tables)
     return tables

@@ -4,7 +4,6 @@ The scores and relevances of a micro-batch are matrices with a row for each quer
 the relevance is NaN where there is none.
 """
 
-import json
 import random
 import re
 from itertools import pairwise
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
-from accel_ddp.saving.checkpoint_format import FACTS
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns, require_types
 from accel_ddp.sources.places import warn
@@ -81,8 +79,7 @@ class QueryFormat:
         several = [name for some in (self.positives, self.negatives) if some[1:] for name in some]  # a row may have one of them
         self.needed = {option: column for option, column in needed.items() if column not in several}
         require_columns(self.needed, rows)
-        columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
-        self.files = {FACTS: json.dumps({"columns": columns}).encode()}  # `accel-ddp predict` reads it
+        self.columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
         self.identity = [self.query, self.candidate, list(self.positives), list(self.negatives), self.value, self.score]
 
     def choose_loss(self, rows: "datasets.Dataset", asked: str) -> str:

@@ -31,14 +31,10 @@ class TextTask(Task):
         from accel_ddp.ranks.agreement import together
 
         super().__init__(cfg, accelerator)
-        self.begin()
         with together("load the data") as facts:
             self.processor = self.load_tokenizer()
             self.rows = self.encode(self.read())
             facts["the data"] = self.identify(*self.rows)
-
-    def begin(self) -> None:
-        """Do what needs all ranks before the rows are read."""
 
     def load_tokenizer(self) -> Any:
         from accel_ddp.sources.models import load_tokenizer
@@ -204,20 +200,17 @@ class TokenTask(TextTask):
 class ChatTask(TextTask):
     """A task of chats, prompts with answers, or texts. `format(rows)` returns how they become tokens."""
 
-    def begin(self) -> None:
+    def __init__(self, cfg: Any, accelerator: Any):
         from accel_ddp.tasks.chat import agree_on_today
 
         self.today = agree_on_today()
-
-    def read(self) -> Any:
-        from accel_ddp.sources.data import load_rows
-
-        return load_rows(self.cfg)
+        super().__init__(cfg, accelerator)
 
     def encode(self, tables: Any) -> Any:
         self.form = self.format(tables[0])
+        made = self.form.finish(self.form.encode_tables(tables, self.cfg), self.cfg)
         self.prompt = self.form.first_prompt(tables[1])
-        return self.form.finish(self.form.encode_tables(tables, self.cfg), self.cfg)
+        return made
 
     @property
     def memory_rows(self) -> Any:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.ddp import words_to_freeze
-from accel_ddp.engine.losses import MicroBatch
-from accel_ddp.engine.rehearsal import state_restored
-from accel_ddp.engine.rows import Rows
+from accel_ddp.engine.rows import MicroBatch, Rows
+from accel_ddp.engine.scaler import state_restored
 from accel_ddp.engine.terms import checked, problem_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere
@@ -173,13 +172,8 @@ class Trial:
         hooks.append(self.model.register_forward_hook(compare))
         self.model.eval()
         try:
-            with (
-                generators_kept(self.device),
-                state_restored(self.model),
-                gathered(self.model),
-                without_tf32(),
-                torch.no_grad(),
-            ):
+            kept = generators_kept(self.device), state_restored(self.model)
+            with kept[0], kept[1], gathered(self.model), without_tf32(), torch.no_grad():
                 yield
         finally:
             for hook in hooks:

@@ -45,16 +45,8 @@ class RunEvents:
         hooks: Sequence[Hook],
     ):
         """`speed` is a `speed.attach.Speed`, or None. `test` is what the task evaluates, or a function of the model."""
-        self.run, self.cfg, self.train, self.saved, self.check, self.ema, self.speed = (
-            run,
-            run.cfg,
-            train,
-            saved,
-            check,
-            ema,
-            speed,
-        )
-        self.test = test
+        self.run, self.cfg, self.train, self.saved = run, run.cfg, train, saved
+        self.check, self.ema, self.speed, self.test = check, ema, speed, test
         device = run.accelerator.device
         self.reader = LateReader(device, run.accelerator.num_processes)
         self.times = measure_steps(device, run.step)
