@@ -232,24 +232,24 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_777,
-    "config": 1_496,
+    "(top)": 2_835,
+    "config": 1_507,
     "doctor": 3_739,
     "engine": 3_300,
     "exporting": 1_863,
     "launch": 4_481,
     "measure": 2_623,
-    "memory": 1_487,
+    "memory": 1_468,
     "nodes": 1_684,
     "observe": 2_517,
     "ranks": 1_672,
     "records": 762,
     "report": 1_955,
     "saving": 1_984,
-    "sources": 3_328,
-    "speed": 3_735,
-    "tasks": 5_402,
-    "training": 4_108,
+    "sources": 3_347,
+    "speed": 3_649,
+    "tasks": 5_663,
+    "training": 4_035,
     "watch": 2_601,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
