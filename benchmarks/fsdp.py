@@ -152,16 +152,17 @@ def run_ours() -> None:
 
     from accel_ddp.entry import run
     from accel_ddp.saving.checkpoints import Checkpoints
+    from accel_ddp.sources import models
 
     facts: dict[str, Any] = {}
     memory = HostMemory()
-    build, save = sft.build_model, Checkpoints.save
+    build, save = models.build, Checkpoints.save
 
-    def timed_build(*args: Any) -> Any:
+    def timed_build(*args: Any, **options: Any) -> Any:
         import torch
 
         began = time.perf_counter()
-        model = build(*args)
+        model = build(*args, **options)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         facts["load_seconds"], facts["load_host"] = time.perf_counter() - began, memory.peak / GIB
@@ -177,7 +178,7 @@ def run_ours() -> None:
         facts["save_seconds"] = time.perf_counter() - began  # the last save returns when the checkpoint is complete
         return result
 
-    sft.build_model, Checkpoints.save = timed_build, timed_save
+    models.build, Checkpoints.save = timed_build, timed_save
 
     def main(cfg: Any) -> Any:
         try:
