@@ -232,7 +232,7 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_770,
+    "(top)": 2_777,
     "config": 1_474,
     "doctor": 3_739,
     "engine": 3_300,
@@ -249,7 +249,7 @@ LINES: dict[str, int] = {
     "sources": 3_311,
     "speed": 3_931,
     "tasks": 5_402,
-    "training": 4_101,
+    "training": 4_102,
     "watch": 2_601,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
