@@ -1,11 +1,10 @@
 """What the logs of the runs say: how long steps take and on what, speed-up and efficiency, what limits them, and what would help.
 
-`measure` reads a log, `compare` puts the settings of a table beside its first row, `predict` states what the doctor's measurements
-promise, `find_limits` explains the losses, and `advise` computes the global batch that reaches an efficiency of 90 %.
+`measure` reads a log, `compare` puts the settings of a table beside its first row, `find_limits` explains the losses, and `advise`
+computes the global batch that reaches an efficiency of 90 %.
 """
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.measure.scaling_plan import Setting
-from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si, read_table
+from accel_ddp.text import counted, format_seconds, format_si, read_table
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
 GOAL = 0.9
 NOTABLE = 0.03  # losses below this share of a step are not reported
 SMALL_BYTES = 1e6
 STRAGGLER = 0.1  # a rank that is slower than the median rank by this fraction
-# Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
-HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
-BUCKET_BYTES = 25e6  # of DDP
 _LOSSES: dict[str, str] = read_table(Path(__file__).with_name("losses.yaml"))
 
 
@@ -155,55 +151,6 @@ def slowest_rank(measured: Measurement) -> tuple[int, float]:
     rank = max(range(len(own)), key=own.__getitem__)
     median = sorted(own)[(len(own) - 1) // 2]
     return rank, own[rank] / max(median, 1e-12) - 1
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """What the doctor has measured with all-reduces on `ranks` ranks of `nodes` nodes."""
-
-    nodes: int
-    ranks: int
-    bus: float  # bytes per second
-    latency: float  # seconds
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Efficiencies if nothing overlaps, and if communication is hidden behind the last backward pass of a step."""
-
-    worst: float
-    best: float
-    communication: float  # seconds of the all-reduce
-
-
-def links_of_text(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
-    """Return what `accel-ddp doctor`, or `accel-ddp launch` with `doctor: full`, has printed. None: it has not measured."""
-    buses = re.findall(r"bandwidth: \d+ MB in .*bus ([\d.e+]+) ([TGMkmu]?)B/s", text)
-    latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
-    if not buses or not latencies:
-        return None
-    value = lambda found: float(found[0]) * SI_UNITS[found[1]]
-    return MeasuredLinks(nodes, ranks, value(buses[-1]), value(latencies[-1]))
-
-
-def predict(comparison: Comparison, links: MeasuredLinks | None, hook: str) -> Prediction | None:
-    """Return the prediction for a setting from the base and the links. None: nothing is sent, or something is not known."""
-    base, setting = comparison.base.known, comparison.result.setting
-    gradients = base.gradient_bytes
-    if links is None or setting.ranks == 1 or not gradients or hook not in HOOK_SHARES:
-        return None
-    ideal = comparison.share * base.seconds
-    # The backward pass of the last micro-batch, about two thirds of its computing, can hide communication.
-    compute = base.mean("forward", "backward") / base.accumulation
-    compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
-    # A ring all-reduce in the buckets of DDP.
-    size, hops = gradients * HOOK_SHARES[hook], 2 * (setting.ranks - 1)
-    hop_seconds = links.latency / (2 * (links.ranks - 1))
-    communication = hops / setting.ranks * size / links.bus + hops * hop_seconds * math.ceil(size / BUCKET_BYTES)
-    exposed = max(0.0, communication - compute * 2 / 3)
-    sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
-    alone = ideal - comparison.share * sent_in_base
-    return Prediction(ideal / (alone + communication), ideal / (alone + exposed), communication)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, measure
+from accel_ddp.measure.scaling_analysis import Result, measure
 from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary
 from accel_ddp.measure.scaling_plan import ScalingOptions, Setting, cluster_places, local_places, make_plan, read_options, smaller
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
@@ -73,13 +73,12 @@ class Scaling:
     def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
         self.results: list[Result] = []
-        self.links: list[MeasuredLinks] = []
         self.errors_shown: set[str] = set()
         self.code = 1  # of the last run that has failed
         self.num_steps = given.warmup + given.steps + LATE_STEPS
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
-            self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds, not given.no_prediction)
+            self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds)
             self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
             places = cluster_places([node.processes for node in self.runs.cluster.nodes], given.ranks)
             cores = 0 if self.on_gpu else self.runs.cores()
@@ -129,19 +128,7 @@ class Scaling:
                 return self.code
             if runs > 1:
                 self.show(f"This run took {seconds:.0f} s. About {rough_seconds(seconds * (runs - 1))} are left.")
-            self._measure_links()
         return 0
-
-    def _measure_links(self) -> None:
-        """Let the doctor measure the links of this machine, on the most ranks. In a cluster it runs with the first run on the nodes."""
-        place = max((setting.place for setting in self.plan), key=lambda place: place.ranks)
-        if isinstance(self.runs, ClusterRuns) or self.options.given.no_prediction or place.ranks == 1:
-            return
-        self.show(f"the doctor measures all-reduces on {place.ranks} ranks ...")
-        if links := self.runs.measure_links(place):
-            self.links.append(links)
-        else:
-            self.show(f"There is no prediction: see `accel-ddp doctor --num_processes {place.ranks}`.")
 
     def _measure(self, setting: Setting, label: str) -> tuple[Result, float]:
         """Run a setting, with smaller micro-batches if it does not fit, and once more if its steps vary. Return the seconds too."""
@@ -179,7 +166,6 @@ class Scaling:
             self.show(f"--epochs gives only {start['total_steps']} steps with this batch. The run is repeated with --steps.")
             more += ["--steps", str(self.num_steps)]
             ended = self.runs.run(f"{name}_longer", setting.place, [*self.options.options, *FIXED, *more])
-        self.links += [ended.links] if ended.links else []
         self.code = ended.code if ended.code in (USER_ERROR, INTERRUPTED) else 1
         return ended
 
@@ -195,7 +181,7 @@ class Scaling:
 
     def summary(self, is_complete: bool) -> Summary:
         return Summary(
-            recipe=self.options.recipe, modes=self.options.modes, results=self.results, links=self.links, left_out=self.left_out,
-            on_gpu=self.on_gpu, threads=self.threads, hook=self.options.cfg.comm_hook, is_complete=is_complete,
+            recipe=self.options.recipe, modes=self.options.modes, results=self.results, left_out=self.left_out,
+            on_gpu=self.on_gpu, threads=self.threads, is_complete=is_complete,
             steps=self.options.given.steps, warmup=self.options.given.warmup,
         )  # fmt: skip
