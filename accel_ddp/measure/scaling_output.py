@@ -9,7 +9,7 @@ from typing import Any
 from accel_ddp.measure import scaling_analysis as analysis
 from accel_ddp.measure.scaling_analysis import Comparison, Result
 from accel_ddp.measure.scaling_plan import STRONG, WEAK
-from accel_ddp.text import counted, format_seconds, format_si, plural, table
+from accel_ddp.text import format_seconds, plural, table
 
 TITLES = {
     STRONG: "strong scaling: the same global batch on more ranks",
