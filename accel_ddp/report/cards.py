@@ -1,6 +1,7 @@
 """Numbers as people read them, and tables for page.jinja."""
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -69,6 +70,18 @@ def plain(value: Any) -> str:
     return brief(value) if isinstance(value, float) else "empty" if value == "" else number(value)
 
 
+def after(time: Any, first: float) -> str | None:
+    return duration(max(0.0, time - first)) if is_number(time) else None
+
+
+def words(name: Any) -> str:
+    return str(name).replace("_", " ")
+
+
+def command(given: Any) -> str:
+    return shlex.join(map(str, given))[:400] if isinstance(given, list) else ""
+
+
 TEXT = 2000  # characters of a cell
 ROWS = 500  # of a table
 
@@ -98,10 +111,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], caption: str) -
     fewer = f"{len(shown):,} of {len(rows):,} rows are shown." if len(rows) > len(shown) else ""
     cells = [list(zip(map(cell, row), right)) for row in shown]
     return {"caption": caption, "columns": list(zip(columns, right)), "rows": cells, "fewer": fewer}
-
-
-def code(text: Any) -> Markup:
-    return Markup("<code>{}</code>").format(text)
 
 
 def tagged(step: int, tag: str) -> str:

@@ -20,11 +20,10 @@ from jinja2 import Environment
 from accel_ddp import __version__
 from accel_ddp.records.files import replace_file
 from accel_ddp.records.run_log import without_nonfinite
-from accel_ddp.report import sections
-from accel_ddp.report.cards import cell, moment
-from accel_ddp.report.chart_data import chart_data
-from accel_ddp.report.run_data import ReportedRun
-from accel_ddp.text import listed
+from accel_ddp.report import cards, sections
+from accel_ddp.report.chart_data import chart_data, places
+from accel_ddp.report.run_data import ReportedRun, dict_of, is_number, list_of
+from accel_ddp.text import counted, format_bytes, listed
 
 # Stands within the first 4096 bytes of the page. The command overwrites no file without it.
 GENERATOR = '<meta name="generator" content="accel-ddp report">'
@@ -49,7 +48,23 @@ def make_page(runs: list[ReportedRun]) -> str:
     read = lambda name: files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")
     scripts = [get_plotlyjs().replace("\r\n", "\n"), read("page.js")]
     environment = Environment(autoescape=True)
-    environment.filters["cell"] = cell
+    text = (
+        cards.after,
+        cards.brief,
+        cards.cell,
+        cards.duration,
+        cards.figure,
+        cards.moment,
+        cards.number,
+        cards.percent,
+        cards.plain,
+    )
+    text += (cards.command, cards.rate, cards.tagged, cards.words, counted, format_bytes, dict_of, list_of)
+    functions = {one.__name__: one for one in (*text, places, sections.badge, sections.last_error, sections.worst_incidents)}
+    environment.filters |= functions
+    environment.globals |= functions
+    environment.globals |= {"most_checkpoints": sections.CHECKPOINTS, "most_operations": sections.OPERATIONS}
+    environment.tests["known"] = is_number
     template = environment.from_string(re.sub(r"\n\s*", "", read("page.jinja")))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns where all values are missing
@@ -57,10 +72,10 @@ def make_page(runs: list[ReportedRun]) -> str:
         prefixes = [f"run{index}-" if len(runs) > 1 else "" for index in range(len(runs))]
         views = [sections.run_view(run, *more) for run, *more in zip(runs, data, range(len(runs)), prefixes)]
         page = template.render(
-            runs=views, curves=sections.curves(runs, data), **(sections.comparison(runs) if len(runs) > 1 else {}),
+            runs=runs, views=views, curves=sections.curves(runs, data), **(sections.comparison(runs) if len(runs) > 1 else {}),
             choices=list(enumerate(run.name for run in runs)), name=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             names=listed((run.name for run in runs), 12), navigation=_NAVIGATION, generator=GENERATOR, policy=_policy(scripts),
-            css=read("page.css"), version=__version__, written=moment(time.time()), data=safe_json({"runs": data}),
+            css=read("page.css"), version=__version__, written=cards.moment(time.time()), data=safe_json({"runs": data}),
         )  # fmt: skip
     return _INVALID.sub("\ufffd", page) + "".join(f"<script>{script}</script>" for script in scripts) + "</body></html>\n"
 

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from accel_ddp.report.cards import TIMES, brief, cell, code, duration, figure, moment, number, percent, plain, rate, table, tagged
+from accel_ddp.report.cards import TIMES, brief, cell, duration, figure, number, percent, plain, rate, table, tagged
 from accel_ddp.report.chart_data import CHARTS, POINTS, downsample, metric_names, places, rank_name, series, slowness
 from accel_ddp.report.run_data import PARTS, ReportedRun, dict_of, is_number, list_of
 from accel_ddp.text import counted, format_bytes
@@ -76,20 +75,15 @@ def _describe(run: ReportedRun) -> dict[str, dict[str, Any]]:
 
 
 SYMBOLS = {"complete": "✓", "stopped": "■", "failed": "✕", "running": "▶", "interrupted": "■"}
-SEVERITY = {"error": 0, "warning": 1, "info": 2}
 INCIDENTS = 300
 CHECKPOINTS = 200
 OPERATIONS = 15  # of a profile
 
 
 def run_view(run: ReportedRun, data: View, index: int, prefix: str) -> View:
-    """Return everything that the page shows about one run below its curves."""
-    return {
-        "name": run.name, "folder": run.folder, "index": index, "prefix": prefix, "notes": run.notes, "badge": badge(run),
-        **title(run), "tiles": key_figures(run), "incidents": incidents(run), "time": time_of_ranks(run, data, index),
-        "load": load_of_nodes(data, index), **evaluations(run), "checkpoints": checkpoints(run), "profile": profile(run),
-        **configuration(run),
-    }  # fmt: skip
+    """Return what the page shows about one run and must be computed first."""
+    shown = {"time": time_of_ranks(run, data, index), "load": load_of_nodes(data, index), **evaluations(run)}
+    return {"run": run, "index": index, "prefix": prefix, "cluster": cluster(run), **shown}
 
 
 def state_of(run: ReportedRun) -> str:
@@ -104,48 +98,14 @@ def badge(run: ReportedRun) -> Markup:
     return Markup('<span class="state {0}"><span aria-hidden="true">{1}</span> {0}</span>').format(state, SYMBOLS[state])
 
 
-def title(run: ReportedRun) -> View:
-    began, command = run.summary.get("began"), run.start.get("launcher") or run.start.get("command")
+def last_error(run: ReportedRun) -> str:
     last = next((str(one["text"]) for one in reversed(run.incidents) if one.get("level") == "error"), "")
-    return {
-        "began": f"Began {moment(began)}" if is_number(began) else "",
-        "command": shlex.join(map(str, command))[:400] if isinstance(command, list) else "",
-        "reason": last[:500] if state_of(run) == "failed" else "",
-    }
+    return last[:500] if state_of(run) == "failed" else ""
 
 
-def key_figures(run: ReportedRun) -> list[tuple[str, str, str, str]]:
-    """Return the tiles of a run: label, value, remark, section. A figure that is not known has no tile."""
-    summary = run.summary
-    best, total, samples, ranks = (summary.get(name) for name in ("best", "total_steps", "samples", "ranks"))
-    remarks = [*([f"of {total:,}"] if total else []), *([f"{samples:,} samples"] if samples else [])]
-    found = [("Steps", f"{summary.get('steps') or 0:,}", ", ".join(remarks), "")]
-    if is_number(seconds := summary.get("wall_seconds")):
-        attempts = summary.get("attempts") or 1
-        found.append(("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else "", ""))
-    if best and is_number(best["value"]):
-        name = str(best["metric"]).replace("_", " ")
-        found.append((f"Best {name}", number(best["value"]), f"step {number(best['step'])}", "evaluations"))
-    for name, label, form, remark in (
-        ("samples_per_second", "Speed", rate, "samples/s on average"),
-        ("tokens_per_second", "Tokens", rate, "tokens/s on average"),
-        ("mfu", "MFU", percent, "of the peak of the GPUs"),
-        ("goodput", "Goodput", percent, "of the time trained new steps"),
-    ):
-        if is_number(value := summary.get(name)):
-            found.append((label, form(value), remark, ""))
-    if parts := {part: value for part, value in (summary.get("seconds_per_step") or {}).items() if is_number(value)}:
-        waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
-        found.append(("Waiting", percent(waiting), "of a step, for data and ranks", "time"))
-    if ranks:
-        device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
-        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(summary.get('nodes') or 1, 'node')}"
-        remark = where if device == "CPU" else f"{where}, {device}"
-        found.append(("Cluster", counted(ranks, noun), remark, "configuration"))
-    if levels := [one.get("level") for one in run.incidents]:
-        counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
-        found.append(("Incidents", f"{len(levels):,}", ", ".join(counts) or "information only", "incidents"))
-    return found
+def worst_incidents(run: ReportedRun) -> list[View]:
+    severity = lambda i: ({"error": 0, "warning": 1}.get(str(run.incidents[i].get("level")), 2), i)
+    return [run.incidents[i] for i in sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])]
 
 
 def comparison(runs: list[ReportedRun]) -> View:
@@ -172,93 +132,7 @@ def comparison(runs: list[ReportedRun]) -> View:
     return {"comparison": figures, "differences": changed}
 
 
-def incidents(run: ReportedRun) -> View | None:
-    severity = lambda i: (SEVERITY.get(str(run.incidents[i].get("level")), 2), i)
-    chosen = sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])
-    first, shown = run.summary.get("began") or 0.0, []
-    for one in (run.incidents[i] for i in chosen):
-        when = f"after {duration(max(0.0, one['time'] - first))}" if is_number(one.get("time")) else ""
-        step = f"step {number(one['step'])}" if one.get("step") is not None else ""
-        rank = f"rank {one['rank']}" if one.get("rank") is not None else ""
-        shown.append({
-            "level": one["level"] if one.get("level") in SEVERITY else "info", "text": str(one.get("text") or "")[:2000],
-            "place": " · ".join(part for part in (step, when, rank, str(one.get("host") or "")) if part),
-            "kind": str(one.get("kind") or "").replace("_", " ").lower(),
-        })  # fmt: skip
-    text = f"The {len(shown)} most severe of {len(run.incidents):,} incidents are shown."
-    return {"shown": shown, "fewer": text if len(shown) < len(run.incidents) else ""} if shown else None
-
-
-def checkpoints(run: ReportedRun) -> View:
-    first, there = run.summary.get("began") or 0.0, [one for one in run.checkpoints if one.get("exists")]
-    rows = [
-        [
-            tagged(one["step"], "best" if one.get("is_best") else ""),
-            figure(one.get("time"), lambda time: duration(max(0.0, time - first))),
-            figure(one.get("bytes"), format_bytes),
-            code(one.get("path")),
-        ]
-        for one in reversed(there[-CHECKPOINTS:])
-    ]
-    removed = len(run.checkpoints) - len(there)
-    notes = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
-    verb = "is" if removed == 1 else "are"
-    notes += [f"{counted(removed, 'older checkpoint')} of this run {verb} no longer on the disk."] if removed else []
-    columns = ["step", "saved after", "size", "folder"]
-    return {"table": table(columns, rows, "Checkpoints, the newest first") if rows else None, "notes": notes}
-
-
-def profile(run: ReportedRun) -> View:
-    found = run.profile or {}
-    overall, of_run = dict_of(found.get("overall")), dict_of(found.get("run"))
-    step = overall.get("step_seconds")
-    parts = {"computation": "computation", "communication": "communication", "overlapped": "of it during computation",
-             "exposed": "of it not during computation"}  # fmt: skip
-    pairs = [("steps", plain(of_run["steps"]).replace(", ", " to "))] if of_run.get("steps") else []
-    pairs += [("duration of a step", duration(step))] if is_number(step) else []
-    for name, text in parts.items():
-        if is_number(value := overall.get(name)):
-            share = f", {percent(value / step)} of a step" if is_number(step) and step else ""
-            pairs.append((text, duration(value) + share))
-    advice = [one.get("text") if isinstance(one, dict) else one for one in list_of(found.get("recommendations"))]
-    texts = [*list_of(found.get("findings")), *advice]
-    forms = {"seconds": duration, "share": percent, "count": brief}
-    rows = [
-        [one.get("name"), *(figure(one.get(key), form) for key, form in forms.items())]
-        for one in list_of(found.get("operations"))[:OPERATIONS]
-        if isinstance(one, dict)
-    ]
-    columns = ["operation", "time per step", "share", "count per step"]
-    operations = table(columns, rows, "Largest operations") if rows else None
-    return {"facts": pairs, "texts": [str(one)[:2000] for one in texts], "operations": operations}
-
-
-def configuration(run: ReportedRun) -> View:
-    start = run.start
-    read = lambda name: dict_of(start.get(name))
-    options = [
-        [code(f"--{name}"), plain(value[0]), plain(value[1])]
-        for name, value in read("options").items()
-        if isinstance(value, list) and len(value) == 2
-    ]
-    batch, pairs = read("batch"), []
-    if batch:
-        of, ranks = (lambda name: number(batch.get(name))), counted(run.summary.get("ranks") or 1, "rank")
-        text = f"{of('global')} = micro-batch {of('micro')} {TIMES} accumulation {of('accumulation')} {TIMES} {ranks}"
-        pairs.append(("global batch size", text))
-    pairs += [("items in the training data", start["items"])] if start.get("items") is not None else []
-    pairs += [("mixed precision", start["precision"])] if start.get("precision") else []
-    pairs += [("sharding", read("sharding")["text"])] if read("sharding").get("text") else []
-    texts = lambda values: [(name, plain(value)) for name, value in values.items()]
-    why = lambda name: f" ({run.chosen[name]})" if name in run.chosen else ""
-    every = [(f"--{name}", plain(value) + why(name)) for name, value in run.options.items()]
-    folds = {"All options": every, "Versions": texts(read("versions")), "Environment variables": texts(read("environment"))}
-    title = "Options that differ from the defaults"
-    changed = table(["option", "value", "default"], options, title) if options else None
-    return {"cluster": _cluster(run), "facts": pairs, "changed": changed, "folds": list(folds.items())}
-
-
-def _cluster(run: ReportedRun) -> View | None:
+def cluster(run: ReportedRun) -> View | None:
     nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for place in places(run).values():
         nodes.setdefault((str(place.get("node", 0)), str(place.get("host", ""))), []).append(place)
