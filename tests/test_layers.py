@@ -238,7 +238,7 @@ LINES: dict[str, int] = {
     "engine": 3_300,
     "exporting": 1_863,
     "launch": 4_481,
-    "measure": 2_489,
+    "measure": 2_404,
     "memory": 1_487,
     "nodes": 1_684,
     "observe": 2_474,

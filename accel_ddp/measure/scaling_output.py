@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from accel_ddp.measure import scaling_analysis as analysis
@@ -37,9 +37,6 @@ class Summary:
     def table(self, mode: str) -> list[Comparison]:
         return analysis.compare(self.results, mode)
 
-    def advice(self) -> list[analysis.Advice]:
-        return analysis.advise(self.table(STRONG), self.table(WEAK))
-
     def limits(self, mode: str) -> tuple[Comparison | None, list[str]]:
         table = [one for one in self.table(mode) if one.ideal_speedup > 1]
         return (table[-1], analysis.find_limits(table[-1], mode, self.on_gpu)) if table else (None, [])
@@ -48,9 +45,6 @@ class Summary:
         ranks = next((result.measured.ranks for result in self.results if result.measured and result.measured.ranks), [])
         names = sorted({str(rank.get("device", "")) for rank in ranks} - {""})
         return " and ".join(names) or ("GPU" if self.on_gpu else "CPU")
-
-    def batch(self) -> int:
-        return min((result.setting.batch for result in self.results), default=0)
 
 
 def format_table(summary: Summary, mode: str) -> list[str]:
@@ -77,11 +71,6 @@ def format_summary(summary: Summary) -> str:
     for mode in summary.modes:
         lines += ["", TITLES[mode], *format_table(summary, mode), "", *format_chart(summary.table(mode))]
     lines += ["", *_explain_limits(summary)]
-    if advice := summary.advice():
-        lines += ["", "which global batch reaches 90 % of the ideal speed-up over the first row with the same batch:"]
-        lines += [f"  {analysis.describe_advice(one, summary.batch())}" for one in advice]
-        if any(not one.is_reached and one.batch > summary.batch() for one in advice):
-            lines.append("  A larger global batch is another training: choose the learning rate for it.")
     if any(result.measured and result.measured.spread > LARGE_SPREAD for result in summary.results):
         lines.append(
             f"Some steps vary by more than {LARGE_SPREAD:.0%}, so these numbers are uncertain. Other processes use this machine, "
@@ -145,5 +134,5 @@ def as_json(summary: Summary) -> str:
     return json.dumps({
         "recipe": summary.recipe, "device": summary.device(), "steps": summary.steps, "warmup": summary.warmup,
         "threads": summary.threads, "is_complete": summary.is_complete, "left_out": list(summary.left_out), "results": results,
-        "tables": tables, "advice": [asdict(one) for one in summary.advice()],
+        "tables": tables,
     }, allow_nan=False)  # fmt: skip

@@ -135,8 +135,7 @@ def smaller(setting: Setting, used: int) -> Setting | None:
 
 
 DESCRIPTION = """Run a few steps of a recipe on 1, 2, ... ranks, and print how the speed grows with them: speed-up and efficiency next
-to the ideal, what limits scaling, and which global batch would reach 90 %. The recipe runs unchanged. Nothing is evaluated, and
-checkpoints are deleted."""
+to the ideal, and what limits scaling. The recipe runs unchanged. Nothing is evaluated, and checkpoints are deleted."""
 USAGE = "accel-ddp scaling [options] [options of accelerate launch] RECIPE [options of the recipe]"
 # Options of `accelerate launch` that `scaling` sets itself, or that describe several nodes.
 _OF_NODES = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "same_network")
