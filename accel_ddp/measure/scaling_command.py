@@ -40,12 +40,12 @@ def main(words: list[str]) -> int:
         except KeyboardInterrupt:
             show("interrupted: the runs were stopped.")
             code = INTERRUPTED
-    summary = scaling.summary(is_complete=code == 0)
+    scaling.summary.is_complete = code == 0
     if options.given.json:
-        print(as_json(summary), flush=True)
-    elif any(result.measured for result in scaling.results):
-        show(format_summary(summary))
-    return code or int(any(result.problem for result in scaling.results))
+        print(as_json(scaling.summary), flush=True)
+    elif any(result.measured for result in scaling.summary.results):
+        show(format_summary(scaling.summary))
+    return code or int(any(result.problem for result in scaling.summary.results))
 
 
 @contextlib.contextmanager
@@ -72,7 +72,6 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 class Scaling:
     def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
-        self.results: list[Result] = []
         self.errors_shown: set[str] = set()
         self.code = 1  # of the last run that has failed
         self.num_steps = given.warmup + given.steps + LATE_STEPS
@@ -99,14 +98,15 @@ class Scaling:
                 f"--micro_batch_tokens, --global_batch_tokens: {reason}. Use --micro_batch_size and --global_batch_size."
             )
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
-        self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
+        self.plan, left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
         if not self.plan:
-            raise UserError(" ".join(self.left_out))
+            raise UserError(" ".join(left_out))
+        self.summary = Summary(options.recipe, options.modes, left_out, self.on_gpu, self.threads, given.steps, given.warmup)
 
     def measure_all(self) -> int:
         """Run all settings. Return 0, or the exit code if the first run fails: there is nothing to compare with then."""
         runs = len(self.plan)
-        for text in self.left_out:
+        for text in self.summary.left_out:
             self.show(text)
         self.show(
             f"{counted(runs, 'run')} of {self.num_steps} steps. Each starts Python and loads the model and the data, which usually "
@@ -120,7 +120,7 @@ class Scaling:
             )
         for number, setting in enumerate(self.plan):
             result, seconds = self._measure(setting, f"[{number + 1}/{runs}]")
-            self.results.append(result)
+            self.summary.results.append(result)
             if number:
                 continue
             if not result.measured:
@@ -178,10 +178,3 @@ class Scaling:
             self.show(f"The run {how}:\n{text}")
         self.errors_shown.add(text)
         return f"{how}: {(errors or lines or ['it printed nothing'])[-1][:200]}"
-
-    def summary(self, is_complete: bool) -> Summary:
-        return Summary(
-            recipe=self.options.recipe, modes=self.options.modes, results=self.results, left_out=self.left_out,
-            on_gpu=self.on_gpu, threads=self.threads, is_complete=is_complete,
-            steps=self.options.given.steps, warmup=self.options.given.warmup,
-        )  # fmt: skip

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp.measure import scaling_analysis as analysis
@@ -22,17 +22,17 @@ _WIDTH = 40  # of the chart
 LARGE_SPREAD = 0.2  # a run whose steps vary more is repeated once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
     recipe: str
     modes: Sequence[str]
-    results: Sequence[Result]
     left_out: Sequence[str]
     on_gpu: bool
     threads: int
     steps: int
     warmup: int
-    is_complete: bool
+    results: list[Result] = field(default_factory=list)
+    is_complete: bool = False
 
     def table(self, mode: str) -> list[Comparison]:
         return analysis.compare(self.results, mode)
