@@ -7,7 +7,6 @@ docs/profile.md describes the fields. A recommendation states the option to set,
 import argparse
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -103,13 +102,62 @@ class Recommendation(NamedTuple):
 
 def recommend(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> list[Recommendation]:
     """Return the recommendations, with the one that could save the most first."""
-    found = [*_communication(run, overall), *_data_and_copies(run, overall), *_host(run, overall)]
-    found += _computation(run, overall, operations)
-    return sorted((one for one in found if one.saves >= 0.02 * overall["step_seconds"]), key=lambda one: -one.saves)
-
-
-def _of(seconds: float, step: float) -> str:
-    return f"{seconds / step:.0%} of a step ({_number(seconds)} of {_number(step)} ms)".replace("%", " %")
+    step, network, options, on_gpu = overall["step_seconds"], overall["network"], run["options"], overall["kind"] == "gpu"
+    parts, computation, forward = overall["parts"], overall["computation"], overall["breakdown"]["forward"]
+    of = lambda seconds: f"{seconds / step:.0%} of a step ({_number(seconds)} of {_number(step)} ms)".replace("%", " %")
+    # On a GPU only the time counts in which it had nothing to do, because batches are prepared while it computes.
+    during = overall["idle"]["during"] if on_gpu else parts
+    wait, other, late = during["data"], min(parts["other"], during["other"]), overall["idle"]["host_late"] if on_gpu else 0.0
+    kinds = overall["copies"]["kinds"] if on_gpu else {}
+    pageable = sum(kind["seconds"] for name, kind in kinds.items() if "HtoD (Pageable" in name)
+    products = sum(one["seconds"] for one in operations if any(word in one["name"].lower() for word in _PRODUCTS))
+    # Two all-reduces sum counts and loss.
+    megabytes, buckets, cap = run["gradient_bytes"] / (1 << 20), overall["collectives"] - 2, options.get("bucket_cap_mb", 25)
+    cap = 25 if cap == "auto" else cap
+    smaller = max(1, int(min(cap, megabytes) / 4))
+    is_one = 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]
+    now, every = options.get("num_workers", -1), options.get("log_every", 10)
+    micro, count, batch = run["micro_batch_size"], run["accumulation"], options.get("global_batch_size", 0)
+    fixed_batch = not options.get("global_batch_tokens")  # otherwise the numbers of items vary
+    fixed_micro = fixed_batch and not options.get("micro_batch_tokens")
+    facts = {
+        "exposed": f"exposed communication takes {of(network)}, also on the rank that waits least",
+        "late": f"the GPU waits for the host to launch kernels during {of(late)}",
+        "hook": "bf16" if on_gpu else "fp16", "megabytes": megabytes, "smaller": smaller, "larger": cap * 2,
+        "all_reduces": counted(round(buckets), "all-reduce"), "buckets": buckets, "libraries": "NCCL and DDP" if on_gpu else "DDP",
+        "what": "communicates" if on_gpu else "communicates and updates the weights", "batch": batch, "twice_batch": 2 * batch,
+        "waits": "the GPU waits for data during" if on_gpu else "waiting for data takes", "wait": of(wait),
+        "workers": f"with --num_workers {now}" if now >= 0 else "with the default --num_workers",
+        "more": 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2, "pageable": of(pageable), "other": of(other),
+        "every": every, "count": count, "micro": micro, "twice": 2 * micro, "products": of(products), "forward": of(forward),
+        "computation": of(computation), "half": ms(computation / 2),
+    }  # fmt: skip
+    is_exposed, is_late = run["num_ranks"] > 1 and network >= NOTABLE * step, late >= NOTABLE * step
+    rules = {  # name in advice.yaml -> whether it applies, and what it saves at most
+        # Fewer bytes do not help where the latency is what takes time.
+        "hook": (is_exposed and options.get("comm_hook") == "none" and megabytes > 1, network / 2),
+        "smaller_buckets": (is_exposed and is_one, min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1 or 1))),
+        "larger_buckets": (is_exposed and buckets > 40, network / 4),
+        "tune": (is_exposed and run["num_nodes"] > 1, network / 3),
+        "larger_batch": (is_exposed and fixed_batch, (network + parts["optimizer"] * (not on_gpu)) / 2),
+        "workers": (wait >= NOTABLE * step, wait),
+        "pin_memory": (options.get("pin_memory") == "off", pageable / 2),
+        "log_every": (other >= NOTABLE * step and every < 10, other * (1 - every / 10)),
+        "compile": (is_late and not run.get("compiled") and options.get("compile") != "on", late),
+        "larger_micro_batch": (
+            is_late and fixed_micro and count % 2 == 0 and options.get("micro_batch_size") != "auto", late / 2,
+        ),
+        "larger_batches": (is_late and fixed_micro and count == 1, late / 2),
+        "bf16": (on_gpu and run["precision"] == "no" and products >= 0.2 * step, products / 2),
+        "padding_free": (options.get("padding_free") == "off" and computation >= 0.3 * step, computation / 4),
+        "checkpointing": (options.get("gradient_checkpointing") and forward >= NOTABLE * step, forward),
+    }  # fmt: skip
+    found = [
+        Recommendation(_ADVICE[name][0].format(**facts), saves, _ADVICE[name][1].format(**facts, saves=ms(saves)))
+        for name, (applies, saves) in rules.items()
+        if applies and saves >= 0.02 * step
+    ]
+    return sorted(found, key=lambda one: -one.saves)
 
 
 def ms(seconds: float) -> str:
@@ -118,90 +166,6 @@ def ms(seconds: float) -> str:
 
 def _number(seconds: float) -> str:
     return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.3g}"
-
-
-def _advice(name: str, saves: float, **values: Any) -> Recommendation:
-    option, text = _ADVICE[name]
-    return Recommendation(option.format(**values), saves, text.format(**values, saves=ms(saves)))
-
-
-def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    step, network, options = overall["step_seconds"], overall["network"], run["options"]
-    if run["num_ranks"] < 2 or network < NOTABLE * step:
-        return
-    why = f"exposed communication takes {_of(network, step)}, also on the rank that waits least"
-    on_gpu = overall["kind"] == "gpu"
-    megabytes = run["gradient_bytes"] / (1 << 20)
-    if options.get("comm_hook") == "none" and megabytes > 1:  # fewer bytes do not help where the latency is what takes time
-        yield _advice("hook", network / 2, why=why, hook="bf16" if on_gpu else "fp16", megabytes=megabytes)
-    buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces sum counts and loss
-    cap = 25 if cap == "auto" else cap
-    smaller = max(1, int(min(cap, megabytes) / 4))
-    if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
-        saves = min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1))
-        listed = counted(round(buckets), "all-reduce")
-        yield _advice("smaller_buckets", saves, why=why, cap=smaller, megabytes=megabytes, buckets=listed)
-    elif buckets > 40:
-        yield _advice("larger_buckets", network / 4, why=why, cap=cap * 2, buckets=buckets)
-    if run["num_nodes"] > 1:
-        yield _advice("tune", network / 3, why=why, libraries="NCCL and DDP" if on_gpu else "DDP")
-    if options.get("global_batch_tokens"):
-        return
-    fixed = network + overall["parts"]["optimizer"] * (not on_gpu)
-    batch = options.get("global_batch_size", 0)
-    what = "communicates" if on_gpu else "communicates and updates the weights"
-    yield _advice("larger_batch", fixed / 2, why=why, twice=2 * batch, batch=batch, what=what)
-
-
-def _data_and_copies(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    step, on_gpu = overall["step_seconds"], overall["kind"] == "gpu"
-    # On a GPU only the time counts in which it had nothing to do, because batches are prepared while it computes.
-    wait = overall["idle"]["during"]["data"] if on_gpu else overall["parts"]["data"]
-    if wait >= NOTABLE * step:
-        now = run["options"].get("num_workers", -1)
-        more = 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2
-        what = "the GPU waits for data during" if on_gpu else "waiting for data takes"
-        before = f"with --num_workers {now}" if now >= 0 else "with the default --num_workers"
-        yield _advice("workers", wait, what=what, part=_of(wait, step), before=before, more=more)
-    kinds = overall["copies"]["kinds"] if on_gpu else {}
-    pageable = sum(kind["seconds"] for name, kind in kinds.items() if "HtoD (Pageable" in name)
-    if run["options"].get("pin_memory") == "off":
-        yield _advice("pin_memory", pageable / 2, part=_of(pageable, step))
-
-
-def _host(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    step, options, on_gpu = overall["step_seconds"], run["options"], overall["kind"] == "gpu"
-    every, other = options.get("log_every", 10), overall["parts"]["other"]
-    other = min(other, overall["idle"]["during"]["other"]) if on_gpu else other
-    if other >= NOTABLE * step and every < 10:
-        yield _advice("log_every", other * (1 - every / 10), part=_of(other, step), every=every)
-    late = overall["idle"]["host_late"] if on_gpu else 0.0
-    if late < NOTABLE * step:
-        return
-    why = f"the GPU waits for the host to launch kernels during {_of(late, step)}"
-    if not run.get("compiled") and options.get("compile") != "on":
-        yield _advice("compile", late, why=why)
-    micro, count = run["micro_batch_size"], run["accumulation"]
-    if options.get("micro_batch_tokens") or options.get("global_batch_tokens"):  # the numbers of items vary
-        return
-    if count % 2 == 0 and options.get("micro_batch_size") != "auto":
-        yield _advice("larger_micro_batch", late / 2, why=why, count=count, micro=micro, twice=2 * micro)
-    elif count == 1:
-        batch = options.get("global_batch_size", 0)
-        yield _advice("larger_batches", late / 2, why=why, micro=micro, batch=batch, twice=2 * batch, twice_micro=2 * micro)
-
-
-def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> Iterator[Recommendation]:
-    step, options = overall["step_seconds"], run["options"]
-    if overall["kind"] == "gpu" and run["precision"] == "no":
-        products = sum(one["seconds"] for one in operations if any(word in one["name"].lower() for word in _PRODUCTS))
-        if products >= 0.2 * step:
-            yield _advice("bf16", products / 2, part=_of(products, step))
-    computation, forward = overall["computation"], overall["breakdown"]["forward"]
-    if options.get("padding_free") == "off" and computation >= 0.3 * step:
-        yield _advice("padding_free", computation / 4, part=_of(computation, step), half=ms(computation / 2))
-    if options.get("gradient_checkpointing") and forward >= NOTABLE * step:
-        yield _advice("checkpointing", forward, part=_of(forward, step))
 
 
 def write(folder: Path, summary: dict[str, Any], text: str) -> None:
