@@ -56,8 +56,6 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
 
 
 class _ClusterCheck:
-    """The checks of one node together with all other nodes. `ip` is the address of the main node."""
-
     def __init__(self, topology: Topology, options: CheckOptions, print_progress: Callable[[str], None], token: bytes, ip: str):
         self.topology, self.options, self.print_progress, self.token, self.ip = topology, options, print_progress, token, ip
         self.findings = [*options.findings]  # of this node
@@ -66,7 +64,6 @@ class _ClusterCheck:
         self.tasks: list[asyncio.Future] = []
 
     async def run(self, began: float) -> Outcome:
-        """Connect to the coordinator, or start it, and return its verdict. Raises OSError if the connection is lost."""
         await asyncio.to_thread(self._check_host)
         collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, self.topology, self.options))  # while it connects
         self.tasks.append(collecting)

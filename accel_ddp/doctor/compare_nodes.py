@@ -246,7 +246,6 @@ def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> l
 
 
 def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
-    """Return a line with the slowest path and the longest round trip, and a table of all pairs of up to `few` nodes."""
     good = [one for one in probes if one["how"] == OK and one.get("rate")]
     if not good:
         return ["no path works"]

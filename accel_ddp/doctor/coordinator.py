@@ -73,7 +73,6 @@ class Coordinator:
         self.keeping_alive: asyncio.Future | None = None
 
     async def listen(self, ip: str, port: int) -> None:
-        """Accept connections on this port too. Raises OSError if it is in use."""
         sock = messages.open_listening_socket(ip, port, small_segments=True)
         self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 16))
         self.keeping_alive = self.keeping_alive or asyncio.ensure_future(self._keep_alive())
@@ -265,7 +264,6 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
 
 
 def _broadcast_addresses() -> list[tuple[str, str]]:
-    """Return (address, broadcast address) of each interface that leads to other hosts of a local network."""
     entries = psutil.net_if_addrs()
     return [
         (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))

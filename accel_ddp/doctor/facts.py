@@ -204,7 +204,6 @@ def hash_files(path: Path, seconds: float = 1e9) -> str:
 
 
 def hub_commits(names: dict[str, Any]) -> dict[str, str]:
-    """Return the commit of `main` for a model and a dataset of the hub that are in the cache of this node."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     found = {}
@@ -216,7 +215,6 @@ def hub_commits(names: dict[str, Any]) -> dict[str, str]:
 
 
 def code_versions(script: str) -> dict[str, str]:
-    """Return a hash of this package and the script, and git's commit with a hash of the changes since."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     own = (path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".sh"))

@@ -54,7 +54,6 @@ def firewall_advice() -> str:
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
-    """Return a finding about this node. Without `fix`, it has the usual one of its code."""
     return Finding(code, saw, fix, host=HOST, node=topology.node_rank)
 
 
@@ -139,7 +138,6 @@ def find_port_user(ip: str, port: int) -> str:
 
 
 def route_to(ip: str) -> str:
-    """Return the address of this host from which packets to `ip` leave, or an empty text if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((ip, 9))  # for UDP this selects the route and sends nothing
@@ -186,7 +184,6 @@ def socket_interface_variables(interface: str, main_ip: str) -> dict[str, str]:
 
 
 def nearest_existing_folder(folder: str) -> Path | None:
-    """Return the folder, or the nearest parent that exists; None if the disk does not answer."""
     path = Path(os.path.abspath(os.path.expanduser(folder)))
     return call_with_timeout(lambda: next(one for one in (path, *path.parents) if one.is_dir()), 3, None)
 

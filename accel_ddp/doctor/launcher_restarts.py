@@ -324,7 +324,6 @@ class RestartingRendezvous:
         return waiting
 
     def next_rendezvous(self) -> Any:
-        """Return where and with whom the ranks are started. Exit if the attempt before must be the last one."""
         if self.num_rounds:
             self._end_after_last_attempt()
         os.environ[restart_files.ROUND] = str(self.num_rounds)
@@ -377,7 +376,6 @@ class RestartingRendezvous:
     # ---- the rendezvous
 
     def _try_rendezvous(self, deadline: float) -> Any:
-        """Return the result of torch's handler, or None if it has failed and must be tried again."""
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
         if self.num_rounds > 1 and self.params.max_nodes > 1 and not self._store_answers():
@@ -431,7 +429,6 @@ class RestartingRendezvous:
         return call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
 
     def _is_store_closed(self) -> bool:
-        """Return whether the store was lost with the process that had it open."""
         if not self.is_store_lost and self.connection:
             with contextlib.suppress(BlockingIOError):  # it is open, and has sent nothing
                 try:

@@ -216,7 +216,6 @@ async def follow_coordinator(
     connection: Stream, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
     measures_bandwidth: bool, print_progress: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """Send `hello` and the facts, answer the coordinator's requests, and return its verdict. Raises OSError or TimeoutError."""
     client = CoordinatorClient(connection, host.MAIN_SILENT)
     send = client.outbox.put_nowait
     outcome: Outcome | None = None

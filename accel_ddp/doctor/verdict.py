@@ -124,7 +124,6 @@ class Examiner(Coordinator):
         self._number_nodes()
 
     def _number_nodes(self) -> None:
-        """Set the node of each rank, if the user has set RANK and WORLD_SIZE."""
         if compare_nodes.counts_ranks(self.hellos):
             hellos = sorted(self.hellos, key=lambda hello: hello["rank"])
             for hello, node in zip(hellos, find_nodes([(m["host"], m["local_rank"], m["local_ranks"]) for m in hellos])):
@@ -143,7 +142,6 @@ class Examiner(Coordinator):
     # ---- the wait for all nodes
 
     async def _wait_for_all(self) -> list[Finding]:
-        """Wait until every node has sent its facts, and print which are missing. Returns why the wait ended early."""
         began = time.monotonic()
         printed_at = began - host.NOTICE_INTERVAL + host.FIRST_NOTICE
         grace = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
@@ -304,7 +302,6 @@ class Examiner(Coordinator):
     async def _request(
         self, message: Message, clean: Callable[[Message, int], Any], activity: str, outcome: Outcome
     ) -> dict[int, Any]:
-        """Send a request to every node. Returns the answers by node rank. `outcome` gets a finding for each node without one."""
         mains = [member for member in self.mains if not (member.lost or member.is_silent)]
         seconds = ANSWER_SECONDS + PER_PATH_SECONDS * len(mains)
         await asyncio.gather(*(member.send({**message, "mark": self.mark}) for member in mains))

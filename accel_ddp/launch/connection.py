@@ -90,7 +90,6 @@ class Connection:
         self._tasks: list[asyncio.Task] = []
 
     async def open(self) -> None:
-        """Start the guard and wait for its first message. Raises Lost with an explanation."""
         env = dict(os.environ)
         if self.cluster.backend == "local":
             folder, venv = Path(self.node.folder or ".").expanduser().absolute(), self.node.venv
@@ -142,7 +141,6 @@ class Connection:
                     return message
 
     async def ask(self, kind: str, answer: str, limit: float = 60.0, **values: Any) -> dict[str, Any]:
-        """Send a request and return its answer. Raises Lost."""
         self.send(kind, **values)
         try:
             while (message := await asyncio.wait_for(self.receive(), limit))["is"] not in (answer, "failed"):
@@ -173,7 +171,6 @@ class Connection:
                 await self._exit_code(2)
 
     async def _exit_code(self, seconds: float) -> int | None:
-        """Wait for the end of ssh. Return its exit code, or None if it still runs."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
         return self.process.returncode

@@ -147,8 +147,6 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster description. KEYS documents the key that each field comes from."""
-
     file: Path
     name: str = ""  # of the job; the default is the name of the recipe
     backend: str

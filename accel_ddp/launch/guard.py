@@ -71,8 +71,6 @@ class Channel:
 
 
 class JobOnNode:
-    """The job on this node: its launcher with all descendants, its output and its end."""
-
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
         self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
@@ -89,7 +87,6 @@ class JobOnNode:
         self.timers: list[asyncio.TimerHandle] = []
 
     async def start(self) -> str:
-        """Start the launcher. Return an error, or "" if it runs."""
         request, place, is_own = self.request, str(self.record.log), False
         try:
             if not (is_own := self.record.claim()):
@@ -203,7 +200,6 @@ class JobOnNode:
         self.ended.set()
 
     async def _end_descendants(self) -> str:
-        """Wait for the descendants of the launcher and kill those that are left. Return a message about those that survive."""
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._descendants() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -216,7 +212,6 @@ class JobOnNode:
         return ""
 
     def _read_rest(self) -> None:
-        """Store and send what is unread after the end of the launcher, and close the pipes."""
         for descriptor in self.outputs.filenos():
             asyncio.get_running_loop().remove_reader(descriptor)
         for rank, data in self.outputs.drain():
@@ -322,7 +317,6 @@ class _Guard:
             await asyncio.sleep(0.01)
 
     async def handle(self, message: dict[str, Any]) -> bool:
-        """Do what a message asks for. Return whether it was the last one."""
         send, do = self.channel.send, message["do"]
         if do == "beat":
             send("beat")

@@ -21,8 +21,6 @@ class Shell(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is started: a script and its options, under a name."""
-
     name: str
     script: str
     options: tuple[str, ...]
@@ -133,7 +131,6 @@ def words_of_job(cluster: Cluster, job: Job) -> str:
 
 
 def follow_lines(cluster: Cluster, job: Job) -> list[str]:
-    """Return the commands that show, follow and stop a job, as lines for a user."""
     which = words_of_job(cluster, job)
     commands = {"status": "status", "output": "logs -f", "stop": "stop"}
     return [f"  {name + ':':<8} accel-ddp {command} {which}" for name, command in commands.items()]

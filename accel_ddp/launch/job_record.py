@@ -192,7 +192,6 @@ def skip_to_last_lines(file: Any, count: int) -> None:
 
 
 async def stop_job(request: dict[str, Any], channel: Any) -> None:
-    """Ask the guard of a job for a stop, or with `now` kill the job, and wait until the guard has ended."""
     record = find_record(request)
     state = record.read()
     if not record.is_running() or not _is_guard(state.get("pid")):

@@ -226,7 +226,6 @@ def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
 
 
 async def check_reach(connections: list[Any], address: str, port: int) -> list[str]:
-    """Return the errors of the nodes that do not reach the main node. `connections` are those to the guards of all nodes."""
     word, main = secrets.token_hex(8), connections[0].node.host
     file = connections[0].cluster.file
     opened = await connections[0].ask("listen", "listening", port=port, word=word)

@@ -103,7 +103,6 @@ class RankOutputs:
                     yield self._ranks[descriptor], data
 
     def drain(self) -> Iterator[tuple[int | None, bytes]]:
-        """Yield everything that is still unread, after the ranks have ended."""
         while found := list(self.read()):
             yield from found
 
@@ -129,7 +128,6 @@ class Lines:
         self.rest = self.frame = ""
 
     def add(self, data: bytes) -> list[str]:
-        """Return the lines that are complete now, each without its end."""
         text, self.frame = split_incomplete_frame(self.frame + self.decoder.decode(data))
         *lines, self.rest = (self.rest + without_frames(text)).split("\n")
         if len(self.rest) > 1 << 16:  # output without line ends must not use memory without a limit

@@ -59,13 +59,10 @@ def _shown_path(path: str) -> job_commands.Shell:
 
 
 def launch(cluster: Cluster, job: Job, is_detached: bool = False) -> int:
-    """Start a job on all nodes, show its output, and return its exit code. Detached, return when it has started."""
     return asyncio.run(Session(cluster, job, is_detached).run())
 
 
 class Session:
-    """One job, from the connections to the nodes to the exit code."""
-
     def __init__(self, cluster: Cluster, job: Job, is_detached: bool):
         self.cluster, self.job, self.is_detached = cluster, job, is_detached
         self.console = Console()

@@ -43,8 +43,6 @@ ACTIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job as `scontrol show job` describes it."""
-
     number: str
     name: str
     state: str
@@ -242,7 +240,6 @@ def _report_start(number: str) -> int:
 
 
 def _has_started(one: SlurmJob, waited: float) -> bool:
-    """Return whether it is known how a job starts, `waited` seconds after it was submitted."""
     if waited > SUBMIT_SECONDS:
         return True
     if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
@@ -287,7 +284,6 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
 
 
 def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's programs and return its result. Raise UserError if it is missing or does not answer."""
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
         return subprocess.run(words, text=True, timeout=CALL_SECONDS, env=environment, **pipes)
@@ -301,7 +297,6 @@ def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.
 
 
 def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
-    """Return the queued and running jobs of this user with this name ("": any) in the code folder."""
     done = _call("squeue", "--me", "--noheader", "--format=%A", *([f"--name={name}"] if name else []))
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")

@@ -26,8 +26,6 @@ FIRST_PORT, NUM_PORTS = 10000, 10000
 
 
 class _Script(string.Template):
-    """A script in which @NAME is replaced. Bash uses the usual delimiter."""
-
     delimiter = "@"
 
 

@@ -47,8 +47,6 @@ GATHERED_LAYERS = 3  # the layer that is computed, the next one, and the buffer 
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """The memory of one rank with its share of a step, however many ranks there are."""
-
     states: States
     trace: Trace
     precision: str
@@ -58,8 +56,6 @@ class EstimatedRun:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The peak of one rank, in bytes, by what the memory is used for."""
-
     kind: str
     ranks: int
     has_activations: bool  # whether the model could be traced; otherwise the peak is larger than stated
@@ -94,7 +90,6 @@ class Estimate:
 
     @property
     def evaluation(self) -> int:
-        """How much more an evaluation needs than a step."""
         return self.evaluations.get(self.eval_batch_size, min(self.evaluations.values(), default=0))
 
     @property
@@ -219,7 +214,6 @@ def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
 
 
 def _peak_of_shards(run: EstimatedRun, num_micro_batches: int, shards: int, on_gpu: int) -> tuple[int, int, int]:
-    """Do the same as `_peak_of_replica` for a rank of a sharded model."""
     states, moments = run.states, run.trace.moments
     casts = [CASTS_OF_REST] if run.precision == "bf16" else [CASTS_OF_REST, CASTS_OF_LAYERS]
     gradients = -(-states.gradients // shards) * on_gpu

@@ -13,7 +13,6 @@ USABLE = 0.99  # of the number in the name of a GPU, in GiB
 def layouts_of(
     estimator: Estimator, given: ShardingPlan | None, num_nodes: int, numbers: list[int]
 ) -> list[tuple[Estimate, ShardingPlan | None]]:
-    """Return the estimates of DDP and FSDP for each number of GPUs, with the plans of FSDP."""
     found: list[tuple[Estimate, ShardingPlan | None]] = []
     for number in numbers:
         found.append((estimator.estimate(number), None))

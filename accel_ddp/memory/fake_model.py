@@ -28,8 +28,6 @@ from accel_ddp.training.stream import Batch, Sizes
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of all layers, or of the rest of the model."""
-
     parameters: int  # elements
     trained: int  # elements
     weights: int  # bytes

@@ -45,7 +45,6 @@ class Tracker(TorchDispatchMode):
     """Records the bytes of each kind after every allocation. Parameters are not counted."""
 
     def __init__(self, in_layers: dict[nn.Parameter, bool]):
-        """`in_layers`: all parameters, and whether they belong to one of the layers."""
         super().__init__()
         self.deadline = time.monotonic() + LIMIT_SECONDS
         self.kind = ACTIVATIONS  # of new storages
@@ -59,7 +58,6 @@ class Tracker(TorchDispatchMode):
                 p.register_hook(lambda g, kind=GRADIENTS_OF_LAYERS if inside else GRADIENTS_OF_REST: self._move(g, kind))
 
     def mark(self) -> int:
-        """Return the number of the current moment."""
         self.moments.append(self.live.copy())
         return len(self.moments) - 1
 
@@ -181,8 +179,6 @@ TRACED_LAYERS = 3  # the first, the last, and one that stands for all others
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of a micro-batch, besides weights and optimizer state."""
-
     moments: np.ndarray  # bytes of each kind (a column) at each moment
     num_layers: int
     output_of_layer: int  # bytes
@@ -296,7 +292,6 @@ class _Autocast(nn.Module):
 
 
 def _prepare_head(fake: FakeModel) -> OutputHead | None:
-    """Return the head that computes the loss in chunks, for a causal language model whose logits are the output of its head."""
     if fake.model_class == "AutoModelForMaskedLM":
         whole = fake.model.get_base_model() if hasattr(fake.model, "get_base_model") else fake.model
         masking.compute_masked_logits_only(whole)

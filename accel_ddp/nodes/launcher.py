@@ -74,7 +74,6 @@ def adopt_mpi_world() -> None:
 
 
 def is_world_of_mpi() -> bool:
-    """Return whether mpirun has started the ranks of this world, without another launcher."""
     return os.environ.get(_MARK) == "1"
 
 

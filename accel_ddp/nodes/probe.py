@@ -23,8 +23,6 @@ OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT = "ok", "dropped", "refused", "u
 
 
 class ProbeServer:
-    """Ports on the data address of this node, which answer nodes that have the token."""
-
     def __init__(self, token: bytes):
         self.door = messages.Door(lambda node: token, _MOST_CONNECTIONS)  # all nodes probe at once
         self.servers: list[asyncio.Server] = []
@@ -65,7 +63,6 @@ async def serve_transfers(stream: messages.Stream, request: dict[str, Any] | Non
 
 
 def classify_error(error: BaseException) -> str:
-    """Return the result of a probe whose `connect` raised this error."""
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
         return DROPPED
     if isinstance(error, ConnectionRefusedError):

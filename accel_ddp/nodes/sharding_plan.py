@@ -143,7 +143,6 @@ def require_ddp(config: Mapping[str, Any], command: str) -> None:
 
 
 def variables_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables about sharding that `accelerate launch` sets for the settings of a config file."""
     kind = str(config.get("distributed_type", ""))
     found = {f"ACCELERATE_USE_{name}": "true" for name in ("FSDP", *_LIBRARIES) if kind == name}
     if kind == "FSDP":
@@ -182,7 +181,6 @@ def _read_fsdp(variables: Mapping[str, str], replicas: int | None) -> ShardingPl
 
 
 def _read_strategy(variables: Mapping[str, str]) -> tuple[bool, bool]:
-    """Return whether weights are freed after the forward pass, and whether each node has a copy of the model."""
     is_freed, has_copies = True, False
     # Accelerate ignores the strategy for FSDP2. It is the only way to ask for one copy per node that fits every number of nodes.
     for name, default in (("fsdp_sharding_strategy", "FULL_SHARD"), ("fsdp_reshard_after_forward", "true")):

@@ -69,13 +69,10 @@ def without_frames(text: str) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return the text without control sequences, as it is stored in a log."""
     return _CONTROL.sub("", without_frames(text))
 
 
 class SharedStream:
-    """A stream of a rank that shares its terminal with the panel of the main rank."""
-
     def __init__(self, stream: Any):
         self.stream, self.at_line_start = stream, True
 

@@ -40,7 +40,6 @@ def file_name(rank: int) -> str:
 
 
 def describe(offsets: dict[str, list[int]], **facts: str) -> dict[str, str]:
-    """Return the metadata of a file of pieces. `offsets` are the places of the pieces in their tensors."""
     info = {name: {OFFSETS: place} for name, place in offsets.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", INFO: json.dumps(info), **facts}
 
@@ -77,8 +76,6 @@ def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) ->
 
 
 class Piece(NamedTuple):
-    """A part of a tensor in a file."""
-
     offsets: list[int]
     shape: list[int]
     path: Path
@@ -106,7 +103,6 @@ class Pieces:
 
     @property
     def tensors(self) -> dict[str, tuple[list[int], torch.dtype]]:
-        """The shape and the dtype of each whole tensor."""
         return {name: (self._shape(name), dtype) for name, dtype in self._dtypes.items()}
 
     def _shape(self, name: str) -> list[int]:
@@ -114,7 +110,6 @@ class Pieces:
         return [max(sizes) for sizes in zip(*ends)]
 
     def read(self, name: str, offsets: list[int] | None = None, lengths: list[int] | None = None) -> Tensor:
-        """Return a tensor in host memory, or the region of it that `offsets` and `lengths` describe."""
         shape = self._shape(name)
         offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
         result = torch.empty(lengths, dtype=self._dtypes[name])
@@ -179,8 +174,6 @@ MAX_WAIT_AFTER_FAILURE = 18  # seconds; less than a rank that fails waits for it
 
 
 class PartError(OSError):
-    """A rank could not write its part."""
-
     def __init__(self, text: str, host: str):
         super().__init__(0, text)
         self.host = host
@@ -325,7 +318,6 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 
 
 def is_identical(a: Path, b: Path, group: str) -> bool:
-    """Return whether a group of tensors, MODEL or OPTIMIZER, has the same bits in two checkpoints."""
     one, two = Pieces(a, group), Pieces(b, group)
     bits = lambda pieces, name: pieces.read(name).reshape(-1).view(torch.uint8)
     return one.tensors == two.tensors and all(torch.equal(bits(one, name), bits(two, name)) for name in one.tensors)

@@ -46,7 +46,6 @@ def folder_of_resume(cfg: TrainConfig) -> str:
 
 
 def continues_run_in(folder: Path, cfg: TrainConfig) -> bool:
-    """Return whether `--resume` continues the run that `folder` holds."""
     if not cfg.resume:
         return False
     source = folder if cfg.resume == "auto" else Path(cfg.resume)

@@ -55,7 +55,6 @@ def claim(cfg: TrainConfig) -> IO[str]:
 
 
 def _write_options(cfg: TrainConfig) -> None:
-    """Write config.json: the options, and why those that were `auto` have their values."""
     values = {"chosen": reasons(cfg), **as_plain_dict(cfg)}
     checkpoint_format.write_json(Path(cfg.output_dir, "config.json"), redact_values(values))
 
@@ -151,7 +150,6 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 
 def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
-    """Raise UserError if the folder holds a run that can be continued or has a result."""
     if checkpoints := checkpoint_format.list_checkpoints(folder):
         if cfg.resume and not Path(cfg.resume).exists():
             raise UserError(

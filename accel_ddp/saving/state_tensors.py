@@ -24,7 +24,6 @@ from accel_ddp.text import listed
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and the packages that affect results."""
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
     for package in ("accel_ddp", "torch", "accelerate", "transformers", "numpy", "triton"):  # triton compiles kernels on GPUs
         try:

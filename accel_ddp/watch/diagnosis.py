@@ -64,8 +64,6 @@ class RankView:
 
 @dataclass
 class NodeView:
-    """The state of the connection to the monitor of another node."""
-
     node: int
     host: str
     address: str
@@ -109,8 +107,6 @@ class Cause:
 
 @dataclass
 class _Open:
-    """A cause that was found and is not over yet."""
-
     cause: Cause
     waited: float = 0.0  # for stacks
     is_reported: bool = False
@@ -171,7 +167,6 @@ class _Scene:
         )
 
     def waits_for(self, culprits: list[int]) -> list[int]:
-        """Return the ranks that are not at fault and have not finished."""
         excluded = set(culprits)
         return [r.rank for r in self.ranks if not r.is_finished and r.rank not in excluded]
 

@@ -138,7 +138,6 @@ class Link:
             self.on_lost()
 
     def close(self) -> None:
-        """Report that the program of this rank is complete, and close the connection."""
         self.is_closed = True
         self.send({"finished": True})
         with contextlib.suppress(OSError):

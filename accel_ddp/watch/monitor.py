@@ -84,7 +84,6 @@ class Monitor:
     # ---- ranks of this node
 
     async def serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read the messages of a rank: one JSON object per line."""
         local: LocalRank | None = None
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
@@ -194,7 +193,6 @@ class Monitor:
                 self.peers.send(node, {**message, "relay": lost} if node == via else message)
 
     def _print(self, event: Event) -> None:
-        """Print a diagnosis. The main node stores it too."""
         self.printer.put(str(event))
         if self.node == 0:
             step = event.step or -1
@@ -222,7 +220,6 @@ class Monitor:
     # ---- other nodes
 
     def _connect(self, message: dict[str, Any]) -> None:
-        """Connect to the other nodes. `roster` are all nodes, `ranks` all ranks, and `node` is the number of this node."""
         self.node = self.ranks.node = message.get("node", self.node)
         for entry in message["ranks"]:
             if entry["node"] != self.node:
@@ -414,7 +411,6 @@ class Monitor:
                 self.printer.put(f"warning: the monitor of {self.host} cannot diagnose this run: {text}")
 
     def _judge(self, now: float, seconds: float) -> None:
-        """Report what keeps all the ranks and nodes that are known here from progress."""
         remote = ((self.remote[rank], now - heard_at) for rank, heard_at in self.heard_ranks_at.items())
         views = [*self.ranks.views(), *(dataclasses.replace(v, age=v.age + late) for v, late in remote)]
         views.sort(key=lambda v: v.rank)

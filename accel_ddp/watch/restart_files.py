@@ -33,7 +33,6 @@ def launcher_pid(parent: int = 0) -> int:
 
 
 def current_round() -> int:
-    """Return the number of the attempt of this node's launcher, from 0."""
     return int(os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 

@@ -69,7 +69,6 @@ class SlowRun:
     """The coordinator has one, which judges. On other nodes it only measures links when the coordinator asks for it."""
 
     def __init__(self, node: int, message: dict[str, Any], peers: Peers, announce: Callable[[Event], None]):
-        """`message` has all nodes and all ranks of the run."""
         self.node, self.peers, self.announce = node, peers, announce
         self.roster = {entry["node"]: entry for entry in message["roster"]}
         ranks = sorted(message["ranks"], key=lambda entry: entry["rank"])
@@ -91,7 +90,6 @@ class SlowRun:
             self.task = asyncio.ensure_future(self._measure_all(is_reference))
 
     def report_flow(self, flows: Flows, views: list[RankView], now: float) -> None:
-        """Report the link for which all ranks wait in the middle of a step."""
         step, seconds = max(view.current_step for view in views), min(view.age for view in views)
         if flow := flows.slowest(now, seconds):
             self._report(self.slowness.add_flow(*flow, step, seconds))
@@ -151,7 +149,6 @@ class SlowRun:
         return rates
 
     async def receive(self, node: int, message: dict[str, Any]) -> None:
-        """Measure the link to the node that the coordinator asks for, or take its answer."""
         if message.get("measure") in self.roster:
             target = message["measure"]
             self.peers.send(node, {"rate": [target, await self._measure_from_here(target)]})

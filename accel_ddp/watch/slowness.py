@@ -79,8 +79,6 @@ PARTS = {
 
 
 class Notice(NamedTuple):
-    """A report for the log of every node."""
-
     kind: str
     is_over: bool  # the case has ended
     text: str
@@ -118,7 +116,6 @@ class _Case:
         self.until, self.lost, self.seconds, self.passed = since, 0.0, 0.0, 0.0  # to the last slow block; `passed` to the newest
 
     def add(self, block: _Block) -> None:
-        """Add what the others have lost by the ranks of this case."""
         self.passed += block.seconds * block.steps
         if lost := max(map(block.lost, self.ranks)):
             self.lost, self.seconds, self.until = self.lost + lost * block.steps, self.passed, block.last
@@ -143,10 +140,7 @@ class _Case:
 
 
 class Slowness:
-    """Receives the times of all ranks and returns what to report."""
-
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
-        """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
         self.reference: dict[tuple[int, int], float] = {}  # bytes per second of (source node, target node) at the start
         self._reset()
