@@ -29,10 +29,7 @@ from accel_ddp.watch.restart_files import IS_RESTART
 
 
 async def check_cluster(topology: Topology, options: CheckOptions, print_progress: Callable[[str], None]) -> Outcome:
-    """Run all checks except for collectives and return their outcome, in bounded time whatever the other nodes do.
-
-    The node that has the main address runs the coordinator. Every node, including that one, connects to it as a client.
-    """
+    """Return the outcome in bounded time. The node with the main address coordinates; all nodes connect to it as clients."""
     began = time.monotonic()
     token = messages.make_token(topology.main_port, options.script, options.secret)
     try:
@@ -143,10 +140,7 @@ class _ClusterCheck:
         return opened if isinstance(opened, messages.Stream) else None
 
     async def _start_coordinator(self, is_rescue: bool = False) -> Examiner | None:
-        """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
-
-        A port in use belongs to another doctor of this run or to another program, which connecting to it shows.
-        """
+        """None: the port is used, by a doctor of this run or another program. `is_rescue` is for errors of this node."""
         topology = self.topology
         coordinator = Examiner(self.token, self.options.wait_seconds, self.print_progress)
         # Nodes find the rescue port when the main address is wrong, so no single address of this host is the right one.

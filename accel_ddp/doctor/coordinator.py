@@ -166,10 +166,7 @@ class CoordinatorClient:
         self.outbox: asyncio.Queue[Message] = asyncio.Queue()  # answers and events
 
     async def follow(self, hello: Message, answer: Callable[[Message], Awaitable[None]]) -> Message:
-        """Send `hello`, call `answer` for each request, and return the request to close the connection.
-
-        Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError for invalid requests.
-        """
+        """Answer requests until the last one. OSError or TimeoutError: the connection is lost; ValueError ...: bad request."""
         self.outbox.put_nowait(hello)
         sending = asyncio.ensure_future(self._send())
         try:
@@ -234,10 +231,7 @@ class Responder(asyncio.DatagramProtocol):
 
 
 def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, bool]:
-    """Return the IP address of a coordinator that answers a broadcast, and whether its main address is the same.
-
-    The address is empty if none answers. A coordinator with another main address may belong to another run of the same script.
-    """
+    """Ask by broadcast. Return an address or "", and whether its main address is ours; else it may be of another run."""
     nonce, wanted = os.urandom(_NONCE), main_address.encode()
     query = nonce + make_proof(token, _QUERY, nonce, wanted) + wanted
     same, other = (make_proof(token, kind, nonce) for kind in (_SAME, _OTHER))

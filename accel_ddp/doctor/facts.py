@@ -177,10 +177,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hash_files(path: Path, seconds: float = 1e9) -> str:
-    """Return a hash of a file, or of all files below a folder with their names and sizes.
-
-    Of large files only samples of all parts are read. Returns NOT_READ after `seconds`, so nothing is read during training.
-    """
+    """Hash a file or a folder, of large files only samples. NOT_READ after `seconds`, so nothing is read during training."""
     if not path.exists():
         raise FileNotFoundError(2, "there is no such file")
     deadline, total = time.monotonic() + seconds, hashlib.sha256()

@@ -174,10 +174,7 @@ def external_addresses() -> list[str]:
 
 
 def socket_interface_variables(interface: str, main_ip: str) -> dict[str, str]:
-    """Return the variables that select the interface which leads to the main node, without those the user has set.
-
-    gloo uses one interface in any case. NCCL can use several at once, so its variable is left unset if there are several.
-    """
+    """gloo uses one interface in any case. NCCL can use several, so its variable is left unset if there are several."""
     is_only = external_interfaces() == [interface] or ipaddress.ip_address(main_ip).is_loopback
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if is_only else [])]
     return {name: interface for name in names if interface and not os.environ.get(name)}

@@ -116,10 +116,7 @@ def _exit_with(reason: str, find: Callable[[], Topology] | None = None, script: 
 
 
 def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable[[], Topology] | None, script: str) -> None:
-    """Exit with code 2 if the ranks could not use these variables. One message replaces the messages of all ranks.
-
-    `find` returns the topology of nodes that would wait for this one because they have another config. None: there are none.
-    """
+    """Exit with code 2 before all ranks report it. `find` gives the nodes that would wait, because their config differs."""
     try:
         read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
     except UserError as error:
@@ -336,10 +333,7 @@ class RestartingRendezvous:
         return info
 
     def _exit_if_stopped(self) -> None:
-        """Exit if the stop signal has arrived while no ranks run. The script of a Slurm job blocks it, and it stays pending.
-
-        Ranks that have just been started look at the pending signals of their launcher themselves.
-        """
+        """Exit at a stop signal without ranks; new ranks see it themselves. A Slurm script blocks it, so it stays pending."""
         signals = {signal.SIGUSR1, signal.SIGUSR2}
         while not (signals & signal.sigpending() and self.is_waiting):
             time.sleep(0.2)

@@ -154,11 +154,7 @@ class CoordinatorSearch:
         return local_finding(topology, code, saw, fix)
 
     async def _try_rescue_port(self) -> Stream | None:
-        """Return a connection to the rescue port of the coordinator, or None.
-
-        The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. If it listens
-        on the main port too, a firewall blocks that port.
-        """
+        """The main address may be wrong on all nodes (broadcast). If the main port is open too, a firewall blocks it."""
         topology, port = self.topology, self.topology.rescue_port or 0
         direct, is_same = await try_port(self.ip, port, self.token), False
         if not topology.local_rank and not ipaddress.ip_address(self.ip).is_loopback:  # which is the main address of many runs
@@ -199,10 +195,7 @@ async def find_address_without_name(topology: Topology, token: bytes) -> str:
 
 
 async def is_torch_store(ip: str, port: int) -> bool:
-    """Return whether a TCPStore of torch answers a ping.
-
-    torch's own client prints pages of warnings for any other program, and waits without a limit for one that sends nothing.
-    """
+    """torch's own client prints pages of warnings for another program, and waits without a limit for one that is silent."""
     with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         reader, writer = await messages.connect(ip, port, 3.0)
         with contextlib.closing(writer):

@@ -56,10 +56,7 @@ class Examiner(Coordinator):
         self.mark = os.urandom(6).hex()  # in the names of the files that show whether nodes share a folder
 
     async def open(self, ip: str, ports: tuple[int, ...], shown_ip: str, rescue_port: int | None, main_address: str) -> None:
-        """Listen on the first free port. Raises OSError if none is free. `shown_ip` is the address in messages.
-
-        Nodes that cannot reach this port or do not find this host use `rescue_port`, over TCP and as a broadcast over UDP.
-        """
+        """Listen on the first free port, else OSError. Nodes that cannot reach it use `rescue_port`, by TCP and by broadcast."""
         for port in ports:
             try:
                 await self.listen(ip, port)
@@ -200,10 +197,7 @@ class Examiner(Coordinator):
         return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"
 
     def _own_findings(self) -> list[Finding]:
-        """Return what the nodes found on their own.
-
-        E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0.
-        """
+        """E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0."""
         # A rank only estimates its node if the user has set RANK and WORLD_SIZE.
         found = [
             replace(finding, **({} if hello["rank"] is None else {"node": hello["node"]}))

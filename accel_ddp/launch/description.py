@@ -177,10 +177,7 @@ class Cluster:
 
 
 def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
-    """Return the cluster that a file describes. `changes` are texts KEY=VALUE or TABLE.KEY=VALUE, which replace keys of the file.
-
-    Raises UserError with the file, the key, its value and the reason.
-    """
+    """Read a cluster file. `changes` are texts (TABLE.)KEY=VALUE. UserError has the file, the key, its value and the reason."""
     file, changes = Path(file), tuple(changes)
     values = _load(file)
     for change in changes:

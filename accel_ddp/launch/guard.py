@@ -138,10 +138,7 @@ class JobOnNode:
         return ""
 
     def stop(self, why: str, seconds: float | None = None, is_interrupt: bool = False) -> None:
-        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed.
-
-        Before the first step, the ranks have nothing to save. The exit code is then 130 after Ctrl-C, and 75 after any other stop.
-        """
+        """Stop as Ctrl-C does, and kill after `seconds`. Before the first step, Ctrl-C returns 130, and other stops 75."""
         if seconds is not None:
             self.timers.append(asyncio.get_running_loop().call_later(seconds, self.kill, why))
         if self.why:

@@ -64,10 +64,7 @@ def _describe(state: dict[str, Any]) -> tuple[str, str]:
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    """Print the logs of all nodes. With `follow`, go on until the job has ended, and return its exit code.
-
-    Return 1 if a node does not answer. Raises BrokenPipeError if nobody reads the output any more, as in `... | head`.
-    """
+    """Print all logs. With `follow`, return the job's exit code. BrokenPipeError if nobody reads them, as in `... | head`."""
     return asyncio.run(_show_logs(cluster, job, follow, lines))
 
 

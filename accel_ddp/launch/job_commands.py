@@ -28,10 +28,7 @@ class Job:
 
 
 def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = "") -> Job:
-    """Return the job for a recipe, which is a name or the path of a script in the code folder of the nodes.
-
-    The job's folder is `--output_dir` if the options give it. Otherwise `--output_dir` is added.
-    """
+    """Return the job of a recipe, a name or a path on the nodes. Its folder is `--output_dir`, which is added if missing."""
     options = list(options)
     script = recipe if recipe.endswith(".py") else f"recipes/{recipe_files.recipe_path(recipe).name}"
     name = name or cluster.name or Path(script).stem
@@ -69,19 +66,12 @@ def config_word(cluster: Cluster) -> str:
 
 
 def uses_torchrun(cluster: Cluster) -> bool:
-    """Return whether torchrun is needed.
-
-    Accelerate divides num_processes by the number of machines, so nodes with different numbers of processes need torchrun. For a
-    single process Accelerate starts no launcher at all, which returns 1 for every failure.
-    """
+    """Accelerate gives all nodes the same number of processes, and starts no launcher for one, so every failure returns 1."""
     return not cluster.has_equal_nodes or cluster.num_processes == 1
 
 
 def used_config(cluster: Cluster) -> str:
-    """Return the path of the accelerate config that the nodes need, or "" if there is one process and the default config.
-
-    torchrun reads no accelerate config. FSDP and mixed precision reach its ranks through the variable CONFIG_FILE (`doctor.at_launch`).
-    """
+    """Empty if no config is needed. torchrun reads none: FSDP and mixed precision reach its ranks through CONFIG_FILE."""
     is_default = cluster.accelerate_config == Cluster.accelerate_config
     return "" if cluster.num_processes == 1 and is_default else config_word(cluster)
 
@@ -144,10 +134,7 @@ def shell_path(path: str) -> Shell:
 
 
 def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[str], str]) -> list[str]:
-    """Return the words after `replace` was called for those of `paths` that begin with `~`, which only a shell would replace.
-
-    No shell replaces it in --output_dir=~/runs either.
-    """
+    """Replace those of `paths` that begin with `~`, which only a shell would do, and none does it in --output_dir=~/runs."""
     homes = {path for path in paths if path.startswith("~")}
     found = []
     for word in words:

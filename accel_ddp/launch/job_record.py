@@ -83,10 +83,7 @@ class Record:
 
 
 class LogFile:
-    """Appends lines to the log of a node. A full disk must not end a job, so errors of writing are only stored.
-
-    A log that is larger than `most_bytes` is renamed to HOST.log.1, which replaces the one before, and a new log begins.
-    """
+    """A log that becomes HOST.log.1 when it exceeds `most_bytes`. A full disk must not end a job, so errors are only stored."""
 
     def __init__(self, path: Path, most_bytes: int = 64 << 20):
         self.path, self.most_bytes = path, most_bytes

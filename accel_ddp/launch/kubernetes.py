@@ -207,10 +207,7 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
 
 
 class _Kubectl:
-    """The user's kubectl, in the context and namespace of a description.
-
-    Its first request fails within 10 s. Other commands make many requests if there is no answer.
-    """
+    """The user's kubectl. Its first request fails within 10 s; other commands make many requests if there is no answer."""
 
     def __init__(self, cluster: Cluster):
         settings = read_settings(cluster)

@@ -39,10 +39,7 @@ CONNECT_SECONDS = 5.0
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of this node that the launching machine compares and checks.
-
-    `request` has the script, the config, the run folder and the host as in the description.
-    """
+    """Return the facts of this node, about the script, config, run folder and host (as in the description) of `request`."""
     present, driver, gpu_error = doctor_facts.query_driver() if request["gpus"] else ([], {}, "")
     script = find_file(request["script"], "recipes")
     files = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
@@ -95,10 +92,7 @@ def check_folder(folder: Path) -> str:
 
 
 async def listen(port: int, word: str) -> tuple[asyncio.Server | None, str]:
-    """Send a word to each node that connects to the main port, which shows that the address is that of this node.
-
-    Return the server, and an error or "".
-    """
+    """Send a word to each node that connects, which shows that the address is right. Return the server, and an error or ""."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError):

@@ -118,10 +118,7 @@ class RankOutputs:
 
 
 class Lines:
-    """Collects bytes of one stream and returns complete lines.
-
-    A progress bar, which returns to the start of its line, counts as one line. The live panel of the main rank is not part of any line.
-    """
+    """Collects one stream into lines, without the live panel. A progress bar, which returns to its start, is one line."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
@@ -191,10 +188,7 @@ class Console:
         self._print(f"accel-ddp: {text}\n")
 
     def first_cause(self, host: str = "") -> str:
-        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred.
-
-        `host` is the node that ended first. Without any error, its last exception is returned.
-        """
+        """Return the first error, a diagnosis preferred, else the last exception of `host`, which ended first."""
         named = [cause for cause in self.causes if _KIND.search(cause[1][0])] or self.causes
         for where, lines in named:
             return f"[{where}] " + "\n".join(lines)

@@ -281,10 +281,7 @@ class Session:
                     raise Lost(f"{connection.node.host}: {reason}.") from None
 
     def _stop_others(self, host: str, code: int, delay: float) -> None:
-        """Stop the nodes that still run after one node has ended.
-
-        `delay` is the time in which the monitors of the other nodes print the diagnosis and end their ranks.
-        """
+        """In `delay` seconds, the monitors of the other nodes print the diagnosis and end their ranks."""
         loop = asyncio.get_running_loop()
         if code in (0, STOPPED, INTERRUPTED) or self.interrupts:  # all nodes end together; the main node may write for longer
             if code:

@@ -130,10 +130,7 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
 def estimate(
     run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None, keep: str = "auto"
 ) -> Estimate:
-    """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it.
-
-    `keep` is a value of `--keep_gathered`. `auto` counts as the least.
-    """
+    """Return the peak of one rank, sharded by `plan` or whole. `auto` of `keep`, as in `--keep_gathered`, is the least."""
     states, plan = run.states, plan if ranks > 1 else None
     shards, on_gpu = (ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1) if plan else (1, 1)
     share = lambda size: -(-size // shards) * on_gpu
@@ -200,10 +197,7 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
 
 
 def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
-    """Return the bytes of the root, gathered layers, the gradients of a layer, and two float32 buffers of its reduce-scatter.
-
-    Gradients that are kept until the last micro-batch are whole, and in float32.
-    """
+    """The root, layers, a layer's gradients, two float32 buffers. Gradients kept to the last micro-batch are whole float32."""
     states = run.states
     layer = states.layers.parameters // max(1, states.num_layers)
     size = 2 if run.precision == "bf16" else -(-states.layers.weights // max(1, states.layers.parameters))
@@ -297,10 +291,7 @@ class Estimator:
         return ("none", f"{why} weights, and {least.total / GIB:.1f} without"), least
 
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
-        """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.
-
-        `auto` counts as the least that it may choose: micro-batches and evaluations of 1 item. `--gradient_checkpointing auto` is off.
-        """
+        """UserError if the batch cannot be split. `auto` is the least: batches of 1 item, no gradient checkpointing."""
         cfg = copy.copy(self.cfg)
         for name, value in changes.items():
             setattr(cfg, name, value)

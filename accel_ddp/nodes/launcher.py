@@ -53,10 +53,7 @@ MPI_VARIABLES = (*_OPEN_MPI, *_MVAPICH, *_MPICH, _MARK)
 
 
 def adopt_mpi_world() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the variables of mpirun, unless a launcher has set them.
-
-    On one node MASTER_ADDR and MASTER_PORT are set too. On several nodes only the user can state the address of rank 0.
-    """
+    """Translate mpirun's variables, unless a launcher has set ours. On several nodes only the user knows rank 0's address."""
     if any(name in os.environ for name in _TORCH[:2]):
         return
     for names in (_OPEN_MPI, _MVAPICH, _MPICH):
@@ -83,11 +80,7 @@ def cpu_is_wanted() -> bool:
 
 
 def read_accelerate_config(file: str) -> dict[str, Any]:
-    """Return the settings of an accelerate config file.
-
-    An empty `file` means the file that the `accelerate config` wizard wrote, if there is one, and an empty dictionary
-    otherwise.
-    """
+    """Return the settings of a config. "" means the file of the `accelerate config` wizard, or {} if there is none."""
     import yaml
 
     if file and not Path(file).is_file():
@@ -180,19 +173,13 @@ def launch_options() -> set[str]:
 
 
 def stated_precision(config: dict[str, Any]) -> str:
-    """Return the precision that an accelerate config or command states: no, bf16 or another text. "": it states none.
-
-    YAML reads an unquoted `no` as False. A config without the setting leaves the precision to the recipe.
-    """
+    """Return no, bf16 ..., or "" if the recipe may choose. YAML reads an unquoted `no` as False."""
     value = config.get("mixed_precision")
     return "" if value in (None, "") else "no" if value is False else str(value).lower()
 
 
 def find_stated_precision() -> str:
-    """Return the precision that the launcher of this rank was asked for, or "" if the recipe may choose it.
-
-    `accelerate launch` sets ACCELERATE_MIXED_PRECISION=no also if neither its config nor its command line states a precision.
-    """
+    """Return what the launcher was asked for, or "". `accelerate launch` sets `no` if nothing states a precision."""
     value = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
     request = find_accelerate_request() if value == "no" else None
     return value if request is None else stated_precision(request)
@@ -243,10 +230,7 @@ def check_requested_world() -> None:
 
 
 def warn_about_independent_tasks() -> None:
-    """Log a warning if srun started several tasks that do not form one world.
-
-    srun does not set the variables that torch reads, so each task would train alone.
-    """
+    """srun does not set the variables that torch reads, so each of its tasks would train alone."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
         logger.warning(

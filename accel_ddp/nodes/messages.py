@@ -49,10 +49,7 @@ def bounded_list(value: Any, most: int) -> list[Any]:
 
 
 def check_shape(value: Any, shape: Any) -> None:
-    """Raise ValueError unless a value has a shape.
-
-    A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}.
-    """
+    """A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}."""
     if isinstance(shape, (list, tuple)):
         is_right = isinstance(value, list) and (isinstance(shape, list) or len(value) == len(shape))
         parts = zip(value, shape * len(value) if isinstance(shape, list) else shape) if is_right else ()

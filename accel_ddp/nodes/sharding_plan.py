@@ -98,10 +98,7 @@ def take_plan(num_ranks: int) -> ShardingPlan | None:
 
 
 def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str = "") -> ShardingPlan | None:
-    """Return the plan that the variables of `accelerate launch` ask for, or None for DDP and for a single rank.
-
-    `num_ranks` is 0 if it is not known yet. `config_file` is named in messages. Raise UserError for what is not supported.
-    """
+    """Return the plan, or None for DDP and one rank (0: not known yet). UserError names `config_file` if it is unsupported."""
     for name, library in _LIBRARIES.items():
         if _is_on(variables, f"ACCELERATE_USE_{name}"):
             raise UserError(

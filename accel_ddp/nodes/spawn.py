@@ -42,10 +42,7 @@ def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, addr
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let Linux send this signal to this process when its parent ends, however the parent ends.
-
-    No signal arrives if the parent has already exited. The function may run between fork and exec.
-    """
+    """Linux sends this signal when the parent ends, not if it has ended before. May be called between fork and exec."""
     if _LIBRARY is not None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 

@@ -91,10 +91,7 @@ class SharedStream:
 
 
 def connect_output() -> bool:
-    """Let stdout and stderr of this rank, and of everything it starts, write to the guard. Return whether they do.
-
-    Without a guard that reads, the streams stay as they are. Only the first call has an effect.
-    """
+    """Let all that this rank prints go to the guard, if there is one that reads. Only the first call has an effect."""
     folder = os.environ.pop(VARIABLE, "")  # a child process inherits the streams, which it may also have redirected
     if not folder:
         return False

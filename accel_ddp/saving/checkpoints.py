@@ -152,10 +152,7 @@ class Checkpoints:
         self._submit()
 
     def _is_due(self, step: int, is_last: bool) -> bool:
-        """Return whether this rank passes its state to the writer now. If ranks write parts, all return the same, a collective.
-
-        Only one save runs at a time, because all saves use the same host buffers.
-        """
+        """If ranks write parts, all return the same (collective). One save at a time, because all use the same host buffers."""
         if self.newest == step and not (broadcast_object(self.failed) if self.in_parts else self.failed):
             return False
         if not self.in_parts and not this_rank.is_main:
@@ -279,10 +276,7 @@ class Checkpoints:
         return True
 
     def _complete_save(self, limit: float) -> None:
-        """Wait for the save in progress before this process ends because of a failure, at most `limit` seconds.
-
-        The failure is printed and stored before, because a disk that hangs would otherwise hide it. Several threads may call it.
-        """
+        """Wait after a failure was printed and stored, which a hanging disk would hide. Several threads may call it."""
         pending = list(self._pending)
         if futures.wait(pending, 2).not_done:
             text = f"{self._being_written()}. This process exits when that is done, or after {limit} s."
@@ -315,10 +309,7 @@ class Checkpoints:
     # ---- restoring: on every rank together
 
     def restore(self, begins_training: bool = True) -> int:
-        """Load the checkpoint that `--resume` means. Return the step to continue from, or 0 if there is none.
-
-        At a restart this is printed and recorded, unless `begins_training` is False because the caller compiles the model first.
-        """
+        """Return the step to continue from, or 0. A caller that compiles first records a restart later (`begins_training`)."""
         step = self._load()
         if begins_training:
             restart_record.begin_training(self.cfg, step, self.resumed_from)

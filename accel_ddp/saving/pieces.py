@@ -45,10 +45,7 @@ def describe(offsets: dict[str, list[int]], **facts: str) -> dict[str, str]:
 
 
 def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
-    """Write tensors in host memory to a safetensors file and the disk. Return the size of the file and its sha256.
-
-    A tensor may also be (shape, dtype, function that returns it), so only one of them needs memory at a time.
-    """
+    """Return size and sha256. A tensor may be (shape, dtype, function that returns it), so only one at a time needs memory."""
     facts = {name: t if isinstance(t, tuple) else ([*t.shape], t.dtype, lambda t=t: t) for name, t in tensors.items()}
     # As safetensors does it, so that equal tensors give equal bytes. With large types first all of them are aligned.
     names = sorted(facts, key=lambda name: (-facts[name][1].itemsize, name))
@@ -196,10 +193,7 @@ def write(
     final: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
     files: dict[str, bytes], save: PartialSave,
 ) -> None:  # fmt: skip
-    """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
-
-    If any part is missing, the main rank raises OSError, and nothing is left of the checkpoint. Other ranks raise nothing.
-    """
+    """The main rank waits for all parts, and commits the checkpoint, or raises OSError and leaves nothing. Others never raise."""
     partial = final.with_name(f".{final.name}.partial-{save.nonce}-{save.number}")
     failure: Exception | None = None
     written: dict[str, Any] = {}

@@ -76,10 +76,7 @@ def _why_no_progress(lines: list[dict[str, Any]]) -> str:
 
 
 def resume_of_restart(cfg: TrainConfig, folder: str) -> str:
-    """Return the value of `--resume` for a restart in `folder`, which is "" if this is no restart.
-
-    A path that the user has typed is used until this job has a checkpoint of its own. Otherwise a restart would go back to it.
-    """
+    """A restart has a folder. A typed path counts until the job has a checkpoint, else a restart would go back to it."""
     if not folder or not cfg.resume:
         return "auto" if folder else cfg.resume
     began = [line["step"] for line in read_objects(Path(folder, FILE)) if line["event"] == "training"]

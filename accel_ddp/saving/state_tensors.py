@@ -53,10 +53,7 @@ Options = list[dict[str, Any]]
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """Return a copy of the numbers in each group except learning rates. Those that differ later are state of the optimizer.
-
-    Raise UserError for objects, because nothing shows whether they change, and for state outside of groups and parameters.
-    """
+    """What differs later is state. UserError for objects, which may change unseen, and state outside groups and parameters."""
     if more := [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]:
         raise UserError(f"The optimizer {type(optimizer).__name__} has state that a checkpoint cannot store: {', '.join(more)}.")
     groups = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]

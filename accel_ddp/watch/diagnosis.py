@@ -139,10 +139,7 @@ class _Scene:
 
     @functools.cached_property
     def behind(self) -> tuple[float, int]:
-        """The position of the active ranks that have come least far.
-
-        On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
-        """
+        """On a GPU a rank may wait in any phase that launches kernels, and is then ahead of the one at fault."""
         return min((r.position for r in self.active), default=(0, 0))
 
     def is_in_collective(self, r: RankView) -> bool:

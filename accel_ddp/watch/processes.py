@@ -27,10 +27,7 @@ def state_of(pid: int) -> str:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit code of a process that has ended, or minus the signal that ended it. None: its parent has already read it.
-
-    A monitor is not the parent of a rank. The status can be read until the launcher does so, which takes it about 0.1 s.
-    """
+    """Return the exit code or minus the signal, or None if the launcher, its parent, has read it, which takes it about 0.1 s."""
     fields = _stat(pid)
     if not fields or fields[0] not in "ZX":
         return None

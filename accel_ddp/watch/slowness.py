@@ -21,10 +21,7 @@ REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause
 def find_slow_link(
     rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
 ) -> tuple[tuple[int, int], float, float] | None:
-    """Return (pair, its rate, the rate it is compared with) of the slowest link that is much slower than it was, or than the others.
-
-    Return None if there is none. A busy processor slows every measurement down. Pairs of a node with itself show by how much.
-    """
+    """Return (pair, rate, usual rate) of a slow link, or None. A busy processor slows all; a node with itself shows how much."""
     links = {pair: rate for pair, rate in rates.items() if pair[0] != pair[1]}
     busy = {a: min(1.0, rate / reference[a, a]) for (a, b), rate in rates.items() if a == b and reference.get((a, a))}
     found = []
@@ -127,10 +124,7 @@ class _Case:
         return f"{rough_seconds(per_step)} per step for it, {_percent(min(1.0, self.lost / max(self.seconds, 1e-9)))} of the step time"
 
     def is_due(self, step: int, severity: float, step_seconds: float = float("inf")) -> bool:
-        """Return whether to report it now: the first time, if it is twice as severe, and after 100, 200, 400, ... steps.
-
-        The caller must do so. Reports of short steps are rarer.
-        """
+        """Return whether to report it, which the caller then does: first, if twice as severe, after 100, 200, 400 ... steps."""
         if self.severity and severity < 2 * self.severity:
             if step - self.reported_at < self.pause * max(1.0, REPEAT_SECONDS / REPEAT_STEPS / max(step_seconds, 1e-6)):
                 return False
