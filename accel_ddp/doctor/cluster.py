@@ -113,7 +113,6 @@ class _ClusterCheck:
             self.findings += host.check_limits(topology, options.output_dir, self.folder)
 
     async def _connect(self, began: float) -> messages.Stream | None:
-        """Return a connection to the coordinator, which may be started here. None: `findings` has the reason."""
         topology, findings, is_main_address = self.topology, self.findings, host.is_local_address(self.ip)
         may_coordinate = is_main_address and topology.local_rank == 0
         # With two nodes on one machine, a node other than 0 that took the port first would block node 0's launcher. It

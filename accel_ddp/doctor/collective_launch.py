@@ -117,7 +117,6 @@ async def _forward_reports(
 
 
 def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:
-    """Run the doctor's checks on the ranks of this node. Return (lines, findings, figures), the same on all nodes."""
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
     # The interfaces are those that the preflight of a recipe sets. A user who has set NCCL_DEBUG wants the log.
     environment = clean_environment() | socket_interface_variables(outcome.interface, main_ip)

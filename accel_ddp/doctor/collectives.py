@@ -108,7 +108,6 @@ class CollectiveChecks(CollectiveWorker):
             self._end_alone(self.finding("E_COLLECTIVE_FAILED", text, 0))
 
     def _compose_report_if_over(self, now: float) -> None:
-        """On rank 0, store the report if all ranks are done, one has failed, or one has waited too long."""
         store = self.monitor_store
         for rank, beat in enumerate(store.multi_get([f"beat/{rank}" for rank in range(self.num_ranks)])):
             if beat != self.beats[rank]:
@@ -289,7 +288,6 @@ class CollectiveChecks(CollectiveWorker):
         self.figures["transport"] = "; ".join(dict.fromkeys(transports))
 
     def check_gradients(self) -> None:
-        """Run one step of a small DDP model, and compare its weights, buffers and gradients with a single process."""
         torch, nn, device = self.torch, self.torch.nn, self.device
 
         def make_model(rank: int) -> Any:

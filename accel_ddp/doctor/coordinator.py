@@ -159,8 +159,6 @@ def describe_loss(error: BaseException, silence_seconds: float) -> str:
 
 
 class CoordinatorClient:
-    """A node's side of a connection: it describes this node and answers the requests of the coordinator."""
-
     def __init__(self, stream: Stream, silence_seconds: float):
         self.stream, self.silence_seconds = stream, silence_seconds
         self.outbox: asyncio.Queue[Message] = asyncio.Queue()  # answers and events
@@ -190,7 +188,6 @@ class CoordinatorClient:
 
 
 async def try_port(ip: str, port: int, key: bytes, node: int = 0) -> Stream | tuple[str, str]:
-    """Return a connection to the coordinator on this port, or (how the attempt failed, the reason)."""
     try:
         reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
     except (OSError, asyncio.TimeoutError) as error:

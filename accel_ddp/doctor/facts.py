@@ -1,7 +1,4 @@
-"""What this node has that must be the same on the other nodes: packages, code, options and files, and its GPUs.
-
-The driver reports the GPUs, without torch.
-"""
+"""What this node has that must be the same on the others: packages, code, options, files, and its GPUs, without torch."""
 
 import concurrent.futures
 import contextlib
@@ -35,7 +32,6 @@ _HANGS = "nvidia-smi does not answer"
 
 
 def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict[str, str], str]:
-    """Return (GPUs, versions of the driver and of CUDA, error). The GPUs are None if they are not known."""
     if not (command := shutil.which("nvidia-smi")):
         if Path("/dev/nvidia0").exists():
             return None, {}, "this host has /dev/nvidia0 but no nvidia-smi: its GPUs were not checked"
@@ -91,7 +87,6 @@ def _number(text: str) -> int:
 def check_gpus(
     topology: Topology, gpus: list[dict[str, Any]] | None, driver: dict[str, str], error: str
 ) -> tuple[list[int] | None, list[Finding]]:
-    """Return the indices of the GPUs that this node would use (None: not known), and findings about them."""
     if cpu_is_wanted():
         return [], []
     if gpus is None:

@@ -1,7 +1,4 @@
-"""This host alone: its addresses, interfaces and folders, and the checks of them before any connection is opened.
-
-No call takes longer than its timeout.
-"""
+"""This host alone: its addresses, interfaces and folders, and checks of them. No call takes longer than its timeout."""
 
 import contextlib
 import functools
@@ -87,8 +84,6 @@ def limit_name_lookups() -> None:
 
 
 def resolve(name: str, seconds: float = 5) -> str:
-    """Return an address of a host name, IPv4 if it has one. Raises UserError with the reason if there is none."""
-
     def look_up() -> tuple[str, str]:
         try:
             found = sorted(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), key=lambda entry: entry[0] != socket.AF_INET)
@@ -292,8 +287,6 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
 
 
 class FolderCheck:
-    """Checks the output folder: the nodes share it if they see the marker file that node 0 writes into it."""
-
     def __init__(self, folder: Path | None):
         self.folder, self.error = folder, ""
         self.marker: Path | None = None

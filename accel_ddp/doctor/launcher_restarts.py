@@ -210,7 +210,6 @@ def return_exit_code_of_ranks() -> None:
 
 
 def choose_exit_code(codes: Iterable[int | None]) -> int:
-    """Return the first code of a rank that ended by itself. The launcher ends the remaining ranks with SIGTERM (-15)."""
     return next((code for code in codes if code is not None and code > 0), 0)
 
 
@@ -279,7 +278,6 @@ class RestartingRendezvous:
         self._open()
 
     def _open(self) -> None:
-        """Create torch's handler: after the preflight, or at once if a launcher of this job already has its store open."""
         self.joins_running_job = self.check(self._finds_running_job)
         if self.joins_running_job:
             print_progress(f"the job is already running at {self.params.endpoint}: this node joins it")
@@ -456,7 +454,6 @@ class RestartingRendezvous:
         self._open()
 
     def _announce_job(self) -> None:
-        """Store which command this node runs, for launchers that are restarted. Commands may differ in options of a node."""
         store = compat.store_of_handler(self.handler)  # of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out

@@ -33,7 +33,6 @@ RESCUE_INTERVAL = 2.0  # seconds; every node of a network receives a broadcast
 async def resolve_main_address(
     topology: Topology, wait_seconds: float, print_progress: Callable[[str], None], began: float
 ) -> str:
-    """Return the IP address of the main node, in Kubernetes once its pod has started. Raises UserError if there is none."""
     printed_at = 0.0
     while True:
         try:
@@ -76,7 +75,6 @@ class CoordinatorSearch:
         return time.monotonic() - self.began
 
     async def run(self) -> Stream | Examiner | Finding:
-        """Return a connection to the coordinator, the coordinator that was started here, or why there is none."""
         while True:
             answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
             connections = [answer for answer in answers if isinstance(answer, Stream)]

@@ -31,7 +31,6 @@ _FEW = 16  # up to this number of nodes, all of them and all paths are listed
 
 
 def find_missing(hellos: list[Message]) -> list[str]:
-    """Return the machine ranks (or RANKs) that have not connected, and the missing local ranks of nodes that have."""
     by_rank, local_ranks = compare_nodes.counts_ranks(hellos), {}
     key, total, name, kind = ("rank", "ranks", "rank", "ranks") if by_rank else ("node", "nodes", "machine_rank", "nodes")
     numbers = sorted(set(range(max((hello[total] for hello in hellos), default=1))) - {hello[key] for hello in hellos})
@@ -127,7 +126,6 @@ class Examiner(Coordinator):
                 hello["node"] = node
 
     async def take(self, member: Member, message: Message) -> None:
-        """Store the facts of a node, which it sends first. Everything else is an answer."""
         if "facts" in member.hello:
             await super().take(member, message)
             return

@@ -224,7 +224,6 @@ class _Copier:
         await self.run_on(node, f"{there}; {store}mv .accel_ddp/copied.$$ .accel_ddp/copied || exit 1", _joined(self.names))
 
     async def run(self, node: Node, words: list[str], given: bytes = b"") -> bytes:
-        """Run a program on this machine and return its output. Raises Lost with the reason if it fails."""
         pipe = asyncio.subprocess.PIPE
         # In a session of its own, a program does not receive the Ctrl-C of the terminal. It is ended below instead.
         process = await asyncio.create_subprocess_exec(

@@ -44,7 +44,6 @@ def guard_command(node: Node) -> str:
 
 
 def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
-    """Return why the connection to a node or the start of its guard failed, and what to do. `text` is what ssh printed."""
     host, file = node.host, cluster.file
     end = "no answer within the time limit" if code is None else f"exit code {code}"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "").rstrip(".")

@@ -432,7 +432,6 @@ def _listed(title: str, reasons: dict[str, str]) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that YAML reads as a text: 2e-5."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", value) else value
 
 

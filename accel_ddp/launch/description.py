@@ -1,7 +1,4 @@
-"""The description of a cluster and of how jobs run there: the keys of cluster.yaml, and their reader.
-
-docs/cluster.md shows the texts of the keys.
-"""
+"""The keys of cluster.yaml, which describe a cluster and how jobs run there (docs/cluster.md), and their reader."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -342,7 +342,6 @@ class _Guard:
         return False
 
     async def answer(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
         answering = asyncio.ensure_future(work)
         while not answering.done():
             reading = asyncio.ensure_future(self.read())
@@ -356,7 +355,6 @@ class _Guard:
             answering.result()
 
     async def start(self, request: dict[str, Any]) -> bool:
-        """Start a job, or another guard for a detached one. Return whether no further message is expected."""
         if request["detach"] and not self.is_detached:
             self.channel.send(**await asyncio.to_thread(_start_detached, request))
             return True
@@ -394,7 +392,6 @@ def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run a guard. Return the exit code of the guard itself, which is not that of the job."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return asyncio.run(serve("--detached" in sys.argv))
     return 1

@@ -28,7 +28,6 @@ class Job:
 
 
 def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = "") -> Job:
-    """Return the job of a recipe, a name or a path on the nodes. Its folder is `--output_dir`, which is added if missing."""
     options = list(options)
     script = recipe if recipe.endswith(".py") else f"recipes/{recipe_files.recipe_path(recipe).name}"
     name = name or cluster.name or Path(script).stem
@@ -52,7 +51,6 @@ def uses_package(script: str) -> bool:
 
 
 def config_word(cluster: Cluster) -> str:
-    """Return the path of the accelerate config on a node. A bare name is one of ours."""
     word = cluster.accelerate_config
     if "/" in word or Path(word).is_file():
         return word

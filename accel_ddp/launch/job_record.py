@@ -1,7 +1,4 @@
-"""The files of a node's part of a job, in RUN_FOLDER/launch: its log, its state, and a lock that is held while it runs.
-
-`send_status`, `send_log` and `stop_job` answer questions about jobs that other guards run on the node.
-"""
+"""The files of a node's part of a job (log, state, lock) in RUN_FOLDER/launch, and answers about them to other machines."""
 
 import asyncio
 import contextlib
@@ -144,7 +141,6 @@ async def send_status(request: dict[str, Any], channel: Any) -> None:
 
 
 async def send_log(request: dict[str, Any], channel: Any) -> None:
-    """Send the last lines of the log, and with `follow` also those that are added until the job ends."""
     record = find_record(request)
     try:
         file = record.log.open("rb")

@@ -76,7 +76,6 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
 
 
 def status(cluster: Cluster, job: Job | None) -> int:
-    """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
     settings, kubectl = read_settings(cluster), _Kubectl(cluster)
     if job is None:
         found = json.loads(kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json"))["items"]
@@ -217,7 +216,6 @@ class _Kubectl:
         self.run("get", "--raw=/version", timeout=10)
 
     def start(self, *words: str, text: str = "", timeout: int = 15) -> subprocess.CompletedProcess[str]:
-        """Run a kubectl command with `text` as its input. `timeout` limits each of its requests; 0: no limit."""
         limit = [f"--request-timeout={timeout}s"] if timeout else []
         try:
             return subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)

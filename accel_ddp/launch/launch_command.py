@@ -38,7 +38,6 @@ _OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
 
 
 def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: None) -> int:
-    """Run `accel-ddp launch` and return its exit code. `check_inputs` raises UserError for a config whose files are missing here."""
     if not words or words[0] in ("-h", "--help"):
         print(_LAUNCH, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2

@@ -1,7 +1,4 @@
-"""The manifests of a job on Kubernetes: a TrainJob of Kubeflow Trainer, and the TrainingRuntime that it uses.
-
-Manifests contain references to secrets, and never their values.
-"""
+"""The manifests of a job on Kubernetes (manifest.yaml), with references to secrets and never their values."""
 
 import re
 import shlex
@@ -79,7 +76,6 @@ def make_objects(cluster: Cluster, job: Job) -> list[dict[str, Any]]:
 
 
 def _fill(part: Any, values: dict[str, Any]) -> Any:
-    """Return a part of manifest.yaml with its values."""
     if isinstance(part, list):
         return [_fill(one, values) for one in part]
     if not isinstance(part, dict):

@@ -79,7 +79,6 @@ def find_file(word: str, kind: str) -> str:
 
 
 def check_folder(folder: Path) -> str:
-    """Return why a file of 1 MiB cannot be written into a folder, or "". The folder is made, and the file is removed."""
     try:
         (folder / "launch").mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder / "launch", prefix=".test-") as file:
@@ -130,7 +129,6 @@ def _reason(error: OSError) -> str:
 
 
 def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> list[str]:
-    """Return the errors of the nodes, whose facts are in the order of the description. The preflight of the ranks warns."""
     errors = [text for node, found in zip(cluster.nodes, facts) for text in _errors_of_node(cluster, job, node, found)]
     errors += _same_machines(cluster, facts)
     if errors:

@@ -1,7 +1,4 @@
-"""The output of the ranks: a node receives the output of each rank separately, and the launching machine prints all of it.
-
-The other side of a rank is `accel_ddp.nodes.terminal`.
-"""
+"""The output of the ranks: a node receives that of each rank (`nodes.terminal`), and the launching machine prints all."""
 
 import asyncio
 import codecs
@@ -96,7 +93,6 @@ class RankOutputs:
         return list(self._ranks)
 
     def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int | None, bytes]]:
-        """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all)."""
         for descriptor in self.filenos() if ready is None else ready:
             with contextlib.suppress(BlockingIOError):  # nothing is waited for
                 if data := os.read(descriptor, _READ_BYTES):
@@ -107,7 +103,6 @@ class RankOutputs:
             yield from found
 
     def close(self) -> None:
-        """Remove the folder. Ranks that are left can still print, without an effect."""
         for descriptor in [*self._ranks, *(one for one in (self._terminal, self._pipe) if one >= 0)]:
             os.close(descriptor)
         self._ranks, self._terminal, self._pipe = {}, -1, -1

@@ -31,7 +31,6 @@ _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node 
 
 
 def render(cluster: Cluster, job: Job) -> str:
-    """Return what runs on each node, as commands that a user can type there. Secrets are left out."""
     address = cluster.main_address or (cluster.nodes[0].host.rpartition("@")[2] if cluster.backend == "ssh" else "127.0.0.1")
     lines = []
     for node in cluster.nodes:
@@ -214,7 +213,6 @@ class Session:
             raise UserError(join_reasons("the job was not started:", list(map(str, failures))))
 
     async def _run_doctor(self, address: str) -> bool:
-        """Run the full doctor on all nodes and return whether there is no error. Only the main node's output is shown."""
         self.console.note("the doctor checks all nodes, their bandwidth and collectives ...")
 
         async def check(connection: Connection) -> int:

@@ -1,7 +1,4 @@
-"""Jobs on Slurm: submitted, found, shown and stopped. Inside an allocation, the job runs there in the foreground.
-
-Only sbatch, srun, squeue, scontrol, scancel and sinfo are used, which work without Slurm's accounting database.
-"""
+"""Jobs on Slurm, or in the foreground of an allocation. The programs used work without Slurm's accounting database."""
 
 import contextlib
 import os
@@ -73,7 +70,6 @@ class SlurmJob:
 
 
 def launch(cluster: Cluster, job: Job) -> int:
-    """Submit a job and print how to follow and stop it. Inside an allocation, run it there and return its exit code."""
     if "SLURM_JOB_ID" in os.environ:
         return _run_in_allocation(cluster, job)
     script = render(cluster, job)
@@ -337,13 +333,11 @@ def _log_files(folder: Path) -> list[Path]:
 
 
 def _job_of(log: Path) -> SlurmJob | None:
-    """Return the job of a log. None: Slurm does not store the job any more, or the number is now that of another job."""
     one = _show(log.stem.removeprefix("slurm-"))
     return one if one and one.log == log else None
 
 
 def _read_on(file: Path, lines: int) -> Iterator[str]:
-    """Yield the last lines of a file, and then what was added to it. A file that does not exist yet is read from its beginning."""
     position = None if file.exists() else 0
     while True:
         text = b""

@@ -166,7 +166,6 @@ def estimate(
 
 
 def _peak_of_replica(run: EstimatedRun, keeps_gradients: bool) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the loss, and of copies of weights at the peak of a step."""
     moments = run.trace.moments
     counted = moments[:, :GRADIENTS_OF_LAYERS] if keeps_gradients else moments
     at = moments[int(counted.sum(1).argmax())]
@@ -181,7 +180,6 @@ def _split(size: int, loss: int, copies: int) -> tuple[int, int, int]:
 
 
 def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
-    """Return how much the peak grows if the layers are captured as CUDA graphs, for micro-batches of one shape."""
     if not run.is_graphed:
         return 0
     states, moments = run.states, run.trace.moments
@@ -336,7 +334,6 @@ class Estimator:
             )
 
     def suggest(self, ranks: int, plan: ShardingPlan | None, available: float) -> list[Suggestion]:
-        """Return changes with which the run fits: first one that keeps the result, then one that changes what is learned."""
         kept = next(self._fitting(self._same_result(ranks, plan, available), available), None)
         changed = next(self._fitting(self._other_result(ranks, plan), available), None)
         return [one for one in (kept, changed) if one]

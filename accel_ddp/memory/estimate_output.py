@@ -32,7 +32,6 @@ def layouts_of(
 
 
 def format_table(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
-    """Return the estimates, the peak of the run that `auto` makes of them on GPUs of each size, and what to change if none fits."""
     found = [one for one, _ in layouts]
     rows = [["GiB per GPU", *(one.title for one in found)]]
     for name, title in NAMES.items():

@@ -37,7 +37,6 @@ NUM_KINDS = 6
 
 
 def rounded(size: int) -> int:
-    """Return the bytes that the allocator of a GPU uses for `size` bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -190,7 +189,6 @@ NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, {})  # of
 
 
 def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
-    """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again."""
     model = fake.model
     with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
         stack, num_layers = _shorten(model)
@@ -226,7 +224,6 @@ EVAL_SIZES, EVAL_TOKENS = (1, 8, 64), 1 << 15
 def _trace_evaluations(
     fake: FakeModel, computed: "_Autocast", head: OutputHead | None, cfg: Any, tracker: Tracker, num_layers: int
 ) -> dict[int, int]:
-    """Return the bytes of an evaluation with the batch size of the options, or with all that `auto` may choose."""
     fake.model.eval()
     given = getattr(cfg, "eval_batch_size", 1)
     width = make_batch(fake, cfg, 1, True)["labels"].numel() if given == "auto" else 0

@@ -121,7 +121,6 @@ def _read_parents() -> Iterator[tuple[str, list[str]]]:
 
 
 def find_accelerate_request() -> dict[str, Any] | None:
-    """Return the settings and options given to the `accelerate launch` that started this process, or None if none did."""
     return next((found for _, words in _read_parents() if (found := parse_accelerate_command(words)) is not None), None)
 
 
@@ -138,7 +137,6 @@ def find_launcher_command() -> list[str]:
 
 
 def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
-    """Return the settings and options of an `accelerate launch` command line, or None if `argv` is another command."""
     names = ("launch", "accelerate-launch", "accelerate.commands.launch")
     at = [i for i, argument in enumerate(argv) if Path(argument).name in names]
     at += [i for i, argument in enumerate(argv) if argument.endswith("accelerate/commands/launch.py")]
@@ -186,7 +184,6 @@ def find_stated_precision() -> str:
 
 
 def check_rank_variables() -> None:
-    """Raise UserError if there are several ranks, but not all variables by which they find each other."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     missing = [
         name for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)

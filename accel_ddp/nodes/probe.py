@@ -72,7 +72,6 @@ def classify_error(error: BaseException) -> str:
 
 
 async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict[str, Any]:
-    """Probe one direction of a pair of nodes. Return the port and "how" it went, and if that is "ok" its "seconds" and "rate"."""
     if not ports:  # that node could not open any, and reports this itself
         return {"how": CUT, "port": 0}
     result: dict[str, Any] = {"how": OK, "port": ports[0]}
@@ -140,7 +139,6 @@ async def measure_rate(ip: str, port: int, key: bytes, node: int = 0) -> float |
 
 
 async def _transfer(stream: messages.Stream, size: int, seconds: float) -> float:
-    """Send `size` bytes and return the seconds until the other side has confirmed them. Raises asyncio.TimeoutError."""
     began = time.monotonic()
     await stream.send({"bytes": size})
     block = bytes(min(size, 1 << 20))

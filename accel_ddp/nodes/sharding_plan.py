@@ -1,8 +1,4 @@
-"""How `accelerate launch` asks for a model to be sharded, as its variables state. This module does not import torch.
-
-`accelerate launch` passes an accelerate config to its ranks in variables. The launcher has them too, so a config that is not
-supported is reported once for each node, before a rank starts (`doctor.at_launch`).
-"""
+"""How the variables of `accelerate launch` ask for a model to be sharded. The launcher reads them too, without torch."""
 
 import os
 from collections.abc import Mapping
@@ -65,7 +61,6 @@ class ShardingPlan:
         return f"{text} (FSDP2{''.join(f'; {one}' for one in self._unusual())})."
 
     def summarize(self, num_ranks: int) -> str:
-        """Return a few words about a plan whose nodes are known, for example `FSDP2 over 4 ranks, 2 copies of the model`."""
         copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
         return "; ".join([f"FSDP2 over {num_ranks} ranks{copies}", *self._unusual()])
 
@@ -90,7 +85,6 @@ class ShardingPlan:
 
 
 def take_plan(num_ranks: int) -> ShardingPlan | None:
-    """Return the plan that the accelerate config asks for, as `read_plan` does, and remove it from the environment."""
     plan = read_plan(os.environ, num_ranks)
     for name in TAKEN:
         os.environ.pop(name, None)
@@ -196,7 +190,6 @@ def _read_strategy(variables: Mapping[str, str]) -> tuple[bool, bool]:
 
 
 def _read_replicas(variables: Mapping[str, str], num_ranks: int) -> int:
-    """Return how many copies of the model there are. Raise UserError if they do not fit the number of ranks."""
     for name, what in _OTHER_SIZES.items():
         if (size := _size(variables, f"{name}_SIZE")) > 1:
             raise UserError(

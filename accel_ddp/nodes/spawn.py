@@ -34,7 +34,6 @@ def clean_environment() -> dict[str, str]:
 
 
 def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, address: str, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a rank. `address` and `port` are where rank 0's store will listen."""
     values = (
         sum(ranks_of_nodes[:node]) + local_rank, sum(ranks_of_nodes), local_rank, ranks_of_nodes[node], node, address, port
     )  # fmt: skip

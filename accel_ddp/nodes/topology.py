@@ -16,8 +16,6 @@ from accel_ddp.text import counted
 
 @dataclass(kw_only=True)
 class Topology:
-    """The position of this process in the cluster. Numbers and `main_address` are as given, not verified."""
-
     node_rank: int | None  # machine_rank; None: the rendezvous assigns it (c10d)
     num_nodes: int  # num_machines
     num_ranks: int  # num_processes, the total over all nodes; 0: not given

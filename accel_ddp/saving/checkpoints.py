@@ -1,7 +1,4 @@
-"""The saves of a run in the background: weights, optimizer, loss scaler and the step.
-
-Nothing else needs to be saved, because data order, learning rate and dropout are functions of the step and the seed.
-"""
+"""The saves of a run in the background. Data order, learning rate and dropout are functions of step and seed, not saved."""
 
 import contextlib
 import secrets
@@ -230,7 +227,6 @@ class Checkpoints:
             checkpoint_format.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """Store the metrics of a step. With `--keep_best`, save and mark the step if it is the best one."""
         if self.metric:
             self.metric.require(metrics)
         self.evaluations[step] = metrics
@@ -290,7 +286,6 @@ class Checkpoints:
         return f"{what} is still being written to {self.folder}"
 
     def take_committed(self) -> list[tuple[int, Path]]:
-        """Return (step, folder) of the checkpoints that were completed since the last call, on the main rank only."""
         return [self._committed.pop(0) for _ in range(len(self._committed))]  # the writer may add one meanwhile
 
     def close(self) -> str:

@@ -1,8 +1,4 @@
-"""The record of automatic restarts, restarts.jsonl in the output folder: what failed, what was lost, and the goodput.
-
-The main rank writes it. It is in the output folder, because a restarted main node finds nothing else. A launcher without
-`--max_restarts` restarts nothing, so its runs have no such file.
-"""
+"""restarts.jsonl in the output folder, which a new main node finds too: what failed, what was lost, and the goodput."""
 
 import contextlib
 import json

@@ -343,7 +343,6 @@ def _receive(
     file: Pieces | None, name: str, shape: list[int], dtype: torch.dtype, offsets: list[int], lengths: list[int],
     device: torch.device, source: int, block_bytes: float,
 ) -> Tensor:  # fmt: skip
-    """Return a region of a tensor that rank `source` reads and sends to all ranks. Only `source` has the file."""
     rows = shape[0] if shape else 1
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     step = max(1, int(min(rows, block_bytes // row_bytes)))  # the same on every rank
@@ -366,7 +365,6 @@ def _receive(
 
 
 def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -> None:
-    """Log what prevents the resumed run from being bit-identical to an uninterrupted one."""
     if run["num_ranks"] != this_rank.num_ranks:
         log.info(
             "saved on %d ranks, now %d: the same batches in the same order; weights agree up to rounding",

@@ -226,7 +226,6 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    """Load the state of each parameter and its group into the optimizer. Learning rates and other options stay as they are."""
     names = {id(p): name for name, p in model.named_parameters()}
     from_plain = getattr(optimizer, "from_plain", lambda plain, parameter: plain)
     every = [state.get(names.get(id(p), f"#{i}"), {}) for i, p in enumerate(parameters(optimizer))]

@@ -75,8 +75,6 @@ class NodeView:
 
 
 class Event(NamedTuple):
-    """A line for the users on all nodes. An error stops the run."""
-
     severity: str
     kind: str
     text: str
@@ -254,7 +252,6 @@ class Judge:
         return Event(severity, cause.kind, text, cause.culprit, cause.host, cause.step)
 
     def _short_silences(self, nodes: list[NodeView]) -> list[Event]:
-        """Report interruptions of a link that were over before they were reported."""
         events = []
         for node in nodes:
             longest = self.silences.get(node.node, 0.0)

@@ -157,7 +157,6 @@ class Monitor:
         self._fail(failure)
 
     def _fail(self, failure: dict[str, Any]) -> None:
-        """End the run: print the failure here and on all nodes, and send it to the ranks."""
         if self.failure:
             return
         if self.slow_run and self.slow_run.slowness.slow_link and failure["kind"] in ("died", "failed"):  # on the coordinator
@@ -199,7 +198,6 @@ class Monitor:
             self.incidents.write(Incident(event.severity, event.kind, event.text, event.rank, event.host, step))
 
     def _record(self, incident: Incident) -> None:
-        """Store what a rank has printed. Nodes send it to the main node."""
         if self.node:
             self.peers.send(0, {"incident": incident._asdict()})
         elif (incident.kind, incident.text) not in self.recorded:

@@ -85,7 +85,6 @@ def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | N
 
 
 def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0, is_node_lost: bool = False) -> str:
-    """Return the end of a message about ranks that exit with `code`: the launcher restarts them, or what the user does."""
     is_last = is_node_lost and "ACCEL_DDP_GUARD" in os.environ  # `accel-ddp launch` stops the other nodes
     used, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     failed_steps = read_run(launcher_pid(parent)).get("failed_steps", [])

@@ -1,7 +1,4 @@
-"""Reports about what slows a run down: `Slowness` gets the times of all ranks, and measurements of links when it asks for them.
-
-`Flows` are the bytes that collectives still move in a step that takes long. They distinguish a slow link from a deadlock.
-"""
+"""Reports about what slows a run down. `Flows`, the bytes that collectives still move, tell a slow link from a deadlock."""
 
 import asyncio
 import contextlib
@@ -78,7 +75,6 @@ class SlowRun:
         self.answers: dict[tuple[int, int], asyncio.Future] = {}
 
     def examine(self, views: list[RankView], timings: dict[int, Timing]) -> None:
-        """Report what is slow. Only the coordinator calls it, after every heartbeat."""
         for view in views:
             if view.rank in timings and not view.is_finished:
                 self._report(self.slowness.observe(view.rank, timings[view.rank], view.state in ("T", "t")))

@@ -157,7 +157,6 @@ class Slowness:
         self.link_text = ""  # what was reported about it
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
-        """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
         self.states[rank].append((times.step, is_stopped))
         if is_stopped:
             self.stopped.add(rank)
@@ -382,7 +381,6 @@ class Slowness:
         return []
 
     def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
-        """Return a notice if a link is slow. `rates` are bytes per second. A link whose measurement failed is left out."""
         self.wants_probe = False
         slowest = find_slow_link(rates, self.reference)
         if not slowest:
