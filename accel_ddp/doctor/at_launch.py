@@ -14,10 +14,7 @@ from accel_ddp import compat
 
 
 def add_to_torchrun():
-    """Put the preflight before torch's rendezvous backends. torch calls this function when a launcher starts.
-
-    Returns a rendezvous backend, as torch requires: the usual static one, which is then registered under this package's name.
-    """
+    """Wrap torch's rendezvous backends. torch calls this at a launcher's start, and registers the static one it returns."""
     creators = compat.rendezvous_creators()
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):

@@ -39,8 +39,6 @@ class CheckFailed(Exception):
 
 
 class CollectiveChecks(CollectiveWorker):
-    """Runs the steps and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
-
     def __init__(self, spec: dict[str, Any]):
         super().__init__(spec)
         self.seconds, self.began = spec["seconds"], time.monotonic()
@@ -68,7 +66,6 @@ class CollectiveChecks(CollectiveWorker):
         self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
 
     def add_line(self, text: str, unless: str = "") -> None:
-        """Add a line to the report, unless it has a finding with the code `unless`."""
         self.lines.append((self.step, unless, text))
 
     def run(self) -> None:
@@ -91,7 +88,6 @@ class CollectiveChecks(CollectiveWorker):
         threading.Event().wait()
 
     def _monitor(self) -> None:
-        """Publish progress and failures of this rank until there is a report, then end the process."""
         try:
             for beat in range(1 << 40):
                 now = time.monotonic()
@@ -112,7 +108,6 @@ class CollectiveChecks(CollectiveWorker):
             self._end_alone(self.finding("E_COLLECTIVE_FAILED", text, 0))
 
     def _compose_report_if_over(self, now: float) -> None:
-        """On rank 0, store the report if all ranks are done, one has failed, or one has waited too long."""
         store = self.monitor_store
         for rank, beat in enumerate(store.multi_get([f"beat/{rank}" for rank in range(self.num_ranks)])):
             if beat != self.beats[rank]:
@@ -274,7 +269,6 @@ class CollectiveChecks(CollectiveWorker):
         self.figures |= {"latency_seconds": latency, "bandwidth": rows}
 
     def find_transport(self) -> None:
-        """Report which transport and interface each rank uses, and warn about sockets where there is InfiniBand."""
         transport, names = "gloo over TCP", [os.environ.get("GLOO_SOCKET_IFNAME", "")]
         if self.device.type == "cuda":
             ways, network, names = read_nccl_log(self.read_log())
@@ -294,7 +288,6 @@ class CollectiveChecks(CollectiveWorker):
         self.figures["transport"] = "; ".join(dict.fromkeys(transports))
 
     def check_gradients(self) -> None:
-        """Run one step of a small DDP model, and compare its weights, buffers and gradients with a single process."""
         torch, nn, device = self.torch, self.torch.nn, self.device
 
         def make_model(rank: int) -> Any:

@@ -162,10 +162,7 @@ def _compare_gpus(members: list[Hello], found: list[Finding], rows: list[tuple[s
 
 
 def count_ranks(members: list[Hello]) -> dict[int, int]:
-    """Return the number of ranks of each node: its own number (torchrun), or the same for all nodes (accelerate).
-
-    Without any number it is the number of GPUs of the node that has the fewest, at least 1.
-    """
+    """Return the ranks of each node: its own number (torchrun), the same on all, or the fewest GPUs of a node, at least 1."""
     ranks, nodes = max((m["ranks"] for m in members), default=0), max((m["nodes"] for m in members), default=1)
     same = ranks // nodes or min((len(m.get("facts", {}).get("gpus") or []) for m in members), default=0) or 1
     return {m["node"]: m["node_ranks"] or same for m in members}
@@ -188,11 +185,7 @@ def check_storage(members: list[Hello], folders: dict[int, dict[str, Any]], need
 
 
 async def probe_all(node: int, roster: list[dict[str, Any]], token: bytes, measures: bool) -> list[dict[str, Any]]:
-    """Return the probes from this node to every other one.
-
-    Probes run at the same time. Measurements run one after the other and start with the next node. Otherwise all nodes would
-    measure the path to the same node at once.
-    """
+    """Probe all other nodes at once. Measurements follow one by one from the next node on, so none is measured by all at once."""
     others = [peer for peer in roster if peer["node"] != node]
     others.sort(key=lambda peer: (peer["node"] - node) % (max(p["node"] for p in roster) + 1))
     results = await asyncio.gather(*(probe(peer["ip"], peer["ports"], token, False) for peer in others))
@@ -246,7 +239,6 @@ def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> l
 
 
 def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
-    """Return a line with the slowest path and the longest round trip, and a table of all pairs of up to `few` nodes."""
     good = [one for one in probes if one["how"] == OK and one.get("rate")]
     if not good:
         return ["no path works"]
@@ -299,11 +291,7 @@ _FIELDS = {
 
 
 def clean(kind: str, message: Any) -> dict[str, Any]:
-    """Return the fields of a message that another process sent as JSON.
-
-    A `hello` is the first message of a node: its rank, its address and what it requires. A `folder` is its answer about the output
-    folder, and a `peer` a node in the list that the coordinator sends.
-    """
+    """Return the fields of what another process sent: a `hello`, its first message; its `folder`; or a `peer` of the list."""
     if not isinstance(message, dict):
         raise ValueError("not a message")
     return {name: _CHECKS[name](message.get(name)) for name in _FIELDS[kind].split()}

@@ -73,7 +73,6 @@ class Coordinator:
         self.keeping_alive: asyncio.Future | None = None
 
     async def listen(self, ip: str, port: int) -> None:
-        """Accept connections on this port too. Raises OSError if it is in use."""
         sock = messages.open_listening_socket(ip, port, small_segments=True)
         self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 16))
         self.keeping_alive = self.keeping_alive or asyncio.ensure_future(self._keep_alive())
@@ -160,17 +159,12 @@ def describe_loss(error: BaseException, silence_seconds: float) -> str:
 
 
 class CoordinatorClient:
-    """A node's side of a connection: it describes this node and answers the requests of the coordinator."""
-
     def __init__(self, stream: Stream, silence_seconds: float):
         self.stream, self.silence_seconds = stream, silence_seconds
         self.outbox: asyncio.Queue[Message] = asyncio.Queue()  # answers and events
 
     async def follow(self, hello: Message, answer: Callable[[Message], Awaitable[None]]) -> Message:
-        """Send `hello`, call `answer` for each request, and return the request to close the connection.
-
-        Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError for invalid requests.
-        """
+        """Answer requests until the last one. OSError or TimeoutError: the connection is lost; ValueError ...: bad request."""
         self.outbox.put_nowait(hello)
         sending = asyncio.ensure_future(self._send())
         try:
@@ -194,7 +188,6 @@ class CoordinatorClient:
 
 
 async def try_port(ip: str, port: int, key: bytes, node: int = 0) -> Stream | tuple[str, str]:
-    """Return a connection to the coordinator on this port, or (how the attempt failed, the reason)."""
     try:
         reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
     except (OSError, asyncio.TimeoutError) as error:
@@ -235,10 +228,7 @@ class Responder(asyncio.DatagramProtocol):
 
 
 def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, bool]:
-    """Return the IP address of a coordinator that answers a broadcast, and whether its main address is the same.
-
-    The address is empty if none answers. A coordinator with another main address may belong to another run of the same script.
-    """
+    """Ask by broadcast. Return an address or "", and whether its main address is ours; else it may be of another run."""
     nonce, wanted = os.urandom(_NONCE), main_address.encode()
     query = nonce + make_proof(token, _QUERY, nonce, wanted) + wanted
     same, other = (make_proof(token, kind, nonce) for kind in (_SAME, _OTHER))
@@ -265,7 +255,6 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
 
 
 def _broadcast_addresses() -> list[tuple[str, str]]:
-    """Return (address, broadcast address) of each interface that leads to other hosts of a local network."""
     entries = psutil.net_if_addrs()
     return [
         (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))

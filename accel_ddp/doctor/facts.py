@@ -1,7 +1,4 @@
-"""What this node has that must be the same on the other nodes: packages, code, options and files, and its GPUs.
-
-The driver reports the GPUs, without torch.
-"""
+"""What this node has that must be the same on the others: packages, code, options, files, and its GPUs, without torch."""
 
 import concurrent.futures
 import contextlib
@@ -35,7 +32,6 @@ _HANGS = "nvidia-smi does not answer"
 
 
 def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict[str, str], str]:
-    """Return (GPUs, versions of the driver and of CUDA, error). The GPUs are None if they are not known."""
     if not (command := shutil.which("nvidia-smi")):
         if Path("/dev/nvidia0").exists():
             return None, {}, "this host has /dev/nvidia0 but no nvidia-smi: its GPUs were not checked"
@@ -91,7 +87,6 @@ def _number(text: str) -> int:
 def check_gpus(
     topology: Topology, gpus: list[dict[str, Any]] | None, driver: dict[str, str], error: str
 ) -> tuple[list[int] | None, list[Finding]]:
-    """Return the indices of the GPUs that this node would use (None: not known), and findings about them."""
     if cpu_is_wanted():
         return [], []
     if gpus is None:
@@ -177,10 +172,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hash_files(path: Path, seconds: float = 1e9) -> str:
-    """Return a hash of a file, or of all files below a folder with their names and sizes.
-
-    Of large files only samples of all parts are read. Returns NOT_READ after `seconds`, so nothing is read during training.
-    """
+    """Hash a file or a folder, of large files only samples. NOT_READ after `seconds`, so nothing is read during training."""
     if not path.exists():
         raise FileNotFoundError(2, "there is no such file")
     deadline, total = time.monotonic() + seconds, hashlib.sha256()
@@ -204,7 +196,6 @@ def hash_files(path: Path, seconds: float = 1e9) -> str:
 
 
 def hub_commits(names: dict[str, Any]) -> dict[str, str]:
-    """Return the commit of `main` for a model and a dataset of the hub that are in the cache of this node."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     found = {}
@@ -216,7 +207,6 @@ def hub_commits(names: dict[str, Any]) -> dict[str, str]:
 
 
 def code_versions(script: str) -> dict[str, str]:
-    """Return a hash of this package and the script, and git's commit with a hash of the changes since."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     own = (path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".sh"))

@@ -17,8 +17,6 @@ ERROR, WARNING, INFO = "error", "warning", "info"
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation about the cluster: where it was made, what it is, and how to fix it."""
-
     code: str  # E_...: training must not start; W_...: training works, with a disadvantage; I_...: information
     saw: str
     fix: str | None = None  # None: the usual one of the code, in FIXES
@@ -65,7 +63,6 @@ class Outcome:
 
     @property
     def ranks_of_nodes(self) -> list[int]:
-        """Return the number of ranks of each node, in the order of the nodes."""
         return [peer["ranks"] for peer in sorted(self.roster, key=lambda peer: peer["node"])]
 
 

@@ -1,7 +1,4 @@
-"""This host alone: its addresses, interfaces and folders, and the checks of them before any connection is opened.
-
-No call takes longer than its timeout.
-"""
+"""This host alone: its addresses, interfaces and folders, and checks of them. No call takes longer than its timeout."""
 
 import contextlib
 import functools
@@ -54,7 +51,6 @@ def firewall_advice() -> str:
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
-    """Return a finding about this node. Without `fix`, it has the usual one of its code."""
     return Finding(code, saw, fix, host=HOST, node=topology.node_rank)
 
 
@@ -88,8 +84,6 @@ def limit_name_lookups() -> None:
 
 
 def resolve(name: str, seconds: float = 5) -> str:
-    """Return an address of a host name, IPv4 if it has one. Raises UserError with the reason if there is none."""
-
     def look_up() -> tuple[str, str]:
         try:
             found = sorted(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), key=lambda entry: entry[0] != socket.AF_INET)
@@ -139,7 +133,6 @@ def find_port_user(ip: str, port: int) -> str:
 
 
 def route_to(ip: str) -> str:
-    """Return the address of this host from which packets to `ip` leave, or an empty text if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((ip, 9))  # for UDP this selects the route and sends nothing
@@ -176,17 +169,13 @@ def external_addresses() -> list[str]:
 
 
 def socket_interface_variables(interface: str, main_ip: str) -> dict[str, str]:
-    """Return the variables that select the interface which leads to the main node, without those the user has set.
-
-    gloo uses one interface in any case. NCCL can use several at once, so its variable is left unset if there are several.
-    """
+    """gloo uses one interface in any case. NCCL can use several, so its variable is left unset if there are several."""
     is_only = external_interfaces() == [interface] or ipaddress.ip_address(main_ip).is_loopback
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if is_only else [])]
     return {name: interface for name in names if interface and not os.environ.get(name)}
 
 
 def nearest_existing_folder(folder: str) -> Path | None:
-    """Return the folder, or the nearest parent that exists; None if the disk does not answer."""
     path = Path(os.path.abspath(os.path.expanduser(folder)))
     return call_with_timeout(lambda: next(one for one in (path, *path.parents) if one.is_dir()), 3, None)
 
@@ -298,8 +287,6 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
 
 
 class FolderCheck:
-    """Checks the output folder: the nodes share it if they see the marker file that node 0 writes into it."""
-
     def __init__(self, folder: Path | None):
         self.folder, self.error = folder, ""
         self.marker: Path | None = None

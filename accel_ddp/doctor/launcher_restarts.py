@@ -116,10 +116,7 @@ def _exit_with(reason: str, find: Callable[[], Topology] | None = None, script: 
 
 
 def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable[[], Topology] | None, script: str) -> None:
-    """Exit with code 2 if the ranks could not use these variables. One message replaces the messages of all ranks.
-
-    `find` returns the topology of nodes that would wait for this one because they have another config. None: there are none.
-    """
+    """Exit with code 2 before all ranks report it. `find` gives the nodes that would wait, because their config differs."""
     try:
         read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
     except UserError as error:
@@ -213,7 +210,6 @@ def return_exit_code_of_ranks() -> None:
 
 
 def choose_exit_code(codes: Iterable[int | None]) -> int:
-    """Return the first code of a rank that ended by itself. The launcher ends the remaining ranks with SIGTERM (-15)."""
     return next((code for code in codes if code is not None and code > 0), 0)
 
 
@@ -282,7 +278,6 @@ class RestartingRendezvous:
         self._open()
 
     def _open(self) -> None:
-        """Create torch's handler: after the preflight, or at once if a launcher of this job already has its store open."""
         self.joins_running_job = self.check(self._finds_running_job)
         if self.joins_running_job:
             print_progress(f"the job is already running at {self.params.endpoint}: this node joins it")
@@ -324,7 +319,6 @@ class RestartingRendezvous:
         return waiting
 
     def next_rendezvous(self) -> Any:
-        """Return where and with whom the ranks are started. Exit if the attempt before must be the last one."""
         if self.num_rounds:
             self._end_after_last_attempt()
         os.environ[restart_files.ROUND] = str(self.num_rounds)
@@ -337,10 +331,7 @@ class RestartingRendezvous:
         return info
 
     def _exit_if_stopped(self) -> None:
-        """Exit if the stop signal has arrived while no ranks run. The script of a Slurm job blocks it, and it stays pending.
-
-        Ranks that have just been started look at the pending signals of their launcher themselves.
-        """
+        """Exit at a stop signal without ranks; new ranks see it themselves. A Slurm script blocks it, so it stays pending."""
         signals = {signal.SIGUSR1, signal.SIGUSR2}
         while not (signals & signal.sigpending() and self.is_waiting):
             time.sleep(0.2)
@@ -377,7 +368,6 @@ class RestartingRendezvous:
     # ---- the rendezvous
 
     def _try_rendezvous(self, deadline: float) -> Any:
-        """Return the result of torch's handler, or None if it has failed and must be tried again."""
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
         if self.num_rounds > 1 and self.params.max_nodes > 1 and not self._store_answers():
@@ -431,7 +421,6 @@ class RestartingRendezvous:
         return call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
 
     def _is_store_closed(self) -> bool:
-        """Return whether the store was lost with the process that had it open."""
         if not self.is_store_lost and self.connection:
             with contextlib.suppress(BlockingIOError):  # it is open, and has sent nothing
                 try:
@@ -465,7 +454,6 @@ class RestartingRendezvous:
         self._open()
 
     def _announce_job(self) -> None:
-        """Store which command this node runs, for launchers that are restarted. Commands may differ in options of a node."""
         store = compat.store_of_handler(self.handler)  # of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out

@@ -25,8 +25,6 @@ ROLES, FORMATS, ELSEWHERE = ({*TABLES["data_words"][name].split()} for name in (
 
 
 class Conversion:
-    """The options of a recipe that do what a file of another toolkit does."""
-
     def __init__(self, toolkit: str, values: dict[str, Any], gpus: int, file: Path, info: str):
         self.toolkit, self.gpus, self.file, self.info = toolkit, gpus, file, info
         self.left = {str(name): _number(value) for name, value in values.items() if value not in (None, "", [], {})}
@@ -412,7 +410,6 @@ class Conversion:
         return [*lines, f"Empty or off: {', '.join(sorted(self.empty))}"] if self.empty else lines
 
     def differences(self) -> list[str]:
-        """Return what the run needs, and what has no equivalent or is done in another way."""
         more = [OPTIMIZERS[self.options.get("optimizer", "adamw")].package, *self.options.get("report_to", "").split(",")]
         wanted = ["bitsandbytes"] * ("quantize" in self.options) + [name for name in more if name not in ("", "all")]
         lines = [f"Needs: pip install {' '.join(wanted)}"] if wanted else []
@@ -435,7 +432,6 @@ def _listed(title: str, reasons: dict[str, str]) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that YAML reads as a text: 2e-5."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", value) else value
 
 

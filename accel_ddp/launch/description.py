@@ -1,7 +1,4 @@
-"""The description of a cluster and of how jobs run there: the keys of cluster.yaml, and their reader.
-
-docs/cluster.md shows the texts of the keys.
-"""
+"""The keys of cluster.yaml, which describe a cluster and how jobs run there (docs/cluster.md), and their reader."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -147,8 +144,6 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster description. KEYS documents the key that each field comes from."""
-
     file: Path
     name: str = ""  # of the job; the default is the name of the recipe
     backend: str
@@ -179,10 +174,7 @@ class Cluster:
 
 
 def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
-    """Return the cluster that a file describes. `changes` are texts KEY=VALUE or TABLE.KEY=VALUE, which replace keys of the file.
-
-    Raises UserError with the file, the key, its value and the reason.
-    """
+    """Read a cluster file. `changes` are texts (TABLE.)KEY=VALUE. UserError has the file, the key, its value and the reason."""
     file, changes = Path(file), tuple(changes)
     values = _load(file)
     for change in changes:

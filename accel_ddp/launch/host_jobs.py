@@ -34,7 +34,6 @@ async def ask_all(cluster: Cluster, kind: str, answer: str, limit: float, **valu
 
 
 def status(cluster: Cluster, job: Job | None) -> int:
-    """Print the state of a job, or of all jobs of the cluster file, on every node. Return 1 if a node does not answer."""
     request = _where(cluster, job) if job else {"run_folder": "", "job": "", "output": cluster.output}
     answers = asyncio.run(ask_all(cluster, "status", "status", 60, **request))
     rows = []
@@ -64,10 +63,7 @@ def _describe(state: dict[str, Any]) -> tuple[str, str]:
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    """Print the logs of all nodes. With `follow`, go on until the job has ended, and return its exit code.
-
-    Return 1 if a node does not answer. Raises BrokenPipeError if nobody reads the output any more, as in `... | head`.
-    """
+    """Print all logs. With `follow`, return the job's exit code. BrokenPipeError if nobody reads them, as in `... | head`."""
     return asyncio.run(_show_logs(cluster, job, follow, lines))
 
 
@@ -132,7 +128,6 @@ async def _wait_for_closed_output() -> None:
 
 
 def stop(cluster: Cluster, job: Job, is_now: bool) -> int:
-    """Stop a job on all nodes and wait for its end. Return 0 if no node runs it any more."""
     how = "at once" if is_now else "after a checkpoint, which takes as long as a step and a save"
     print(f"asking all nodes to stop job {job.name!r} {how} ...", flush=True)
     try:

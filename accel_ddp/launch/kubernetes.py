@@ -11,20 +11,11 @@ from typing import Any
 from accel_ddp.errors import STOPPED, UserError
 from accel_ddp.launch.description import Cluster
 from accel_ddp.launch.job_commands import REFUSALS, Job, follow_lines, words_of_job
-from accel_ddp.launch.manifests import (
-    CONTAINER,
-    INSTANCE,
-    TRAINER,
-    fail,
-    make_objects,
-    object_name,
-    read_settings,
-    render,
-    token_name,
-)
+from accel_ddp.launch.manifests import fail, make_objects, object_name, read_settings, render, token_name
 from accel_ddp.nodes.run_secret import TOKEN
 
-_TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
+_TRAIN_JOB, _RUNTIME = "trainjob.trainer.kubeflow.org", "trainingruntime.trainer.kubeflow.org"
+_CONTAINER, _INSTANCE = "node", "app.kubernetes.io/instance"  # as in manifest.yaml
 _POLL_SECONDS = 2
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
 
@@ -85,7 +76,6 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
 
 
 def status(cluster: Cluster, job: Job | None) -> int:
-    """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
     settings, kubectl = read_settings(cluster), _Kubectl(cluster)
     if job is None:
         found = json.loads(kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json"))["items"]
@@ -121,7 +111,7 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
             for pod in filter(_has_started, pods):
                 name = pod["metadata"]["name"]
                 if name not in readers:
-                    words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
+                    words = ["logs", f"pod/{name}", "-c", _CONTAINER, "--prefix", f"--tail={lines}"]
                     readers[name] = subprocess.Popen([*kubectl.words, *words, *(["-f"] if follow else [])])
             are_read = all(reader.poll() is not None for reader in readers.values())
             if not follow or one is None or (_state(one).startswith(("Complete", "Failed")) and are_read):
@@ -142,7 +132,6 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
 
 
 def _report_end(job: Job, one: dict[str, Any] | None, pods: list[dict[str, Any]]) -> int:
-    """Print how a job has failed. Return its exit code: that of the first pod that failed."""
     if one is None:
         print(f"{job.name} was deleted", file=sys.stderr)
         return STOPPED
@@ -163,7 +152,7 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
         kubectl.find(job)
     if now:
         kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
-        kubectl.run("delete", "pods", "-l", f"{INSTANCE}={name}", "--grace-period=1", timeout=0)
+        kubectl.run("delete", "pods", "-l", f"{_INSTANCE}={name}", "--grace-period=1", timeout=0)
     else:
         print(f"stopping {resource}: its ranks have {seconds} s to save a checkpoint", flush=True)
         # A deletion in the foreground ends after that of the pods.
@@ -176,7 +165,6 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
 
 
 def _container_states(pod: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    """Return the states of the containers of a pod that are of these kinds: waiting, running or terminated."""
     states = [one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", [])]
     return [state[kind] for state in states for kind in kinds if kind in state]
 
@@ -218,10 +206,7 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
 
 
 class _Kubectl:
-    """The user's kubectl, in the context and namespace of a description.
-
-    Its first request fails within 10 s. Other commands make many requests if there is no answer.
-    """
+    """The user's kubectl. Its first request fails within 10 s; other commands make many requests if there is no answer."""
 
     def __init__(self, cluster: Cluster):
         settings = read_settings(cluster)
@@ -231,7 +216,6 @@ class _Kubectl:
         self.run("get", "--raw=/version", timeout=10)
 
     def start(self, *words: str, text: str = "", timeout: int = 15) -> subprocess.CompletedProcess[str]:
-        """Run a kubectl command with `text` as its input. `timeout` limits each of its requests; 0: no limit."""
         limit = [f"--request-timeout={timeout}s"] if timeout else []
         try:
             return subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)
@@ -242,7 +226,6 @@ class _Kubectl:
             ) from None
 
     def run(self, *words: str, text: str = "", timeout: int = 15) -> str:
-        """Return the output of a kubectl command. Raises UserError with the reason why it failed."""
         done = self.start(*words, text=text, timeout=timeout)
         if done.returncode:
             raise UserError(self.explain(words[0], done.stderr))
@@ -272,7 +255,7 @@ class _Kubectl:
 
     def pods(self, one: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the newest pod of each node of a TrainJob, in the order of the nodes. Pods that were replaced remain."""
-        text = self.run("get", "pods", "-l", f"{INSTANCE}={one['metadata']['name']}", "-o", "json")
+        text = self.run("get", "pods", "-l", f"{_INSTANCE}={one['metadata']['name']}", "-o", "json")
         oldest_first = sorted(json.loads(text)["items"], key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
         newest = {_index(pod): pod for pod in oldest_first}
         return [newest[index] for index in sorted(newest)]

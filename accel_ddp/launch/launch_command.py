@@ -38,7 +38,6 @@ _OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
 
 
 def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: None) -> int:
-    """Run `accel-ddp launch` and return its exit code. `check_inputs` raises UserError for a config whose files are missing here."""
     if not words or words[0] in ("-h", "--help"):
         print(_LAUNCH, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -69,10 +68,7 @@ def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: N
 
 
 def check_options(cluster: Cluster, job: Job, check_inputs: Callable[[Any], None]) -> None:
-    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked.
-
-    If all nodes are this machine, `check_inputs(cfg)` checks files and columns.
-    """
+    """Raise UserError for wrong options before a node is asked. `check_inputs` checks files, if all nodes are this machine."""
     is_asking = {"-h", "--help"} & set(job.options)
     if not Path(job.script).is_file() or is_asking or has_option(job.options, "config"):  # a config may be on the nodes only
         return

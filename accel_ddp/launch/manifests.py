@@ -1,7 +1,4 @@
-"""The manifests of a job on Kubernetes: a TrainJob of Kubeflow Trainer, and the TrainingRuntime that it uses.
-
-Manifests contain references to secrets, and never their values.
-"""
+"""The manifests of a job on Kubernetes (manifest.yaml), with references to secrets and never their values."""
 
 import re
 import shlex
@@ -13,11 +10,9 @@ from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
 from accel_ddp.launch import job_commands
 from accel_ddp.launch.description import Cluster, shown_value
 from accel_ddp.launch.job_commands import Job, Shell, launcher_words, shell_path, to_shell, used_config, uses_package
+from accel_ddp.text import read_table
 from accel_ddp.words import find_options, has_option
 
-TRAINER = "trainer.kubeflow.org"
-CONTAINER = "node"  # Kubeflow Trainer sets variables and the command of the container with this name
-INSTANCE = "app.kubernetes.io/instance"
 # Pods are scheduled, and images are pulled, at different times. The launchers of the first pods wait for the others.
 WAIT_SECONDS = 1800
 # The launcher ends its ranks this long before the kubelet ends the launcher, which then has the time to report.
@@ -53,12 +48,42 @@ def render(cluster: Cluster, job: Job) -> str:
 
 def make_objects(cluster: Cluster, job: Job) -> list[dict[str, Any]]:
     """Return the objects of a job, in the order in which they must be created. Raises UserError if a job cannot run like this."""
-    settings = read_settings(cluster)
+    settings, node = read_settings(cluster), cluster.nodes[0]
     name = object_name(job.name, len(cluster.nodes))
     _refuse_secrets(cluster, settings)
     if not cluster.image:
         raise UserError(f"{cluster.file}: the key image is missing. Write the container image that has accel_ddp and the recipe.")
-    return _train_job(cluster, settings, _place_on_volume(cluster, settings, job), name)
+    sources = [{"secretRef": {"name": secret}} for secret in settings["secrets"]]
+    if len(cluster.nodes) > 1:  # first: a secret of the user takes precedence
+        sources.insert(0, {"secretRef": {"name": token_name(name), "optional": True}})
+    variables = {
+        **job_commands.node_environment(cluster, node),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings["grace_seconds"] - REPORT_SECONDS),
+    }
+    own = {"cpu": settings.get("cpu"), "memory": settings.get("memory"), "nvidia.com/gpu": node.gpus}
+    amounts = {key: str(amount) for key, amount in {**own, **settings["resources"]}.items() if amount}
+    values = {
+        **settings, "name": name, "mount": settings["mount"].rstrip("/"), "image": cluster.image, "nodes": len(cluster.nodes),
+        "processes": node.processes, "restarts": cluster.restarts, "time_limit": cluster.time_limit,
+        "command": _command(cluster, _place_on_volume(cluster, settings, job)),
+        "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()], "sources": sources or None,
+        # Kubeflow Trainer sets numProcPerNode to 1 if there are limits without requests.
+        "resources": {"requests": amounts, "limits": amounts} if amounts else None,
+        "codes_of_stop": [STOPPED], "codes_of_end": sorted([1, USER_ERROR, UNSAVED]),
+    }  # fmt: skip
+    return _fill(read_table(Path(__file__).with_name("manifest.yaml")), values)
+
+
+def _fill(part: Any, values: dict[str, Any]) -> Any:
+    if isinstance(part, list):
+        return [_fill(one, values) for one in part]
+    if not isinstance(part, dict):
+        return values[part[1:]] if isinstance(part, str) and part.startswith("$") else part
+    filled: dict[str, Any] = {}
+    for key, value in ((key, _fill(one, values)) for key, one in part.items()):
+        filled |= value if key == "<<" else {} if value is None else {key: value}
+    return filled
 
 
 def object_name(name: str, num_nodes: int = 1) -> str:
@@ -139,110 +164,15 @@ def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Jo
     return replace(job, run_folder=folder, options=tuple(options))
 
 
-def _train_job(cluster: Cluster, settings: dict[str, Any], job: Job, name: str) -> list[dict[str, Any]]:
-    """Return a TrainingRuntime and a TrainJob that uses it.
-
-    The fields of a TrainJob that change pods have had other names in other versions of Kubeflow Trainer (podSpecOverrides,
-    podTemplateOverrides, runtimePatches), and none of them can express `envFrom`, restarts or a time limit. The fields of a runtime
-    are those of Kubernetes' own Job.
-    """
-    rank, address, port = map(Shell, ("$PET_NODE_RANK", "$PET_MASTER_ADDR", "$PET_MASTER_PORT"))
-    words = launcher_words(cluster, job, node_rank=rank, address=address, port=port)
-    container = _container(cluster, settings, name)
-    resources, env = container.pop("resources", None), container.pop("env")
-    labels = {f"{TRAINER}/trainjob-ancestor-step": "trainer"}
-    template = {"metadata": {"labels": labels}, "spec": _job_spec(cluster, settings, name, container)}
-    runtime_spec = {
-        "mlPolicy": {"numNodes": len(cluster.nodes), "torch": {}},
-        "template": {"spec": {"replicatedJobs": [{"name": CONTAINER, "template": template}]}},
-    }
-    trainer = {
-        "image": cluster.image,
-        "numNodes": len(cluster.nodes),
-        "numProcPerNode": cluster.nodes[0].processes,
-        "command": _command(cluster, job, words),
-        "env": env,
-        **({"resourcesPerNode": resources} if resources else {}),
-    }
-    spec = {"runtimeRef": {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": name}, "trainer": trainer}
-    api = f"{TRAINER}/v1alpha1"
-    metadata = {"name": name, "namespace": settings["namespace"], "labels": {**settings["labels"], **_labels(name)}}
-    return [
-        {"apiVersion": api, "kind": "TrainingRuntime", "metadata": metadata, "spec": runtime_spec},
-        {"apiVersion": api, "kind": "TrainJob", "metadata": metadata, "spec": spec},
-    ]
-
-
-def _labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "accel-ddp", INSTANCE: name}
-
-
-def _job_spec(cluster: Cluster, settings: dict[str, Any], name: str, container: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the Job inside the TrainingRuntime that decide what is started again, and its pods.
-
-    A launcher starts its ranks again by itself (`restarts`, --max_restarts). A pod is started again
-    - after it was evicted, drained or preempted, and after exit code 75: the run has saved a checkpoint, and continues from it;
-    - at most `restarts` times after it was lost in another way, for example killed for its use of memory.
-    Other failures end the job: a user's mistake (2), no place for the last checkpoint (74), a failure after all restarts (1).
-    """
-
-    def on_codes(action: str, *codes: int) -> dict[str, Any]:
-        return {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": sorted(codes)}}
-
-    pod = {
-        "restartPolicy": "Never",  # otherwise podFailurePolicy is not allowed
-        "terminationGracePeriodSeconds": settings["grace_seconds"],
-        # The launcher is not process 1, which would ignore SIGTERM until it has a handler, and must collect orphans.
-        "shareProcessNamespace": True,
-        "securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},  # of the user of our image
-        **settings["pod"],
-        "containers": [container],
-        "volumes": [
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings["shared_memory"]}},
-            {"name": "runs", "persistentVolumeClaim": {"claimName": settings["volume_claim"]}},
-        ],
-    }
-    disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    rules = [disrupted, on_codes("Ignore", STOPPED), on_codes("FailJob", 1, USER_ERROR, UNSAVED)]
-    return {
-        "backoffLimit": cluster.restarts,
-        **({"activeDeadlineSeconds": cluster.time_limit} if cluster.time_limit else {}),
-        "podFailurePolicy": {"rules": rules},
-        "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
-    }
-
-
 def token_name(name: str) -> str:
     """Return the name of the Secret by which the pods of a job recognize each other. `launch` creates it; a job runs without it too."""
     return f"accel-ddp-{name}-token"
 
 
-def _container(cluster: Cluster, settings: dict[str, Any], name: str) -> dict[str, Any]:
-    node = cluster.nodes[0]
-    sources = [{"secretRef": {"name": secret}} for secret in settings["secrets"]]
-    if len(cluster.nodes) > 1:  # first: a secret of the user takes precedence
-        sources.insert(0, {"secretRef": {"name": token_name(name), "optional": True}})
-    variables = {
-        **job_commands.node_environment(cluster, node),
-        "PYTHONUNBUFFERED": "1",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings["grace_seconds"] - REPORT_SECONDS),
-    }
-    mounts = {"shared-memory": "/dev/shm", "runs": settings["mount"].rstrip("/")}
-    own = {"cpu": settings.get("cpu"), "memory": settings.get("memory"), "nvidia.com/gpu": node.gpus}
-    amounts = {name: str(amount) for name, amount in {**own, **settings["resources"]}.items() if amount}
-    return {
-        "name": CONTAINER,
-        "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()],
-        **({"envFrom": sources} if sources else {}),
-        # Kubeflow Trainer sets numProcPerNode to 1 if there are limits without requests.
-        **({"resources": {"requests": amounts, "limits": dict(amounts)}} if amounts else {}),
-        "terminationMessagePolicy": "FallbackToLogsOnError",  # `accel-ddp status` prints the end of the log of a failed pod
-        "volumeMounts": [{"name": name, "mountPath": path} for name, path in mounts.items()],
-    }
-
-
-def _command(cluster: Cluster, job: Job, words: list[str]) -> list[str]:
+def _command(cluster: Cluster, job: Job) -> list[str]:
     """Return the command of a container. It checks the image, and then replaces the shell by the launcher, which gets SIGTERM."""
+    rank, address, port = map(Shell, ("$PET_NODE_RANK", "$PET_MASTER_ADDR", "$PET_MASTER_PORT"))
+    words = launcher_words(cluster, job, node_rank=rank, address=address, port=port)
     files = [file for file in (job.script, used_config(cluster)) if file]
     folder = cluster.nodes[0].folder
     enter = (

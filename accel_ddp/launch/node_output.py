@@ -1,7 +1,4 @@
-"""The output of the ranks: a node receives the output of each rank separately, and the launching machine prints all of it.
-
-The other side of a rank is `accel_ddp.nodes.terminal`.
-"""
+"""The output of the ranks: a node receives that of each rank (`nodes.terminal`), and the launching machine prints all."""
 
 import asyncio
 import codecs
@@ -96,19 +93,16 @@ class RankOutputs:
         return list(self._ranks)
 
     def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int | None, bytes]]:
-        """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all)."""
         for descriptor in self.filenos() if ready is None else ready:
             with contextlib.suppress(BlockingIOError):  # nothing is waited for
                 if data := os.read(descriptor, _READ_BYTES):
                     yield self._ranks[descriptor], data
 
     def drain(self) -> Iterator[tuple[int | None, bytes]]:
-        """Yield everything that is still unread, after the ranks have ended."""
         while found := list(self.read()):
             yield from found
 
     def close(self) -> None:
-        """Remove the folder. Ranks that are left can still print, without an effect."""
         for descriptor in [*self._ranks, *(one for one in (self._terminal, self._pipe) if one >= 0)]:
             os.close(descriptor)
         self._ranks, self._terminal, self._pipe = {}, -1, -1
@@ -119,17 +113,13 @@ class RankOutputs:
 
 
 class Lines:
-    """Collects bytes of one stream and returns complete lines.
-
-    A progress bar, which returns to the start of its line, counts as one line. The live panel of the main rank is not part of any line.
-    """
+    """Collects one stream into lines, without the live panel. A progress bar, which returns to its start, is one line."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
         self.rest = self.frame = ""
 
     def add(self, data: bytes) -> list[str]:
-        """Return the lines that are complete now, each without its end."""
         text, self.frame = split_incomplete_frame(self.frame + self.decoder.decode(data))
         *lines, self.rest = (self.rest + without_frames(text)).split("\n")
         if len(self.rest) > 1 << 16:  # output without line ends must not use memory without a limit
@@ -193,10 +183,7 @@ class Console:
         self._print(f"accel-ddp: {text}\n")
 
     def first_cause(self, host: str = "") -> str:
-        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred.
-
-        `host` is the node that ended first. Without any error, its last exception is returned.
-        """
+        """Return the first error, a diagnosis preferred, else the last exception of `host`, which ended first."""
         named = [cause for cause in self.causes if _KIND.search(cause[1][0])] or self.causes
         for where, lines in named:
             return f"[{where}] " + "\n".join(lines)

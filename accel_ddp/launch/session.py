@@ -31,7 +31,6 @@ _FOLLOW_SECONDS = 120.0  # after an agreed stop, all nodes end together; a node 
 
 
 def render(cluster: Cluster, job: Job) -> str:
-    """Return what runs on each node, as commands that a user can type there. Secrets are left out."""
     address = cluster.main_address or (cluster.nodes[0].host.rpartition("@")[2] if cluster.backend == "ssh" else "127.0.0.1")
     lines = []
     for node in cluster.nodes:
@@ -59,13 +58,10 @@ def _shown_path(path: str) -> job_commands.Shell:
 
 
 def launch(cluster: Cluster, job: Job, is_detached: bool = False) -> int:
-    """Start a job on all nodes, show its output, and return its exit code. Detached, return when it has started."""
     return asyncio.run(Session(cluster, job, is_detached).run())
 
 
 class Session:
-    """One job, from the connections to the nodes to the exit code."""
-
     def __init__(self, cluster: Cluster, job: Job, is_detached: bool):
         self.cluster, self.job, self.is_detached = cluster, job, is_detached
         self.console = Console()
@@ -217,7 +213,6 @@ class Session:
             raise UserError(join_reasons("the job was not started:", list(map(str, failures))))
 
     async def _run_doctor(self, address: str) -> bool:
-        """Run the full doctor on all nodes and return whether there is no error. Only the main node's output is shown."""
         self.console.note("the doctor checks all nodes, their bandwidth and collectives ...")
 
         async def check(connection: Connection) -> int:
@@ -284,10 +279,7 @@ class Session:
                     raise Lost(f"{connection.node.host}: {reason}.") from None
 
     def _stop_others(self, host: str, code: int, delay: float) -> None:
-        """Stop the nodes that still run after one node has ended.
-
-        `delay` is the time in which the monitors of the other nodes print the diagnosis and end their ranks.
-        """
+        """In `delay` seconds, the monitors of the other nodes print the diagnosis and end their ranks."""
         loop = asyncio.get_running_loop()
         if code in (0, STOPPED, INTERRUPTED) or self.interrupts:  # all nodes end together; the main node may write for longer
             if code:

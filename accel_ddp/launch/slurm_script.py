@@ -26,8 +26,6 @@ FIRST_PORT, NUM_PORTS = 10000, 10000
 
 
 class _Script(string.Template):
-    """A script in which @NAME is replaced. Bash uses the usual delimiter."""
-
     delimiter = "@"
 
 
@@ -46,7 +44,6 @@ _ACTIVATE_VENV = """\
 
 
 def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
-    """Return the batch script of a job. Without `is_batch` it is the script for an allocation that already exists."""
     _check(cluster)
     node, folder, nodes = cluster.nodes[0], code_folder(cluster), len(cluster.nodes)
     written, sent = split_environment(cluster)

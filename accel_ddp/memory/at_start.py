@@ -96,7 +96,6 @@ def _judge(precision: str, cfg: TrainConfig, model_class: str, rows: Sequence[An
 
 
 def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: float, free: float) -> Verdict:
-    """Return what to print for a GPU with `size` bytes, of which `free` are not used by other processes."""
     estimator = estimator.settled(ranks, plan, min(size, free))
     found = estimator.estimate(ranks, plan)
     expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak

@@ -47,8 +47,6 @@ GATHERED_LAYERS = 3  # the layer that is computed, the next one, and the buffer 
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """The memory of one rank with its share of a step, however many ranks there are."""
-
     states: States
     trace: Trace
     precision: str
@@ -58,8 +56,6 @@ class EstimatedRun:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The peak of one rank, in bytes, by what the memory is used for."""
-
     kind: str
     ranks: int
     has_activations: bool  # whether the model could be traced; otherwise the peak is larger than stated
@@ -94,7 +90,6 @@ class Estimate:
 
     @property
     def evaluation(self) -> int:
-        """How much more an evaluation needs than a step."""
         return self.evaluations.get(self.eval_batch_size, min(self.evaluations.values(), default=0))
 
     @property
@@ -135,10 +130,7 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
 def estimate(
     run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None, keep: str = "auto"
 ) -> Estimate:
-    """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it.
-
-    `keep` is a value of `--keep_gathered`. `auto` counts as the least.
-    """
+    """Return the peak of one rank, sharded by `plan` or whole. `auto` of `keep`, as in `--keep_gathered`, is the least."""
     states, plan = run.states, plan if ranks > 1 else None
     shards, on_gpu = (ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1) if plan else (1, 1)
     share = lambda size: -(-size // shards) * on_gpu
@@ -174,7 +166,6 @@ def estimate(
 
 
 def _peak_of_replica(run: EstimatedRun, keeps_gradients: bool) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the loss, and of copies of weights at the peak of a step."""
     moments = run.trace.moments
     counted = moments[:, :GRADIENTS_OF_LAYERS] if keeps_gradients else moments
     at = moments[int(counted.sum(1).argmax())]
@@ -189,7 +180,6 @@ def _split(size: int, loss: int, copies: int) -> tuple[int, int, int]:
 
 
 def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
-    """Return how much the peak grows if the layers are captured as CUDA graphs, for micro-batches of one shape."""
     if not run.is_graphed:
         return 0
     states, moments = run.states, run.trace.moments
@@ -205,10 +195,7 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
 
 
 def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
-    """Return the bytes of the root, gathered layers, the gradients of a layer, and two float32 buffers of its reduce-scatter.
-
-    Gradients that are kept until the last micro-batch are whole, and in float32.
-    """
+    """The root, layers, a layer's gradients, two float32 buffers. Gradients kept to the last micro-batch are whole float32."""
     states = run.states
     layer = states.layers.parameters // max(1, states.num_layers)
     size = 2 if run.precision == "bf16" else -(-states.layers.weights // max(1, states.layers.parameters))
@@ -219,7 +206,6 @@ def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
 
 
 def _peak_of_shards(run: EstimatedRun, num_micro_batches: int, shards: int, on_gpu: int) -> tuple[int, int, int]:
-    """Do the same as `_peak_of_replica` for a rank of a sharded model."""
     states, moments = run.states, run.trace.moments
     casts = [CASTS_OF_REST] if run.precision == "bf16" else [CASTS_OF_REST, CASTS_OF_LAYERS]
     gradients = -(-states.gradients // shards) * on_gpu
@@ -303,10 +289,7 @@ class Estimator:
         return ("none", f"{why} weights, and {least.total / GIB:.1f} without"), least
 
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
-        """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.
-
-        `auto` counts as the least that it may choose: micro-batches and evaluations of 1 item. `--gradient_checkpointing auto` is off.
-        """
+        """UserError if the batch cannot be split. `auto` is the least: batches of 1 item, no gradient checkpointing."""
         cfg = copy.copy(self.cfg)
         for name, value in changes.items():
             setattr(cfg, name, value)
@@ -351,7 +334,6 @@ class Estimator:
             )
 
     def suggest(self, ranks: int, plan: ShardingPlan | None, available: float) -> list[Suggestion]:
-        """Return changes with which the run fits: first one that keeps the result, then one that changes what is learned."""
         kept = next(self._fitting(self._same_result(ranks, plan, available), available), None)
         changed = next(self._fitting(self._other_result(ranks, plan), available), None)
         return [one for one in (kept, changed) if one]

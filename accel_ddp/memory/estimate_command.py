@@ -69,7 +69,6 @@ def main(words: list[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
-    """Return the options of this command, the recipe, and the recipe's options. Raise UserError for a mistake in the first two."""
     names = recipe_files.recipe_names()
     at = script_at(words, names)
     parser = build_parser()
@@ -98,7 +97,6 @@ class Launch:
 
 
 def _read_config(word: str) -> Launch:
-    """Return what an accelerate config states. Raise UserError for a config that a run would refuse."""
     if not word:
         return Launch()
     path = str(recipe_files.config_path(word))

@@ -13,7 +13,6 @@ USABLE = 0.99  # of the number in the name of a GPU, in GiB
 def layouts_of(
     estimator: Estimator, given: ShardingPlan | None, num_nodes: int, numbers: list[int]
 ) -> list[tuple[Estimate, ShardingPlan | None]]:
-    """Return the estimates of DDP and FSDP for each number of GPUs, with the plans of FSDP."""
     found: list[tuple[Estimate, ShardingPlan | None]] = []
     for number in numbers:
         found.append((estimator.estimate(number), None))
@@ -33,7 +32,6 @@ def layouts_of(
 
 
 def format_table(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
-    """Return the estimates, the peak of the run that `auto` makes of them on GPUs of each size, and what to change if none fits."""
     found = [one for one, _ in layouts]
     rows = [["GiB per GPU", *(one.title for one in found)]]
     for name, title in NAMES.items():

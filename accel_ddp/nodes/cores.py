@@ -23,10 +23,7 @@ def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
 
 
 def _is_set_by_launcher(local_ranks: int) -> bool:
-    """Return whether a launcher has set OMP_NUM_THREADS to 1, because the user has not set it.
-
-    `accelerate launch` does so, and torchrun does for several ranks. The variables with which the launcher was started show it.
-    """
+    """Accelerate sets 1 if the user sets nothing, and torchrun does for several ranks: the launcher's variables show it."""
     request = launcher.find_accelerate_request()
     if request is None and not ("TORCHELASTIC_RUN_ID" in os.environ and local_ranks > 1):
         return False
@@ -61,10 +58,7 @@ def usable_cores(root: str = "/") -> int:
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them.
-
-    In a container the root of a hierarchy is often the container's cgroup, and the process has a path of the host, not found here.
-    """
+    """Yield the quotas, in cores, of this cgroup and all above. In a container, the path may be the host's and not found here."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

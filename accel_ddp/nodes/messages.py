@@ -49,10 +49,7 @@ def bounded_list(value: Any, most: int) -> list[Any]:
 
 
 def check_shape(value: Any, shape: Any) -> None:
-    """Raise ValueError unless a value has a shape.
-
-    A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}.
-    """
+    """A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}."""
     if isinstance(shape, (list, tuple)):
         is_right = isinstance(value, list) and (isinstance(shape, list) or len(value) == len(shape))
         parts = zip(value, shape * len(value) if isinstance(shape, list) else shape) if is_right else ()
@@ -143,7 +140,6 @@ class Stream:
 
 
 async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, node: int = 0) -> Stream:
-    """Prove to a server that this process, on this node, has the key, and require the same. Raises HandshakeError."""
     mine = struct.pack(">I", node) + os.urandom(_NONCE)
     try:
         writer.write(MAGIC + mine)
@@ -202,7 +198,6 @@ def find_free_port(ip: str) -> int:
 
 
 def open_listening_socket(ip: str, port: int, small_segments: bool = False) -> socket.socket:
-    """Return a socket that listens on this address and port; port 0 means any free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -221,7 +216,6 @@ def open_listening_socket(ip: str, port: int, small_segments: bool = False) -> s
 async def connect(
     ip: str, port: int, seconds: float, small_segments: bool = False
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return a connection. Raises the OSError of `connect`, and TimeoutError if nothing answers within `seconds`."""
     sock = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)

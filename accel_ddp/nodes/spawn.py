@@ -34,7 +34,6 @@ def clean_environment() -> dict[str, str]:
 
 
 def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, address: str, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a rank. `address` and `port` are where rank 0's store will listen."""
     values = (
         sum(ranks_of_nodes[:node]) + local_rank, sum(ranks_of_nodes), local_rank, ranks_of_nodes[node], node, address, port
     )  # fmt: skip
@@ -42,10 +41,7 @@ def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, addr
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let Linux send this signal to this process when its parent ends, however the parent ends.
-
-    No signal arrives if the parent has already exited. The function may run between fork and exec.
-    """
+    """Linux sends this signal when the parent ends, not if it has ended before. May be called between fork and exec."""
     if _LIBRARY is not None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 

@@ -69,13 +69,10 @@ def without_frames(text: str) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return the text without control sequences, as it is stored in a log."""
     return _CONTROL.sub("", without_frames(text))
 
 
 class SharedStream:
-    """A stream of a rank that shares its terminal with the panel of the main rank."""
-
     def __init__(self, stream: Any):
         self.stream, self.at_line_start = stream, True
 
@@ -94,10 +91,7 @@ class SharedStream:
 
 
 def connect_output() -> bool:
-    """Let stdout and stderr of this rank, and of everything it starts, write to the guard. Return whether they do.
-
-    Without a guard that reads, the streams stay as they are. Only the first call has an effect.
-    """
+    """Let all that this rank prints go to the guard, if there is one that reads. Only the first call has an effect."""
     folder = os.environ.pop(VARIABLE, "")  # a child process inherits the streams, which it may also have redirected
     if not folder:
         return False

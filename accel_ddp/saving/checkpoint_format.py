@@ -95,7 +95,6 @@ def complete(
 
 
 def check_space(folder: Path, size: int) -> None:
-    """Raise OSError if the disk has not enough space for `size` bytes."""
     free, needed = shutil.disk_usage(folder).free, 1.02 * size + (1 << 16)  # disks allocate whole blocks
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {folder}")
@@ -132,7 +131,6 @@ def sweep(output_dir: str | Path) -> None:
 
 
 def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
-    """Remove all checkpoints except the newest `keep_last` and the one of step `best`."""
     for old in list_checkpoints(output_dir)[:-keep_last]:
         if step_of(old) != best:
             with contextlib.suppress(OSError):
@@ -140,7 +138,6 @@ def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that `--resume` ignores it, and return its new path."""
     names = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
     asides = (path.with_name(f"{why}_{path.name}{end}") for end in names)
     return path.rename(next(aside for aside in asides if not aside.exists()))

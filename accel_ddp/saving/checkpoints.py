@@ -1,7 +1,4 @@
-"""The saves of a run in the background: weights, optimizer, loss scaler and the step.
-
-Nothing else needs to be saved, because data order, learning rate and dropout are functions of the step and the seed.
-"""
+"""The saves of a run in the background. Data order, learning rate and dropout are functions of step and seed, not saved."""
 
 import contextlib
 import secrets
@@ -152,10 +149,7 @@ class Checkpoints:
         self._submit()
 
     def _is_due(self, step: int, is_last: bool) -> bool:
-        """Return whether this rank passes its state to the writer now. If ranks write parts, all return the same, a collective.
-
-        Only one save runs at a time, because all saves use the same host buffers.
-        """
+        """If ranks write parts, all return the same (collective). One save at a time, because all use the same host buffers."""
         if self.newest == step and not (broadcast_object(self.failed) if self.in_parts else self.failed):
             return False
         if not self.in_parts and not this_rank.is_main:
@@ -233,7 +227,6 @@ class Checkpoints:
             checkpoint_format.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """Store the metrics of a step. With `--keep_best`, save and mark the step if it is the best one."""
         if self.metric:
             self.metric.require(metrics)
         self.evaluations[step] = metrics
@@ -279,10 +272,7 @@ class Checkpoints:
         return True
 
     def _complete_save(self, limit: float) -> None:
-        """Wait for the save in progress before this process ends because of a failure, at most `limit` seconds.
-
-        The failure is printed and stored before, because a disk that hangs would otherwise hide it. Several threads may call it.
-        """
+        """Wait after a failure was printed and stored, which a hanging disk would hide. Several threads may call it."""
         pending = list(self._pending)
         if futures.wait(pending, 2).not_done:
             text = f"{self._being_written()}. This process exits when that is done, or after {limit} s."
@@ -296,7 +286,6 @@ class Checkpoints:
         return f"{what} is still being written to {self.folder}"
 
     def take_committed(self) -> list[tuple[int, Path]]:
-        """Return (step, folder) of the checkpoints that were completed since the last call, on the main rank only."""
         return [self._committed.pop(0) for _ in range(len(self._committed))]  # the writer may add one meanwhile
 
     def close(self) -> str:
@@ -315,10 +304,7 @@ class Checkpoints:
     # ---- restoring: on every rank together
 
     def restore(self, begins_training: bool = True) -> int:
-        """Load the checkpoint that `--resume` means. Return the step to continue from, or 0 if there is none.
-
-        At a restart this is printed and recorded, unless `begins_training` is False because the caller compiles the model first.
-        """
+        """Return the step to continue from, or 0. A caller that compiles first records a restart later (`begins_training`)."""
         step = self._load()
         if begins_training:
             restart_record.begin_training(self.cfg, step, self.resumed_from)

@@ -1,8 +1,4 @@
-"""The record of automatic restarts, restarts.jsonl in the output folder: what failed, what was lost, and the goodput.
-
-The main rank writes it. It is in the output folder, because a restarted main node finds nothing else. A launcher without
-`--max_restarts` restarts nothing, so its runs have no such file.
-"""
+"""restarts.jsonl in the output folder, which a new main node finds too: what failed, what was lost, and the goodput."""
 
 import contextlib
 import json
@@ -76,10 +72,7 @@ def _why_no_progress(lines: list[dict[str, Any]]) -> str:
 
 
 def resume_of_restart(cfg: TrainConfig, folder: str) -> str:
-    """Return the value of `--resume` for a restart in `folder`, which is "" if this is no restart.
-
-    A path that the user has typed is used until this job has a checkpoint of its own. Otherwise a restart would go back to it.
-    """
+    """A restart has a folder. A typed path counts until the job has a checkpoint, else a restart would go back to it."""
     if not folder or not cfg.resume:
         return "auto" if folder else cfg.resume
     began = [line["step"] for line in read_objects(Path(folder, FILE)) if line["event"] == "training"]

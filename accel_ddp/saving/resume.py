@@ -46,7 +46,6 @@ def folder_of_resume(cfg: TrainConfig) -> str:
 
 
 def continues_run_in(folder: Path, cfg: TrainConfig) -> bool:
-    """Return whether `--resume` continues the run that `folder` holds."""
     if not cfg.resume:
         return False
     source = folder if cfg.resume == "auto" else Path(cfg.resume)
@@ -114,10 +113,7 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
 
 
 def _verify(path: Path, source: int) -> str:
-    """Return why the checkpoint that rank `source` sees cannot be used, or "". This is a collective.
-
-    All ranks that see the same files share the work, because a rank hashes about 1 GB per second.
-    """
+    """Return why rank `source`'s checkpoint is unusable, or "". A collective: ranks that see it share the work, 1 GB/s each."""
     views = gather_everywhere(checkpoint_format.identify(path))
     ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
     with together("verify the checkpoint"):
@@ -166,10 +162,7 @@ def take_saved_options(cfg: TrainConfig) -> None:
 
 
 def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the options for communication of the newest checkpoint on this disk, or {} if it is of another number of ranks.
-
-    They must be known before the ranks can communicate, so each node looks for itself, and also for the folder of an earlier attempt.
-    """
+    """Each node reads its own disk, since these options are needed to communicate. {}: it was another number of ranks."""
     earlier = read_earlier_run().get("absolute", "")
     if not this_rank.is_local_main or not (cfg.resume or earlier):
         return {}
@@ -190,10 +183,7 @@ def check_options_early(cfg: TrainConfig) -> None:
 
 
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
-    """Raise UserError if options or data differ from the saved run in a way that changes its result.
-
-    Without `data` the options that name the data are not compared.
-    """
+    """Raise UserError if the result would change. Without `data`, the options that name the data are not compared."""
     if cfg.evaluate_only:  # on other data, or with other options
         return
     total, total_before = last_steps(cfg, run, data)
@@ -246,10 +236,7 @@ def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
 
 def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
-    """Return the last step of this run, and the last step of the saved run with its own options. 0: it is not known.
-
-    Without `data` the saved run's number of items is used.
-    """
+    """Return the last step of this run and of the saved one (0: not known), whose number of items counts without `data`."""
     then, before = run.get("config", {}), run.get("data") or {}
     size_of = lambda options, found: found.get("tokens" if options.global_batch_tokens else "items", 0)
     last_step = lambda options, found: (
@@ -356,7 +343,6 @@ def _receive(
     file: Pieces | None, name: str, shape: list[int], dtype: torch.dtype, offsets: list[int], lengths: list[int],
     device: torch.device, source: int, block_bytes: float,
 ) -> Tensor:  # fmt: skip
-    """Return a region of a tensor that rank `source` reads and sends to all ranks. Only `source` has the file."""
     rows = shape[0] if shape else 1
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     step = max(1, int(min(rows, block_bytes // row_bytes)))  # the same on every rank
@@ -379,7 +365,6 @@ def _receive(
 
 
 def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -> None:
-    """Log what prevents the resumed run from being bit-identical to an uninterrupted one."""
     if run["num_ranks"] != this_rank.num_ranks:
         log.info(
             "saved on %d ranks, now %d: the same batches in the same order; weights agree up to rounding",

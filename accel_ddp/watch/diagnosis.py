@@ -64,8 +64,6 @@ class RankView:
 
 @dataclass
 class NodeView:
-    """The state of the connection to the monitor of another node."""
-
     node: int
     host: str
     address: str
@@ -77,8 +75,6 @@ class NodeView:
 
 
 class Event(NamedTuple):
-    """A line for the users on all nodes. An error stops the run."""
-
     severity: str
     kind: str
     text: str
@@ -109,8 +105,6 @@ class Cause:
 
 @dataclass
 class _Open:
-    """A cause that was found and is not over yet."""
-
     cause: Cause
     waited: float = 0.0  # for stacks
     is_reported: bool = False
@@ -143,10 +137,7 @@ class _Scene:
 
     @functools.cached_property
     def behind(self) -> tuple[float, int]:
-        """The position of the active ranks that have come least far.
-
-        On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
-        """
+        """On a GPU a rank may wait in any phase that launches kernels, and is then ahead of the one at fault."""
         return min((r.position for r in self.active), default=(0, 0))
 
     def is_in_collective(self, r: RankView) -> bool:
@@ -171,7 +162,6 @@ class _Scene:
         )
 
     def waits_for(self, culprits: list[int]) -> list[int]:
-        """Return the ranks that are not at fault and have not finished."""
         excluded = set(culprits)
         return [r.rank for r in self.ranks if not r.is_finished and r.rank not in excluded]
 
@@ -262,7 +252,6 @@ class Judge:
         return Event(severity, cause.kind, text, cause.culprit, cause.host, cause.step)
 
     def _short_silences(self, nodes: list[NodeView]) -> list[Event]:
-        """Report interruptions of a link that were over before they were reported."""
         events = []
         for node in nodes:
             longest = self.silences.get(node.node, 0.0)

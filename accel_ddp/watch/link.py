@@ -107,8 +107,6 @@ def _remove_stale_folders(parent: Path) -> None:
 
 
 class Link:
-    """The connection of a rank to the monitor of its node. A thread passes the monitor's messages to `on_message`."""
-
     def __init__(self, address: MonitorAddress, rank: int, heartbeat: Phases, on_message: Callable[[dict[str, Any]], None],
                  on_lost: Callable[[], None]):  # fmt: skip
         self.address, self.on_message, self.on_lost = address, on_message, on_lost
@@ -138,7 +136,6 @@ class Link:
             self.on_lost()
 
     def close(self) -> None:
-        """Report that the program of this rank is complete, and close the connection."""
         self.is_closed = True
         self.send({"finished": True})
         with contextlib.suppress(OSError):
@@ -303,7 +300,6 @@ class Peers:
             self.send(node, message)
 
     async def close(self) -> None:
-        """Send that this node is done, wait a moment until that is delivered, and close all connections."""
         self.is_closing = True
         self.broadcast({"bye": True})
         writers = [peer.stream.writer for peer in self.peers.values() if peer.stream]

@@ -27,10 +27,7 @@ def state_of(pid: int) -> str:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit code of a process that has ended, or minus the signal that ended it. None: its parent has already read it.
-
-    A monitor is not the parent of a rank. The status can be read until the launcher does so, which takes it about 0.1 s.
-    """
+    """Return the exit code or minus the signal, or None if the launcher, its parent, has read it, which takes it about 0.1 s."""
     fields = _stat(pid)
     if not fields or fields[0] not in "ZX":
         return None
@@ -49,7 +46,6 @@ def describe_exit(status: int | None) -> str:
 
 
 def count_files(pid: int) -> tuple[int, int] | None:
-    """Return how many files and connections a process has open, and its limit. None: it has ended, or belongs to another user."""
     try:
         number = os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))  # the size is 0 before Linux 6.2
         return (number, resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]) if number else None
@@ -66,7 +62,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def kernel_function(pid: int) -> str:
-    """Return the kernel function in which a process, or one of its threads, is blocked (state D), or ""."""
     threads = [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
     blocked = next((thread for thread in threads if state_of(thread) == "D"), pid)
     with contextlib.suppress(OSError):

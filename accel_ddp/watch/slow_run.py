@@ -1,7 +1,4 @@
-"""Reports about what slows a run down: `Slowness` gets the times of all ranks, and measurements of links when it asks for them.
-
-`Flows` are the bytes that collectives still move in a step that takes long. They distinguish a slow link from a deadlock.
-"""
+"""Reports about what slows a run down. `Flows`, the bytes that collectives still move, tell a slow link from a deadlock."""
 
 import asyncio
 import contextlib
@@ -69,7 +66,6 @@ class SlowRun:
     """The coordinator has one, which judges. On other nodes it only measures links when the coordinator asks for it."""
 
     def __init__(self, node: int, message: dict[str, Any], peers: Peers, announce: Callable[[Event], None]):
-        """`message` has all nodes and all ranks of the run."""
         self.node, self.peers, self.announce = node, peers, announce
         self.roster = {entry["node"]: entry for entry in message["roster"]}
         ranks = sorted(message["ranks"], key=lambda entry: entry["rank"])
@@ -79,7 +75,6 @@ class SlowRun:
         self.answers: dict[tuple[int, int], asyncio.Future] = {}
 
     def examine(self, views: list[RankView], timings: dict[int, Timing]) -> None:
-        """Report what is slow. Only the coordinator calls it, after every heartbeat."""
         for view in views:
             if view.rank in timings and not view.is_finished:
                 self._report(self.slowness.observe(view.rank, timings[view.rank], view.state in ("T", "t")))
@@ -91,7 +86,6 @@ class SlowRun:
             self.task = asyncio.ensure_future(self._measure_all(is_reference))
 
     def report_flow(self, flows: Flows, views: list[RankView], now: float) -> None:
-        """Report the link for which all ranks wait in the middle of a step."""
         step, seconds = max(view.current_step for view in views), min(view.age for view in views)
         if flow := flows.slowest(now, seconds):
             self._report(self.slowness.add_flow(*flow, step, seconds))
@@ -151,7 +145,6 @@ class SlowRun:
         return rates
 
     async def receive(self, node: int, message: dict[str, Any]) -> None:
-        """Measure the link to the node that the coordinator asks for, or take its answer."""
         if message.get("measure") in self.roster:
             target = message["measure"]
             self.peers.send(node, {"rate": [target, await self._measure_from_here(target)]})

@@ -21,10 +21,7 @@ REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause
 def find_slow_link(
     rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
 ) -> tuple[tuple[int, int], float, float] | None:
-    """Return (pair, its rate, the rate it is compared with) of the slowest link that is much slower than it was, or than the others.
-
-    Return None if there is none. A busy processor slows every measurement down. Pairs of a node with itself show by how much.
-    """
+    """Return (pair, rate, usual rate) of a slow link, or None. A busy processor slows all; a node with itself shows how much."""
     links = {pair: rate for pair, rate in rates.items() if pair[0] != pair[1]}
     busy = {a: min(1.0, rate / reference[a, a]) for (a, b), rate in rates.items() if a == b and reference.get((a, a))}
     found = []
@@ -79,8 +76,6 @@ PARTS = {
 
 
 class Notice(NamedTuple):
-    """A report for the log of every node."""
-
     kind: str
     is_over: bool  # the case has ended
     text: str
@@ -118,7 +113,6 @@ class _Case:
         self.until, self.lost, self.seconds, self.passed = since, 0.0, 0.0, 0.0  # to the last slow block; `passed` to the newest
 
     def add(self, block: _Block) -> None:
-        """Add what the others have lost by the ranks of this case."""
         self.passed += block.seconds * block.steps
         if lost := max(map(block.lost, self.ranks)):
             self.lost, self.seconds, self.until = self.lost + lost * block.steps, self.passed, block.last
@@ -130,10 +124,7 @@ class _Case:
         return f"{rough_seconds(per_step)} per step for it, {_percent(min(1.0, self.lost / max(self.seconds, 1e-9)))} of the step time"
 
     def is_due(self, step: int, severity: float, step_seconds: float = float("inf")) -> bool:
-        """Return whether to report it now: the first time, if it is twice as severe, and after 100, 200, 400, ... steps.
-
-        The caller must do so. Reports of short steps are rarer.
-        """
+        """Return whether to report it, which the caller then does: first, if twice as severe, after 100, 200, 400 ... steps."""
         if self.severity and severity < 2 * self.severity:
             if step - self.reported_at < self.pause * max(1.0, REPEAT_SECONDS / REPEAT_STEPS / max(step_seconds, 1e-6)):
                 return False
@@ -143,10 +134,7 @@ class _Case:
 
 
 class Slowness:
-    """Receives the times of all ranks and returns what to report."""
-
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
-        """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
         self.reference: dict[tuple[int, int], float] = {}  # bytes per second of (source node, target node) at the start
         self._reset()
@@ -169,7 +157,6 @@ class Slowness:
         self.link_text = ""  # what was reported about it
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
-        """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
         self.states[rank].append((times.step, is_stopped))
         if is_stopped:
             self.stopped.add(rank)
@@ -394,7 +381,6 @@ class Slowness:
         return []
 
     def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
-        """Return a notice if a link is slow. `rates` are bytes per second. A link whose measurement failed is left out."""
         self.wants_probe = False
         slowest = find_slow_link(rates, self.reference)
         if not slowest:
