@@ -62,7 +62,8 @@ def _print_help(
     """Print all options in the groups of GROUPS, those of the recipe first, and exit. One message per node is enough."""
     import argparse
 
-    description = f"{sys.modules[cls.__module__].__doc__ or ''}\n--config reads options from a YAML file.{_examples_of(_recipe_of(cls))}"
+    examples = _examples_of(_recipe_of(cls))
+    description = f"{sys.modules[cls.__module__].__doc__ or ''}\n--config reads options from a YAML file.{examples}"
     parser = argparse.ArgumentParser(
         script, "%(prog)s [-h] [OPTIONS]", description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +84,6 @@ def _print_help(
 
 
 def _metavar(kind: Any) -> str:
-    """Return what `--help` shows for the value of an option: INT, TEXT or {on,off}."""
     if typing.get_origin(kind) is Literal:
         return f"{{{','.join(_choices(kind))}}}"
     parts = [_metavar(one) for one in typing.get_args(kind) if one is not ...]
@@ -91,7 +91,6 @@ def _metavar(kind: Any) -> str:
 
 
 def _recipe_of(cls: type) -> str:
-    """Return the name of the recipe that declares a config class, or "" for another script."""
     name = Path(getattr(sys.modules[cls.__module__], "__file__", None) or "").stem
     return name if name in recipe_files.recipe_names() else ""
 
@@ -139,7 +138,6 @@ def own_options(cls: type) -> set[str]:
 
 
 def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
-    """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
     known = {*properties, *(f"no_{name}" for name, kind in types.items() if _is_switch(kind)), "help"}
     if argv and not argv[0].startswith("-"):
         meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
@@ -180,7 +178,6 @@ def _read_value(name: str, words: list[str], types: dict[str, Any], defaults: di
 
 
 def _convert(word: str, kind: Any) -> list[Any]:
-    """Return the value of a word, or [] if it is not of this type."""
     if typing.get_origin(kind) is Literal:
         return [one for one in typing.get_args(kind) if str(one) == word]
     if parts := typing.get_args(kind):
@@ -191,7 +188,6 @@ def _convert(word: str, kind: Any) -> list[Any]:
 
 
 def _is_switch(kind: Any) -> bool:
-    """Return whether an option needs no value: a bool, or one that may be `auto`."""
     return kind is bool or bool in typing.get_args(kind)
 
 
