@@ -132,7 +132,6 @@ def fit(
 
 
 def _check_options(cfg: TrainConfig, train: TrainBatches, loss_sum: LossSum | WholeBatch, has_evaluation: bool) -> None:
-    """Raise UserError for options that this recipe or this loss does not have."""
     if not has_evaluation and (cfg.keep_best or cfg.early_stopping_patience):
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
         raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
@@ -141,9 +140,8 @@ def _check_options(cfg: TrainConfig, train: TrainBatches, loss_sum: LossSum | Wh
     uneven = [f"--{name} {getattr(cfg, name)}" for name in ("micro_batch_tokens", "global_batch_tokens") if getattr(cfg, name)]
     uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
     if isinstance(loss_sum, WholeBatch) and uneven:
-        raise UserError(
-            f"{uneven[0]}: each item is compared with the items of all ranks, which must have equal numbers. Leave it out."
-        )
+        reason = "each item is compared with the items of all ranks, which must have equal numbers. Leave it out"
+        raise UserError(f"{uneven[0]}: {reason}.")
 
 
 def _restore(run: Run, train: TrainBatches, check: ParameterCheck, **facts: Any) -> Checkpoints:

@@ -56,11 +56,6 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
             cluster.report_to_other_nodes(str(error))
         _report_end(f"error: {error}")
         sys.exit(USER_ERROR)
-    except SystemExit as exit:  # raised by tyro, which has printed the reason, or by --help
-        if exit.code == USER_ERROR:
-            cluster.report_to_other_nodes("its command line is invalid")
-            _report_end("error: invalid command line (see the error above)")
-        raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     gc.disable()  # the search for cycles among imported modules would take 0.5 s

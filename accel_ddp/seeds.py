@@ -22,7 +22,6 @@ def mixed(seed: int, purpose: str, *numbers: int) -> int:
 
 
 def seed_host(seed: int) -> None:
-    """Seed what Python, numpy and torch draw on the CPU."""
     import numpy
     import torch
 

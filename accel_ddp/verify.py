@@ -68,8 +68,6 @@ def verify(words: list[str], steps: int, folder: str, shards: bool = False) -> i
 
 
 class _Verification:
-    """The runs of one verification, in the folder `place`, and their comparison."""
-
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int, shards: bool):
         self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]

@@ -213,8 +213,7 @@ def run_process(
 
 def reason_in(log: Path) -> str:
     """Return the line of a log that states why the process failed: one with `error:`, or the last line of a traceback."""
-    lines = [line.strip(" │╭╮╰╯─") for line in log.read_text(errors="replace").splitlines()]  # tyro draws a frame around errors
-    lines = [line for line in lines if line]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     words = ("error: ", " failed: ", "Error: ", "Unrecognized", "invalid choice", "Missing value")
     named = [line for line in lines if any(word in line for word in words)]
     return (named or lines or ["it printed nothing"])[-1][:200]

@@ -56,8 +56,6 @@ def main(words: list[str]) -> int:
 
 
 class Conversation:
-    """The model, and what was said so far."""
-
     def __init__(self, found: trained_model.TrainedModel, options: dict[str, Any], tools: list[dict[str, Any]]):
         from accel_ddp.exporting import predictors
 
@@ -150,7 +148,6 @@ def find_calls(text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _talk(chat: Conversation) -> None:
-    """Read questions, commands and results of tools until the input ends."""
     is_terminal, was_interrupted, called = sys.stdin.isatty(), False, list[str]()
     if is_terminal:
         with contextlib.suppress(ImportError):

@@ -88,7 +88,6 @@ def main(words: list[str]) -> int:
 
 
 def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
-    """Return the recipe that evaluates. Raise UserError if there is no such model, or if its recipe is not known."""
     is_name = not place.startswith((".", "/", "~")) and place.count("/") < 2
     if not Path(place).exists() and not (recipe and is_name):
         hint = " For a model of the Hub, add its recipe: --recipe classify." if is_name else ""
@@ -134,12 +133,10 @@ def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequ
 
 
 def _values(name: str, text: str) -> list[str]:
-    """Return the values of an option that `as_plain_dict` has joined."""
     return text.split("\n" if name.endswith("_file") else None)
 
 
 def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfig) -> bool:
-    """Return whether the rows are those of the evaluations in training, as far as the options tell."""
     of_data = {name for name, found in properties_of(type(cfg)).items() if found.group == "data"}
     given = {name: values for name, values in group_values(words) if name in of_data}
     names = lambda values: [Path(one).name for one in values]
@@ -148,7 +145,6 @@ def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfi
 
 
 def _describe(place: str, metrics: dict[str, float], before: dict[str, float]) -> list[str]:
-    """Return lines with the metrics, and how much they differ from the evaluation in training."""
     shared = [name for name in metrics if name in before]
     if not shared:
         return [f"{place}:", *table([[name, f"{value:.4f}"] for name, value in metrics.items()], 1)]

@@ -201,17 +201,14 @@ def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -
 
 
 def _base_of(files: dict[str, bytes]) -> str:
-    """Return the model below adapters: a Hub name, a built-in name or an absolute path. Return "" without adapters."""
     return json.loads(files[ADAPTER_CONFIG])["base_model_name_or_path"] if ADAPTER_CONFIG in files else ""
 
 
 def _locate(base: str, config: dict[str, Any]) -> str:
-    """Return the place of the model below adapters. `config` has the options of the run that trained them."""
     return locate(base, config.get("cache_dir") or TrainConfig.cache_dir)
 
 
 def _adds_tokens(files: dict[str, bytes]) -> bool:
-    """Return whether adapters contain embeddings of tokens that their model lacks."""
     return bool(json.loads(files.get(ADAPTER_CONFIG, b"{}")).get("trainable_token_indices"))
 
 
@@ -255,7 +252,6 @@ def from_checkpoint(
 
 
 def _chosen(place: Path, weights: str) -> Path:
-    """Return the checkpoint to export, whose files are verified. Raise UserError if there is none."""
     there = checkpoint_format.list_checkpoints(place)
     if not there and not place.is_dir():
         raise UserError(f"{place}: there is no such folder.{did_you_mean_path(place)}")
@@ -286,8 +282,6 @@ def _problem(path: Path, weights: str) -> str:
 
 
 class Stream(NamedTuple):
-    """Weights that are copied from a checkpoint, one tensor at a time."""
-
     pieces: Pieces
     names: dict[str, str]  # the name in the checkpoint of each tensor
     kind: Any  # the class of the model

@@ -125,7 +125,6 @@ def public_name(value: str) -> str:
 
 
 def public_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a run without the folders of this machine."""
     files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
     last = lambda value: "\n".join(Path(one).expanduser().resolve().name for one in value.split("\n"))  # of one or several paths
     public = lambda name, value: last(value) if name in files else public_name(value)

@@ -108,7 +108,6 @@ def check_options(given: argparse.Namespace) -> None:
 
 
 def check_effect(given: argparse.Namespace, found: trained_model.TrainedModel) -> None:
-    """Raise UserError for an option that this model would ignore."""
     parser, has_rank = build_parser(), _types(found, 2) != _types(found, 1)
     for name in [name for name in USED_BY if getattr(given, name) != parser.get_default(name)]:
         if found.kind not in USED_BY[name].split() or (name == "top_k" and not has_rank):
@@ -167,7 +166,6 @@ def _types(found: trained_model.TrainedModel, top_k: int) -> Types:
 
 
 def store_job(partial: Path, options: dict[str, Any], found: trained_model.TrainedModel, rows: InputRows) -> None:
-    """Store what the shards depend on. Raise UserError if those that exist depend on something else."""
     folders = {"files of --input": rows.files.files.paths, "model files": [found.place]}
     below = lambda path: sorted(path.rglob("*")) if path.is_dir() else [path]
     facts = lambda file: [str(file), file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else str(file)
@@ -220,7 +218,6 @@ def run_processes(given: argparse.Namespace, partial: Path, rows: InputRows) -> 
 
 
 def join(rows: InputRows, partial: Path, path: Path, columns: list[str], types: Types) -> None:
-    """Write all shards and the columns of the input as one file."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet

@@ -33,8 +33,6 @@ CORRECT = "Correct them, or give --skip_broken: they get no prediction."
 
 
 class InputRows:
-    """The rows of `--input`, and what the model is given of each of them."""
-
     def __init__(self, found: TrainedModel, options: dict[str, Any]):
         self.found, self.kind, self.prefix = found, found.kind, options["prefix"] or ""
         self.files = self.table = self._load(options["input"])
@@ -121,12 +119,10 @@ class InputRows:
         return f"{found.prompt}{self.separator}{found.answer}" if isinstance(found, Pair) else found
 
     def describe(self, broken: dict[int, str]) -> str:
-        """Return the reasons why rows cannot be used, with the first rows of each."""
         head = f"{len(broken):,} of {counted(len(self.files), 'row')} of {listed(self.files.files.paths)} cannot be used:"
         return "\n".join([head, *(f"  {kind}" for kind in data.describe_kinds(broken, self.files.files)), CORRECT])
 
     def check(self, skips: bool) -> None:
-        """Raise UserError if rows cannot be used, or print them if they are skipped. Images are decoded later."""
         broken: dict[int, str] = {}
         with Progress("checking", len(self.table)) as progress:
             for shard in map(self.shard, range(self.num_shards if self.kind != "images" else 0)):
@@ -139,7 +135,6 @@ class InputRows:
 
 
 def _read_images(option: str, path: str) -> "datasets.Dataset":
-    """Return images of a table, of a folder with or without classes, or one image."""
     import datasets
 
     from accel_ddp.tasks import vision

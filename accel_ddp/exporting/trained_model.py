@@ -26,8 +26,6 @@ ALSO = {"ForPreTraining": "masks", "LMHeadModel": "answers", "Model": "vectors"}
 
 
 class TrainedModel(NamedTuple):
-    """A model that is not loaded yet."""
-
     name: str  # as the user has typed it
     place: str  # a folder, or a name on the Hub
     kind: str  # a key of HEADS
@@ -72,7 +70,6 @@ def find(name: str, scratch: Path) -> TrainedModel:
 
 
 def _of_run(folder: Path, scratch: Path) -> Path:
-    """Return the model that a run has exported, or the files of its best or newest checkpoint, or the folder if it is no run."""
     is_model = lambda place: any((place / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
     if is_model(folder / "model"):
         return folder / "model"
@@ -86,7 +83,6 @@ def _of_run(folder: Path, scratch: Path) -> Path:
 
 
 def export(found: TrainedModel, scratch: Path) -> TrainedModel:
-    """Return the model with its weights: a checkpoint is exported into `scratch`."""
     if not (Path(found.place).parent / checkpoint_format.MANIFEST).is_file():
         return found
     from accel_ddp.exporting.export import from_checkpoint

@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 
 class Adapters(NamedTuple):
-    """Adapters that were trained before, and their base model."""
-
     place: str  # a folder
     config: Any
     base: str  # a value of --model
@@ -63,7 +61,6 @@ def _download_adapters(name: str) -> str:
 
 
 def locate_base(name: str, adapters: Adapters, cache_dir: str) -> str:
-    """Return the place of the base model. Raise UserError if there is none."""
     from transformers import AutoConfig
 
     try:
@@ -294,7 +291,6 @@ def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | 
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """Return the content of adapter_config.json, with an absolute path of a local base model."""
     base, config = model.get_base_model(), model.peft_config["default"]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -232,7 +232,6 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def digits() -> "Splits":
-    """Return rows with `image` (8 x 8, grayscale) and `label`."""
     import datasets
     from sklearn.datasets import load_digits
 
@@ -266,7 +265,6 @@ def spell(number: int) -> str:
 
 
 def split(name: str, rows: Iterable[tuple[str, dict[str, Any]]], num_train: int, num_validation: int) -> "Splits":
-    """Return the splits of (group, row) pairs. No group has rows in both splits. `name` seeds the draw."""
     import datasets
 
     draw, groups = random.Random(mixed(0, name)), {}

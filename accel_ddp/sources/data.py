@@ -176,7 +176,6 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
 
 def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
-    """Return as many rows as `option` states, see `draw_positions`, or all rows if it is 0."""
     positions = draw_positions(len(rows), option, cfg, run_length)
     return rows if len(positions) == len(rows) else select(rows, positions)
 
@@ -295,12 +294,10 @@ def for_each_dataset(rows: "datasets.Dataset", make: Callable[["datasets.Dataset
 
 
 def lacking(rows: "datasets.Dataset") -> dict[str, str]:
-    """Return why some of several files lack a column, see `Files`."""
     return getattr(getattr(rows, "files", None), "lacking", {})
 
 
 def require_types(rows: "datasets.Dataset", names: Iterable[str]) -> None:
-    """Raise UserError if a column with one of these names was left out, because its types differ between files."""
     for name in names:
         if name in lacking(rows) and name not in rows.column_names:
             raise UserError(f"The column {name!r} cannot be read. {lacking(rows)[name]}")
@@ -352,7 +349,6 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
 
 
 def parse_number(value: Any) -> float | None:
-    """Return a finite number, also from a text, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value):
         return None
     try:
@@ -368,7 +364,6 @@ def is_missing(value: Any) -> bool:
 
 
 def number_problem(column: str, value: Any) -> str:
-    """Return why a cell has no number, or "". See `drop_broken`."""
     if is_missing(value):
         return f"it has no {column}"
     return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"

@@ -126,7 +126,6 @@ def read_all(
     endings: Sequence[str],
     cache_dir: str,
 ) -> "datasets.Dataset":
-    """Return the rows of all files of an option, one file after the other, with the attribute `files`."""
     found, plain, tables = expand(option, arguments, endings), [], []
     for _, path in found:
         plain.append(decompress(option, path, cache_dir))

@@ -89,7 +89,6 @@ def _allowed(scores: Tensor) -> float:
 
 
 def _ordinary_tokens(model: nn.Module, tokenizer: Any, device: torch.device) -> Tensor:
-    """Return nine different tokens, or fewer if the model does not have as many."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}  # an image token needs an image
     ordinary = [token for token in range(min(len(tokenizer), num_embeddings(model))) if token not in special]
     return torch.tensor(ordinary[:: max(1, len(ordinary) // 9)][:9], device=device)
@@ -129,12 +128,9 @@ def num_embeddings(model: nn.Module) -> int:
 
 
 def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str) -> None:
-    """Raise UserError if the outputs of a language model depend on later tokens. `name` is the value of `--model`."""
     if is_causal(model, tokenizer, device) is False:
-        raise UserError(
-            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens after it, so "
-            f"it {READS}. {INSTEAD['AutoModelForCausalLM']}."
-        )
+        reason = f"its output for a token depends on the tokens after it, so it {READS}. {INSTEAD['AutoModelForCausalLM']}"
+        raise UserError(f"--model {name}: {_class_name(model)} is not causal: {reason}.")
 
 
 @torch.no_grad()

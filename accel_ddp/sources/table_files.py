@@ -111,12 +111,10 @@ def open_plain(file: Path) -> IO[bytes]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether `save_to_disk` of datasets has written this folder: a table, or several splits."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Return the names of the splits in a folder of `save_to_disk`. Each one is a subfolder."""
     file = folder / "dataset_dict.json"
     return json.loads(file.read_text())["splits"] if file.is_file() else []
 
@@ -300,7 +298,6 @@ def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _find_reason(kind: str, file: Path, error: Exception) -> str:
-    """Return why `datasets` could not read the file, and what to do about it."""
     cause = first_line(error.__cause__ or error)
     if kind == "json":
         found = _find_broken_json(file)

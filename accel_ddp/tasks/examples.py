@@ -32,7 +32,6 @@ def literal(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return the text, or its first words if it is long."""
     if len(text) <= MAX_LENGTH:
         return text
     return text[:MAX_LENGTH].rsplit(None, 1)[0] or text[:MAX_LENGTH]
@@ -75,7 +74,6 @@ def show_rows(task: Any, cfg: Any) -> str:
 
 
 def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str], chosen: str) -> Iterator[str]:
-    """Yield the texts of a batch of one row, its labels, and the shapes of other tensors. With `chosen`, two texts are a pair."""
     config, decode = getattr(task.model, "config", None), getattr(task.processor, "decode", None)
     ids, labels, names = batch.get("input_ids") if decode else None, batch.get("labels"), getattr(config, "id2label", None) or {}
     has_targets = getattr(config, "is_encoder_decoder", False)  # labels are a text of their own
@@ -120,5 +118,4 @@ def _mark_tokens(ids: list[int], labels: list[int], decode: Any, tags: dict[int,
 
 
 def _visible(text: str) -> str:
-    """Return the text without characters that a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
