@@ -154,7 +154,8 @@ def stopped_by(how: str, folder: Path) -> Ended:
     return running.ended()
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
+# SIGUSR2 stops runs in tests/test_trackers.py too.
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow), "SIGHUP", "SIGINT", "file"])
 def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninterrupted, how):
     """Rank 1 and all its data workers receive the signal, as from Slurm."""
     for attempt in range(3):
