@@ -238,7 +238,7 @@ LINES: dict[str, int] = {
     "engine": 3_300,
     "exporting": 1_863,
     "launch": 4_481,
-    "measure": 2_389,
+    "measure": 2_382,
     "memory": 1_487,
     "nodes": 1_684,
     "observe": 2_405,
