@@ -244,7 +244,7 @@ LINES: dict[str, int] = {
     "observe": 2_405,
     "ranks": 1_672,
     "records": 762,
-    "report": 1_637,
+    "report": 1_631,
     "saving": 1_984,
     "sources": 3_311,
     "speed": 3_931,
