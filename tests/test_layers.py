@@ -241,7 +241,7 @@ LINES: dict[str, int] = {
     "measure": 2_382,
     "memory": 1_487,
     "nodes": 1_684,
-    "observe": 2_405,
+    "observe": 2_403,
     "ranks": 1_672,
     "records": 762,
     "report": 1_631,
