@@ -244,7 +244,7 @@ LINES: dict[str, int] = {
     "observe": 2_403,
     "ranks": 1_672,
     "records": 762,
-    "report": 1_631,
+    "report": 1_621,
     "saving": 1_984,
     "sources": 3_311,
     "speed": 3_931,
