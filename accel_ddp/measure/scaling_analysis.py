@@ -146,31 +146,24 @@ def slowest_rank(measured: Measurement) -> tuple[int, float]:
 
 
 def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
-    now = comparison.result.known
+    now, base = comparison.result.known, comparison.base.known
+    rank, slower = slowest_rank(now)
+    each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
+    facts = {
+        "rank": rank, "slower": slower, "now": now.micro, "base": base.micro,
+        "host": next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), ""),
+        "sent": f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else "",
+        "smaller": _LOSSES["fewer_bytes"].format(hook="bf16" if on_gpu else "fp16") if now.gradient_bytes >= SMALL_BYTES else "",
+    }  # fmt: skip
+    texts = {
+        "waiting": "slow_rank" if slower > STRAGGLER else "waiting",
+        "compute": "few_items" if now.micro < base.micro else "compute_gpu" if on_gpu else "compute_cpu",
+        "optimizer": f"optimizer_{mode}",
+    }
     found = []
     for name, seconds in sorted(comparison.losses().items(), key=lambda item: -item[1]):
         if seconds > NOTABLE * now.seconds:
             lost = f"{format_seconds(seconds)} of each step ({seconds / now.seconds:.0%})"
-            found.append(_describe_loss(name, lost, comparison, mode, on_gpu))
+            item = _LOSSES["item"].format(ratio=each(comparison.result) / max(each(comparison.base), 1e-12), lost=lost)
+            found.append(_LOSSES[texts.get(name, name)].format(lost=lost, item=item, **facts))
     return found
-
-
-def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_gpu: bool) -> str:
-    now, base = comparison.result.known, comparison.base.known
-    values: dict[str, Any] = {}
-    if name == "communication":
-        smaller = _LOSSES["fewer_bytes"].format(hook="bf16" if on_gpu else "fp16") if now.gradient_bytes >= SMALL_BYTES else ""
-        sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
-        values = {"sent": sent, "smaller": smaller}
-    elif name == "waiting":
-        rank, slower = slowest_rank(now)
-        host = next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), "")
-        name, values = "slow_rank" if slower > STRAGGLER else name, {"rank": rank, "slower": slower, "host": host}
-    elif name == "compute":
-        each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
-        ratio = each(comparison.result) / max(each(comparison.base), 1e-12)
-        name = "few_items" if now.micro < base.micro else "compute_gpu" if on_gpu else "compute_cpu"
-        values = {"now": now.micro, "base": base.micro, "item": _LOSSES["item"].format(ratio=ratio, lost=lost)}
-    elif name == "optimizer":
-        name = f"optimizer_{mode}"
-    return _LOSSES[name].format(lost=lost, **values)

@@ -61,7 +61,7 @@ class SettingsTuner:
                 f"a trial takes about {seconds:.0f} s, so {expected} trials take about {expected * seconds / 60:.1f} minutes; no "
                 f"trial starts after {self.minutes:.1f} minutes"
             )
-        best, measured = default, []
+        measured: list[Trial] = []
         score: float | None = None  # of the last proposal
         while True:
             try:
@@ -73,11 +73,9 @@ class SettingsTuner:
                 await self.show(f"the time for settings is over after {number}; a larger --minutes allows more")
                 break
             await self.measure(trial, default)
-            if not trial.failure:
-                measured.append(trial)
-                best = trial if trial.score < best.score * tune_results.FASTER else best
+            measured += [] if trial.failure else [trial]
             score = None if trial.failure or trial.note else trial.score
-        return await self.confirm(default, best, measured)
+        return await self.confirm(default, measured)
 
     async def _print_transport(self, transport: Transport) -> None:
         """Print how the ranks communicate, and the reason if NCCL's socket settings have no effect on it."""
@@ -99,30 +97,30 @@ class SettingsTuner:
             reason = f"the network is {transport.network}"
         await self.show(f"NCCL's socket settings are not tried: {reason}")
 
-    async def confirm(self, default: Trial, best: Trial, measured: list[Trial]) -> Trial:
+    async def confirm(self, default: Trial, measured: list[Trial]) -> Trial:
         """Measure the best trial and the default again, and return the one that is then better.
 
         The best of many noisy trials is partly luck. The best trial counts with the slower of its two scores, and the default
         with the faster. If other trials are then ahead, they are measured again too.
         """
-        if best is default:
+        candidates, best = sorted(measured, key=lambda trial: trial.score), default
+        if not candidates or candidates[0].score >= default.score * tune_results.FASTER:
             return default
         ends = max(self.settings_deadline, self.deadline - 4 * self.runner.usual_seconds)
-        if time.monotonic() + 2 * self.runner.usual_seconds < ends:
-            repeated = await self.measure(Trial(default.settings, note="repeated"), default)
-            default.score = min(default.score, repeated.score)
-            others = sorted((trial for trial in measured if trial is not best), key=lambda trial: trial.score)
-            candidates, best = [best, *others], default
-            for index, trial in enumerate(candidates):
-                no_time = index > 0 and time.monotonic() + self.runner.usual_seconds > ends
-                if trial.score >= best.score * tune_results.FASTER or no_time:
-                    break
-                repeated = await self.measure(Trial(trial.settings, note="repeated"), default)
-                trial.score = math.inf if repeated.failure else max(trial.score, repeated.score)
-                for size, ms in repeated.milliseconds.items():
-                    trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
-                best = trial if trial.score < best.score * tune_results.FASTER else best
-        return best if best.score < default.score * tune_results.FASTER else default
+        if time.monotonic() + 2 * self.runner.usual_seconds >= ends:
+            return candidates[0]
+        repeated = await self.measure(Trial(default.settings, note="repeated"), default)
+        default.score = min(default.score, repeated.score)
+        for index, trial in enumerate(candidates):
+            no_time = index > 0 and time.monotonic() + self.runner.usual_seconds > ends
+            if trial.score >= best.score * tune_results.FASTER or no_time:
+                break
+            repeated = await self.measure(Trial(trial.settings, note="repeated"), default)
+            trial.score = math.inf if repeated.failure else max(trial.score, repeated.score)
+            for size, ms in repeated.milliseconds.items():
+                trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
+            best = trial if trial.score < best.score * tune_results.FASTER else best
+        return best
 
     async def measure(self, trial: Trial, default: Trial) -> Trial:
         """Measure the trial, print its row on every node, and return it."""

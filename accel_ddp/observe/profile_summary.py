@@ -7,6 +7,7 @@ docs/profile.md describes the fields. A recommendation states the option to set,
 import argparse
 import json
 import shlex
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -52,12 +53,12 @@ def _mean(values: list[Any]) -> Any:
 def _overall(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of the ranks. `network` is what the rank that waits least waits: no other rank is the cause of it."""
     names = ("step_seconds", "computation", "communication", "communication_sum", "overlapped", "exposed", "collectives")
-    found: dict[str, Any] = {"kind": ranks[0]["kind"], **{name: _mean([rank[name] for rank in ranks]) for name in names}}
+    found = {"kind": ranks[0]["kind"], **{name: _mean([rank[name] for rank in ranks]) for name in names}}
     found["network"] = min(rank["exposed"] for rank in ranks)
     found |= {name: _mean([rank[name] for rank in ranks]) for name in ("parts", "breakdown")} | {"idle": None, "copies": None}
     if found["kind"] == "gpu":
         numbers = ("seconds", "gaps", "during", "host_late")
-        found["idle"] = {name: _mean([rank["idle"][name] for rank in ranks]) for name in numbers}
+        found["idle"] = _mean([{name: rank["idle"][name] for name in numbers} for rank in ranks])
         found["copies"] = _mean([rank["copies"] for rank in ranks])
     return found
 
@@ -177,83 +178,30 @@ def write(folder: Path, summary: dict[str, Any], text: str) -> None:
 
 
 def format_text(summary: dict[str, Any], run_folder: str) -> str:
-    run, overall = summary["run"], summary["overall"]
-    count, nodes, recorded = run["num_ranks"], run["num_nodes"], len(summary["ranks"])
-    where = f"{recorded} of {count} ranks" if recorded < count else counted(count, "rank")
-    where += f" on {counted(nodes, 'node')} ({run['device']})"
-    lines = [f"profile of {Window(*run['steps'])}, {where}: {_ms(overall['step_seconds'])} per step", "", *_parts(overall)]
-    if recorded > 1:
-        lines += ["", *_table_of_ranks(summary["ranks"], overall["kind"])]
-    lines += ["", *_operations(summary["operations"], overall["kind"])]
-    if overall["kind"] == "gpu":
-        lines += ["", *_gaps(summary["ranks"])]
-    for finding in summary["findings"]:
-        lines += ["", finding]
-    advice = [f"  {number}. {one['text']}" for number, one in enumerate(summary["recommendations"], 1)]
-    none = "recommendations: none. No part of a step that an option changes takes 5 % or more of it."
-    lines += ["", "recommendations, with the one that could save the most first" if advice else none, *advice]
-    merged = Path(run_folder) / traces.FOLDER / traces.MERGED
-    accuracy = max(rank["clock"]["accuracy"] for rank in summary["ranks"]) / 1000
-    clocks = f" Clocks of hosts are aligned to {accuracy:.3g} us." if accuracy else ""
-    end = f"Open {merged} in https://ui.perfetto.dev.{clocks} Print this again: accel-ddp profile {shlex.quote(run_folder)}"
-    return "\n".join([*lines, "", end])
+    """Return the text that profile.jinja makes of a summary."""
+    from jinja2 import Environment
 
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms"
-
-
-def _row(name: str, seconds: float, step: float, more: str = "") -> str:
-    return f"  {name:<28}{seconds * 1000:>10.2f} ms  {seconds / step:>6.1%}{'  ' + more if more else ''}".rstrip()
-
-
-def _parts(overall: dict[str, Any]) -> list[str]:
-    step, parts = overall["step_seconds"], overall["parts"]
-    total = overall["communication"]
-    more = f"{overall['overlapped'] / total:.0%} of it overlaps with computation" if total else ""
-    lines = ["per step, mean of the ranks", _row("computation", overall["computation"], step)]
-    lines += [_row("communication", total, step, more), _row("exposed communication", overall["exposed"], step)]
-    if overall["kind"] == "gpu":
-        idle = overall["idle"]
-        lines += [
-            _row("memory copies", overall["copies"]["seconds"], step),
-            _row("GPU idle", idle["seconds"], step, f"{counted(round(idle['gaps']), 'gap')} of 10 us or more"),
-            _row("  the host waits for data", idle["during"]["data"], step),
-            _row("  the host launches too late", idle["host_late"], step),
-            "training thread of the host",
-        ]
-    lines += [_row("data wait" if name == "data" else name, seconds, step) for name, seconds in parts.items()]
-    return lines
-
-
-def _table_of_ranks(ranks: list[dict[str, Any]], kind: str) -> list[str]:
+    run, ranks, on_gpu = summary["run"], summary["ranks"], summary["overall"]["kind"] == "gpu"
+    recorded = f"{len(ranks)} of {run['num_ranks']} ranks" if len(ranks) < run["num_ranks"] else counted(len(ranks), "rank")
     names = [f"{rank['rank']} ({rank['host']})" for rank in ranks]
-    width = max(map(len, names))
-    heads = ["step", "computation", "communication", "exposed", "data", *(["idle"] if kind == "gpu" else [])]
-    lines = [f"{'rank':<{width}}" + "".join(f"{head:>15}" for head in heads) + "   (ms)"]
-    for name, rank in zip(names, ranks):
-        values = [rank[field] for field in ("step_seconds", "computation", "communication", "exposed")]
-        values += [rank["idle"]["during"]["data"], rank["idle"]["seconds"]] if kind == "gpu" else [rank["parts"]["data"]]
-        lines.append(f"{name:<{width}}" + "".join(f"{value * 1000:>15.2f}" for value in values))
-    return lines
-
-
-def _operations(operations: list[dict[str, Any]], kind: str) -> list[str]:
-    title = "largest kernels and copies" if kind == "gpu" else "largest operations, own time"
-    lines = [f"{title:<60}{'ms per step':>12}{'share':>8}{'count':>8}"]
-    for one in operations[:10]:
-        count = f"{one['count']:,.0f}" if one["count"] >= 10 else f"{one['count']:.3g}"
-        lines.append(f"{shorten(one['name'], 58):<60}{one['seconds'] * 1000:>12.3f}{one['share']:>8.1%}{count:>8}")
-    return lines
-
-
-def _gaps(ranks: list[dict[str, Any]]) -> list[str]:
-    gaps = sorted(((gap, rank) for rank in ranks for gap in rank["idle"]["largest"]), key=lambda pair: -pair[0]["seconds"])[:3]
-    lines = ["largest gaps in which a GPU was idle"]
-    for gap, rank in gaps:
-        doing = f", in {gap['host']}" if gap["host"] else ""
-        lines.append(f"  {_ms(gap['seconds'])} on rank {rank['rank']} ({rank['host']}): the host was in {gap['part']}{doing}")
-    return lines
+    columns = {name: itemgetter(name) for name in ("computation", "communication", "exposed")}
+    columns = {"step": itemgetter("step_seconds"), **columns, "data": lambda rank: rank["parts"]["data"]}
+    gaps: list[Any] = []
+    if on_gpu:
+        columns |= {"data": lambda rank: rank["idle"]["during"]["data"], "idle": lambda rank: rank["idle"]["seconds"]}
+        gaps = sorted(((gap, rank) for rank in ranks for gap in rank["idle"]["largest"]), key=lambda pair: -pair[0]["seconds"])[
+            :3
+        ]
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"shorten": shorten, "count": lambda count: f"{count:,.0f}" if count >= 10 else f"{count:.3g}"}
+    template = environment.from_string(Path(__file__).with_name("profile.jinja").read_text())
+    text = template.render(
+        summary, window=Window(*run["steps"]), where=f"{recorded} on {counted(run['num_nodes'], 'node')} ({run['device']})",
+        step=summary["overall"]["step_seconds"], on_gpu=on_gpu, names=names, width=max(map(len, names)), columns=columns, gaps=gaps,
+        accuracy=max(rank["clock"]["accuracy"] for rank in ranks) / 1000, merged=Path(run_folder) / traces.FOLDER / traces.MERGED,
+        run_folder=shlex.quote(run_folder), counted=counted,
+    )  # fmt: skip
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 # ---- the command `accel-ddp profile RUN`

@@ -48,19 +48,9 @@ def make_page(runs: list[ReportedRun]) -> str:
     read = lambda name: files("accel_ddp.report").joinpath(name).read_text(encoding="utf-8")
     scripts = [get_plotlyjs().replace("\r\n", "\n"), read("page.js")]
     environment = Environment(autoescape=True)
-    text = (
-        cards.after,
-        cards.brief,
-        cards.cell,
-        cards.duration,
-        cards.figure,
-        cards.moment,
-        cards.number,
-        cards.percent,
-        cards.plain,
-    )
-    text += (cards.command, cards.rate, cards.tagged, cards.words, counted, format_bytes, dict_of, list_of)
-    functions = {one.__name__: one for one in (*text, places, sections.badge, sections.last_error, sections.worst_incidents)}
+    forms = [cards.brief, cards.duration, cards.figure, cards.moment, cards.number, cards.percent, cards.rate, format_bytes]
+    forms += [cards.after, cards.cell, cards.command, cards.plain, cards.tagged, cards.words, counted, dict_of, list_of, places]
+    functions = {one.__name__: one for one in (*forms, sections.badge, sections.last_error, sections.worst_incidents)}
     environment.filters |= functions
     environment.globals |= functions
     environment.globals |= {"most_checkpoints": sections.CHECKPOINTS, "most_operations": sections.OPERATIONS}
