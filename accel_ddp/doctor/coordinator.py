@@ -78,7 +78,6 @@ class Coordinator:
         self.keeping_alive = self.keeping_alive or asyncio.ensure_future(self._keep_alive())
 
     def stop_listening(self) -> None:
-        """Accept no more nodes. The members stay connected."""
         for server in self.servers:
             server.close()
 
@@ -235,11 +234,15 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
     found = ""
     with contextlib.ExitStack() as stack:
         sockets = []
-        for ip, broadcast in _broadcast_addresses():
+        entries = psutil.net_if_addrs()
+        for entry in (entry for name in external_interfaces() for entry in entries.get(name, ())):
+            if entry.family != socket.AF_INET or not entry.netmask:
+                continue
+            broadcast = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address)
             with contextlib.suppress(OSError):  # an interface that is just going down
                 sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-                sock.bind((ip, 0))
+                sock.bind((entry.address, 0))
                 sock.sendto(query, (broadcast, port))
                 sockets.append(sock)
         deadline = time.monotonic() + _BROADCAST_SECONDS
@@ -252,13 +255,3 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
                     if hmac.compare_digest(data, other):
                         found = sender[0]
     return found, False
-
-
-def _broadcast_addresses() -> list[tuple[str, str]]:
-    entries = psutil.net_if_addrs()
-    return [
-        (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))
-        for name in external_interfaces()
-        for entry in entries.get(name, [])
-        if entry.family == socket.AF_INET and entry.netmask
-    ]

@@ -50,7 +50,6 @@ def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict
 
 
 def count_visible() -> int:
-    """Return the number of GPUs that ranks on this host would use. 0: they would use CPUs."""
     gpus = [] if cpu_is_wanted() or "cuda" not in read_torch_build() else query_driver()[0]
     if gpus is None:  # a container without nvidia-smi has the devices of its GPUs
         gpus = [{"uuid": ""} for _ in Path("/dev").glob("nvidia[0-9]*")]

@@ -36,7 +36,6 @@ _LITTLE = 1 << 30  # bytes; less free space than this is a warning
 
 
 def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) -> str:
-    """Return the platform of this host: `kubernetes`, `slurm`, `ec2` or an empty text. Only variables and a file are read."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if "SLURM_JOB_ID" in os.environ:

@@ -45,14 +45,7 @@ from accel_ddp.doctor.check_options import CheckOptions, runs_preflight, wait_of
 from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout, limit_name_lookups
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.nodes.launcher import (
-    CONFIG_FILE,
-    TYPED,
-    find_config_file,
-    parse_accelerate_command,
-    read_accelerate_config,
-    stated_precision,
-)
+from accel_ddp.nodes import launcher
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import Topology, find_topology
@@ -81,11 +74,11 @@ def prepare_launcher(argv: list[str]) -> None:
     limit_name_lookups()
     return_exit_code_of_ranks()
     adopt_config()
-    request = parse_accelerate_command(sys.orig_argv) or {}
+    request = launcher.parse_accelerate_command(sys.orig_argv) or {}
     if request.get("distributed_type") == "DEEPSPEED":
         names = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend")
         given = {name: request.get(name) for name in names}
-        find = lambda: find_topology(given, find_config_file(sys.orig_argv))
+        find = lambda: find_topology(given, launcher.find_config_file(sys.orig_argv))
         _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, find if runs_preflight(argv) else None, argv[0])
     num_nodes = request.get("num_machines")
     if runs_preflight(argv) and isinstance(num_nodes, int) and num_nodes > 1:
@@ -96,14 +89,14 @@ def prepare_launcher(argv: list[str]) -> None:
 
 def adopt_config() -> None:
     """Set the variables that `accelerate launch` would set for a config, if torchrun has one and they are not set already."""
-    file = os.path.expanduser(os.environ.get(CONFIG_FILE, ""))
-    if not file or parse_accelerate_command(sys.orig_argv) is not None:
+    file = os.path.expanduser(os.environ.get(launcher.CONFIG_FILE, ""))
+    if not file or launcher.parse_accelerate_command(sys.orig_argv) is not None:
         return
     try:
-        config = read_accelerate_config(file)
+        config = launcher.read_accelerate_config(file)
     except UserError as error:
-        _exit_with(str(error).replace("--config_file", CONFIG_FILE))
-    precision = {"ACCELERATE_MIXED_PRECISION": stated} if (stated := stated_precision(config)) else {}
+        _exit_with(str(error).replace("--config_file", launcher.CONFIG_FILE))
+    precision = {"ACCELERATE_MIXED_PRECISION": stated} if (stated := launcher.stated_precision(config)) else {}
     for name, value in {**variables_of(config), **precision}.items():
         os.environ.setdefault(name, value)
 
@@ -118,7 +111,7 @@ def _exit_with(reason: str, find: Callable[[], Topology] | None = None, script: 
 def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable[[], Topology] | None, script: str) -> None:
     """Exit with code 2 before all ranks report it. `find` gives the nodes that would wait, because their config differs."""
     try:
-        read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
+        read_plan(variables, num_ranks, launcher.find_config_file(sys.orig_argv))
     except UserError as error:
         _exit_with(str(error), find, script)
 
@@ -126,7 +119,7 @@ def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable
 def create_after_preflight(params: Any, backend: str, create: Callable[[Any], Any], argv: list[str]) -> "RestartingRendezvous":
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
     is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and runs_preflight(argv)
-    request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
+    request = launcher.parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
     num_ranks = (request or {}).get("num_processes")
     num_ranks = max(0, num_ranks) if isinstance(num_ranks, int) else 0
 
@@ -227,11 +220,12 @@ def names_killed_ranks(error: BaseException) -> bool:
     failures = list(getattr(error, "failures", {}).values())
     texts = [text for one in failures if "RANK_DIED" in (text := str(one.message))]
     is_named = lambda one: "RANK_DIED" in str(one.message) or any(f"pid {one.pid})" in text for text in texts)
-    return os.environ.get(TYPED, "").partition(" ")[0] == str(os.getpid()) and bool(texts) and all(map(is_named, failures))
+    return (
+        os.environ.get(launcher.TYPED, "").partition(" ")[0] == str(os.getpid()) and bool(texts) and all(map(is_named, failures))
+    )
 
 
 def _find_in_frames(frames: Iterable[tuple[FrameType, int]], name: str, read: Callable[[Any], Any]) -> Any:
-    """Return the first true value that `read` returns for the local variable `name` of one of these frames of torch, or None."""
     return next((found for frame, _ in frames if (found := read(frame.f_locals.get(name)))), None)
 
 
@@ -432,7 +426,6 @@ class RestartingRendezvous:
         return self.is_store_lost
 
     def _open_again(self, deadline: float) -> None:
-        """Wait until the main launcher runs again or is reachable again, and create another handler."""
         address, port = _endpoint_of(self.params, self.backend)
         began = printed_at = time.monotonic()
         while not host.port_answers(address, port):
@@ -461,7 +454,6 @@ class RestartingRendezvous:
                 store.set(self.job_key, "")
 
     def _finds_running_job(self) -> bool:
-        """Return whether a node with the same command has a store open at the endpoint. Raises UserError if options differ."""
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0"):

@@ -189,7 +189,6 @@ class Examiner(Coordinator):
         )
 
     def _count_expected(self) -> tuple[int, int, str]:
-        """Return how many nodes (or ranks, see `counts_ranks`) are connected, how many are expected at least, and their word."""
         if compare_nodes.counts_ranks(self.hellos):
             return len(self.members), min(hello["ranks"] for hello in self.hellos), "ranks"
         return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"
@@ -218,7 +217,6 @@ class Examiner(Coordinator):
         )  # fmt: skip
 
     def report_silent(self, member: Member, seconds: float, activity: str) -> Finding:
-        """Return the finding for a member that does not answer, and stop sending requests to it."""
         member.is_silent = True
         how = "closed its connection" if member.lost else f"did not answer within {seconds:.0f} s"
         saw = f"{name_of(member.hello)} {how} while {activity}"

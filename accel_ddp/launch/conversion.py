@@ -270,7 +270,6 @@ class Conversion:
             self._put_columns(where, entry)
 
     def _entries(self, given: Any) -> Iterable[tuple[str, str, list[str], dict[str, Any]]]:
-        """Yield the name, the path, the files (none: it is on the Hub) and the description of each dataset."""
         if not given:
             raise UserError(f"{self.file}: has no datasets, and a run needs one.")
         if self.toolkit == "axolotl":
@@ -402,7 +401,6 @@ class Conversion:
         return "\n".join([*lines, *(f"# {line}" for line in self.summary())]) + "\n"
 
     def summary(self) -> list[str]:
-        """Return all keys of the file that are no option of the same name, with what became of them."""
         lines = [*self.differences(), *_listed("Not needed:", self.not_needed)]
         listed = {word for line in lines for word in re.findall(r"^ +(?:\w+ )?(\w+)", line)} | {*self.empty, *self.options}
         read = sorted(name for name in self.names if name not in listed)

@@ -100,8 +100,6 @@ def _seconds(value: Any) -> int:
 
 
 class Key(NamedTuple):
-    """A key of the description. `check` returns the value, or raises ValueError with the reason."""
-
     check: Callable[[Any], Any]
     help: str
 

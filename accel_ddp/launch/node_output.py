@@ -61,7 +61,6 @@ class RankOutputs:
             raise
 
     def _open_terminal(self, path: Path, size: tuple[int, int]) -> bool:
-        """Make a terminal for rank 0 and return whether there is one. Some containers have none."""
         try:
             ours, theirs = os.openpty()
         except OSError:
@@ -170,7 +169,6 @@ class Console:
             self._print(f"{prefix}{line}\n")
 
     def show_terminal(self, host: str, text: str, lines: list[str]) -> None:
-        """Print what the main rank has written to its terminal, including its panel. `lines` are those that are complete."""
         for line in lines:
             self._remember(host, 0, line)
         # A frame arrives in several parts. No other line may be printed between them.

@@ -131,7 +131,6 @@ class Session:
         os._exit(INTERRUPTED)
 
     def resize(self) -> None:
-        """Give the terminal of the main rank the new size of this one, so that its panel fits."""
         if self.has_started and (size := _terminal_size()):
             self.connections[0].send("resize", size=size)
 

@@ -16,19 +16,9 @@ from typing import Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.memory import fake_model
+from accel_ddp.memory import fake_model, step_trace
 from accel_ddp.memory.fake_model import LORA_TASKS, States, count_states
-from accel_ddp.memory.step_trace import (
-    ACTIVATIONS,
-    CASTS_OF_LAYERS,
-    CASTS_OF_REST,
-    GRADIENTS_OF_LAYERS,
-    GRADIENTS_OF_REST,
-    LOSS,
-    NOTHING,
-    Trace,
-    trace,
-)
+from accel_ddp.memory.step_trace import ACTIVATIONS, CASTS_OF_LAYERS, CASTS_OF_REST, GRADIENTS_OF_LAYERS, GRADIENTS_OF_REST, LOSS
 from accel_ddp.nodes.sharding_plan import CONFIG, ShardingPlan
 
 GIB = 1 << 30
@@ -48,7 +38,7 @@ GATHERED_LAYERS = 3  # the layer that is computed, the next one, and the buffer 
 @dataclass(frozen=True)
 class EstimatedRun:
     states: States
-    trace: Trace
+    trace: step_trace.Trace
     precision: str
     is_graphed: bool  # whether layers are captured as CUDA graphs if there is room
     copies_of_gradients: int = 0  # that DDP keeps besides the gradients
@@ -118,10 +108,10 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
         fake = fake_model.build(cfg, model_class, precision)._replace(lengths=lengths)
         states = count_states(fake.model, cfg)
         try:
-            traced = trace(fake, cfg, precision, micro_batch_size)
+            traced = step_trace.trace(fake, cfg, precision, micro_batch_size)
         except Exception as error:  # of any kind, from the code of the model
             log.info("activations of %s are not estimated: %s: %s", model_class, type(error).__name__, error)
-            traced = NOTHING
+            traced = step_trace.NOTHING
     is_graphed = traced.is_padding_free and cfg.compile != "off" and not cfg.gradient_checkpointing
     copies = (not cfg.gradient_as_bucket_view) + (cfg.comm_hook == "powersgd")  # its buckets, and the errors of powersgd
     return EstimatedRun(states, traced, precision, is_graphed, copies)
@@ -144,7 +134,7 @@ def estimate(
         kind=FSDP if plan else DDP if ranks > 1 else ONE,
         ranks=ranks,
         replicas=ranks // shards if plan else 1,
-        has_activations=run.trace is not NOTHING,
+        has_activations=run.trace is not step_trace.NOTHING,
         weights=share(states.weights) + states.buffers,
         gradients=share(states.gradients) * (1 if plan or ranks == 1 else 1 + run.copies_of_gradients),
         optimizer=share(states.optimizer),
@@ -315,11 +305,10 @@ class Estimator:
 
     def can_be_sharded(self) -> bool:
         """Return whether FSDP accepts the model and the options. Call it after `estimate`."""
-        try:
+        with contextlib.suppress(UserError):
             self.require_sharded()
-        except UserError:
-            return False
-        return True
+            return True
+        return False
 
     def require_sharded(self) -> None:
         """Raise UserError if FSDP does not accept the model or the options. Call it after `estimate`."""

@@ -75,7 +75,6 @@ def is_world_of_mpi() -> bool:
 
 
 def cpu_is_wanted() -> bool:
-    """Return whether ACCELERATE_USE_CPU asks for training on CPUs although there may be GPUs."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 

@@ -28,7 +28,6 @@ def printable(value: Any, longest: int = LONGEST_TEXT) -> str:
 
 
 def whole_number(value: Any, most: int = 10**9) -> int | None:
-    """Return a whole number from 0 to `most`, or None if `value` is None."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
@@ -97,7 +96,6 @@ class Stream:
         self._num_written = self._num_read = 0
 
     def write(self, message: dict[str, Any]) -> None:
-        """Send a message without waiting. Raises ConnectionError if it is too large."""
         data = json.dumps(message).encode()
         if len(data) > LARGEST_MESSAGE:
             raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
@@ -133,7 +131,6 @@ class Stream:
         return message
 
     async def close(self) -> None:
-        """Close the connection and wait up to a second until its buffers are sent."""
         self.writer.close()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.writer.wait_closed(), 1)
@@ -192,8 +189,7 @@ class Door:
 
 
 def find_free_port(ip: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as sock:
-        sock.bind((ip, 0))
+    with open_listening_socket(ip, 0) as sock:
         return sock.getsockname()[1]
 
 

@@ -54,7 +54,6 @@ def erase_before_line(descriptor: int) -> str:
 
 
 def split_incomplete_frame(text: str) -> tuple[str, str]:
-    """Return the text up to a frame that is not complete, and the beginning of that frame."""
     at = text.rfind(BEGIN_FRAME)
     if at >= 0 and END_FRAME not in text[at:]:
         return text[:at], text[at:]

@@ -35,7 +35,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_name(rank: int) -> str:
-    """Return torch's name for the file with the pieces of a rank."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 

@@ -176,12 +176,6 @@ def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def check_options_early(cfg: TrainConfig) -> None:
-    """Raise UserError for changed options before a model is loaded. The data are compared later, when they are loaded."""
-    if found := candidates(cfg):
-        check_options(cfg, checkpoint_format.read_run(found[-1]))
-
-
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
     """Raise UserError if the result would change. Without `data`, the options that name the data are not compared."""
     if cfg.evaluate_only:  # on other data, or with other options
@@ -252,15 +246,9 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 
 
 def load(
-    accelerator: "Accelerator",
-    model: "nn.Module",
-    optimizer: torch.optim.Optimizer | None,
-    kept: dict[str, Tensor],
-    states: Callable[[], Iterable[str]],
-    path: Path,
-    run: dict[str, Any],
-    source: int,
-) -> None:
+    accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor],
+    states: Callable[[], Iterable[str]], path: Path, run: dict[str, Any], source: int,
+) -> None:  # fmt: skip
     """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
     This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files,

@@ -211,7 +211,6 @@ class Peers:
             self.pings, _ = await loop.create_datagram_endpoint(lambda: _Pings(self), local_addr=address, family=sock.family)
 
     def make_ping(self, sender: int, other: int, number: int) -> bytes:
-        """Return a datagram of one node. `other` is the node that it is exchanged with."""
         head = struct.pack(_PING, sender, number)
         return head + messages.make_proof(self.keys[other], b"ping", head)
 

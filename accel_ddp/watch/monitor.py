@@ -432,9 +432,6 @@ class Monitor:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
             if self.judge.waits_for_link:
                 self.slow_run.report_flow(self.flows, [v for v in views if not v.is_finished], now)
-        self._ask_for_stacks()
-
-    def _ask_for_stacks(self) -> None:
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:

@@ -53,7 +53,6 @@ class Flows:
         return now - max(times, default=float("-inf"))
 
     def slowest(self, now: float, seconds: float) -> tuple[tuple[int, int], float] | None:
-        """Return the link on which most bytes wait, and its bytes per second in the last `seconds`, at least one."""
         found = []
         for (source, target, _), samples in self.samples.items():
             recent = [sample for sample in samples if now - sample[0] < seconds]

@@ -35,7 +35,6 @@ def find_slow_link(
 
 
 def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions."""
     ordered = sorted(set(nodes))
     ring = list(zip(ordered, ordered[1:] + ordered[:1])) if len(ordered) > 2 else [tuple(ordered)] if len(ordered) == 2 else []
     return [pair for a, b in ring for pair in ((a, b), (b, a))]
@@ -175,7 +174,6 @@ class Slowness:
         return self._judge() if self._complete_block() else []
 
     def _complete_block(self) -> bool:
-        """Make a block of the steps that all ranks have done since the last one. Return False if they do not make one yet."""
         if self.first is None or self.behind:
             return False
         last = min(each[-1].step for each in self.samples)
@@ -312,7 +310,6 @@ class Slowness:
         return list(self.blocks)[-number:]
 
     def _stopped_share(self, rank: int) -> float:
-        """Return the fraction of observations in which the process was stopped, if it was stopped repeatedly; otherwise 0."""
         states = self.states[rank]
         stops = {step for step, is_stopped in states if is_stopped}
         if len(stops) < 4 or len(states) < WINDOW:
@@ -324,7 +321,6 @@ class Slowness:
         return max(counts.values(), default=0) > LINK_WINDOW - LINK_BAD
 
     def _lost(self, rank: int) -> float:
-        """Return the seconds per step that others have lost by this rank in the last blocks in which it was slow."""
         bad = [block.lost(rank) for block in self._last(WINDOW) if rank in block.slow]
         return statistics.mean(bad) if bad else 0.0
 
