@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
