@@ -58,11 +58,7 @@ def counts_ranks(members: list[Hello]) -> bool:
 
 
 def check_counts(members: list[Hello], is_complete: bool = False) -> list[Finding]:
-    """Return findings for numbers of nodes and ranks that contradict each other.
-
-    `members` has one process of each node, and `is_complete` states that these are all nodes. Nodes may have different numbers of
-    ranks, but not under `accelerate launch`, which divides the total by the number of nodes.
-    """
+    """`members`: one process per node (`is_complete`: of all). Only `accelerate launch` needs equal numbers of ranks."""
     found = []
     members = _sort_members(members)
     # With WORLD_SIZE, the numbers of nodes are estimates.

@@ -57,11 +57,7 @@ class Member:
 
 
 class Coordinator:
-    """Accepts nodes that have the token, keeps their connections alive, and receives their messages.
-
-    A subclass defines which nodes it accepts: `read_hello` returns the valid description of a node or raises ValueError, TypeError
-    or KeyError. It may also define `join`, and handle messages as they arrive (`take`).
-    """
+    """Accepts nodes with the token. A subclass has `read_hello` (ValueError ... for a bad one), perhaps `join` and `take`."""
 
     def __init__(self, find_key: Callable[[int], bytes | None], silence_seconds: float):
         self.door, self.silence_seconds = messages.Door(find_key), silence_seconds

@@ -228,11 +228,7 @@ def code_versions(script: str) -> dict[str, str]:
 
 
 def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of `accelerate launch` that must be the same on all nodes.
-
-    Settings about sharding are replaced by what they mean, because ranks that shard in different ways wait for each other forever.
-    They are in the config of a command, and in the variables of a launcher and its ranks. Raise UserError if they are not supported.
-    """
+    """Sharding, from a config or a launcher's variables, is replaced by what it means: ranks that differ wait forever."""
     left_out = {*PER_NODE_SETTINGS, "fsdp_config", "parallelism_config"}
     found = {name: str(value) for name, value in config.items() if name not in left_out and (name, value) != _IS_FSDP}
     plan = read_plan({**variables_of(config), **variables})

@@ -238,11 +238,7 @@ class RestartingRendezvous:
         self, params: Any, backend: str, create: Callable[[Any], Any], check: Callable[..., bool], argv: list[str], wait: float,
         max_restarts: int,
     ):  # fmt: skip
-        """Run the preflight and create torch's handler with `create`.
-
-        `check(is_running)` runs the preflight. It returns True if there is none, because `is_running()` finds that the job runs.
-        `argv` is the script with its arguments. `wait` is the number of seconds to wait for the main node at a restart.
-        """
+        """`check(is_running)` is the preflight; True: none, the job runs. `wait`: seconds for the main node at a restart."""
         self.params, self.backend, self.create, self.check, self.wait_seconds = params, backend, create, check, wait
         self.max_restarts = max_restarts
         self.command = [os.path.basename(argv[0]), *argv[1:], "--max_restarts", str(max_restarts)]

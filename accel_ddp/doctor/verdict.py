@@ -304,12 +304,7 @@ class Examiner(Coordinator):
         return cleaned
 
     async def _send_verdict(self, expects_more: bool) -> None:
-        """Send the verdict to all nodes, then stop listening, then let the nodes continue.
-
-        A server that closed early would look like a fault to a slow node, and a node that connects late should receive the
-        verdict too. Nodes continue only after the server is closed: the launchers that they start next would take its port
-        for the rendezvous.
-        """
+        """Late nodes get it too, so the server closes after it, and nodes go on after that: their launchers need the port."""
         receivers = [member for member in self.members if not member.is_silent]
         await asyncio.gather(*(member.send(_verdict_message(self.outcome, member)) for member in receivers))
         await self.collect_answers(receivers, 5)  # the confirmations

@@ -111,11 +111,7 @@ def status(cluster: Cluster, job: Job | None) -> int:
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    """Print the output of all pods of a job, each line with the name of its pod. With `follow`, return the exit code of the job.
-
-    Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
-    kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
-    """
+    """Follow later pods too, each by its own kubectl: one with a label repeats replaced pods, and ends if an image is late."""
     kubectl = _Kubectl(cluster)
     one: dict[str, Any] | None = kubectl.find(job)
     readers: dict[str, subprocess.Popen[bytes]] = {}

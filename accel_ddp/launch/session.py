@@ -96,11 +96,7 @@ class Session:
                 await self.console.wait_until_printed()
 
     def interrupt(self, number: int) -> None:
-        """Stop the job. Before the job runs, end at once. The second time, kill everything. The third time, return at once.
-
-        If the terminal was closed, nobody can ask for an end of a job that does not stop, so it is killed later.
-        A terminal that is closed may send SIGHUP twice, once by the shell and once by the kernel, which is not a second request.
-        """
+        """Stop; the second time kill, the third time return. A closed terminal may send SIGHUP twice; it kills later."""
         if number == signal.SIGHUP and self.is_stopping:
             self._send_all("stop", why="the terminal was closed", seconds=STOP_SECONDS)
             return

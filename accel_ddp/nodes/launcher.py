@@ -200,11 +200,7 @@ def check_rank_variables() -> None:
 
 
 def check_requested_world() -> None:
-    """Raise UserError if `accelerate launch` started another number of processes than it was asked for.
-
-    `accelerate launch` rounds num_processes down to a multiple of num_machines, and starts a single process for MULTI_CPU or
-    --cpu. It prints nothing about either.
-    """
+    """Raise UserError if Accelerate has silently rounded num_processes down, or started one process (MULTI_CPU, --cpu)."""
     request, started = find_accelerate_request() or {}, int(os.environ.get("WORLD_SIZE", 1))
     processes, machines = request.get("num_processes"), request.get("num_machines") or 1
     if not isinstance(processes, int) or processes < 1:

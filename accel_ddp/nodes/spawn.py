@@ -72,11 +72,7 @@ def raise_file_limit() -> None:
 
 
 def keep_forks_apart_from_starts() -> None:
-    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
-
-    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread
-    is inside `Popen`, for example of a tracker, has a copy, and the thread would wait for its exit. Tested with Python 3.11.
-    """
+    """A worker forked inside another thread's `Popen` holds its pipe, and `Popen` waits for its exit. Tested: Python 3.11."""
     plain = subprocess.Popen.__init__
     if hasattr(plain, "__wrapped__"):  # done by an earlier call
         return

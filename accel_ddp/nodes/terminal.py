@@ -117,11 +117,7 @@ def connect_output() -> bool:
 
 
 class RankStream(io.RawIOBase):
-    """Writes to the guard, and never fails.
-
-    A rank that waits in `print` stops all ranks of the job. Output that the guard has not taken after some seconds is therefore
-    dropped, and so is all output after the guard has ended.
-    """
+    """Never fails or waits for long, which would stop all ranks: what the guard does not take in seconds is dropped."""
 
     def __init__(self, descriptor: int):
         self.descriptor, self.is_dropping = descriptor, False

@@ -208,11 +208,7 @@ def identify(path: Path) -> tuple[Any, ...] | None:
 
 
 def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool = True) -> str:
-    """Return why the checkpoint cannot be used, or "". It reads and hashes every file: about a second per GB.
-
-    If several ranks verify the same checkpoint, each hashes the files of its `part`. Without `with_optimizer` the state of the
-    optimizer, two thirds of the bytes, is not hashed.
-    """
+    """Hash all files, about 1 GB/s; of several ranks, each its `part`. Without the optimizer, two thirds are not hashed."""
     if not path.is_dir():
         return "there is no such folder"
     if (manifest := _manifest(path)) is None:

@@ -249,11 +249,7 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
 
 
 def _wait_for_parts(save: PartialSave, partial: Path) -> dict[int, dict[str, Any]]:
-    """Return what the other ranks have reported. Raise PartError if a rank is lost.
-
-    There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
-    Without the store, it is not known whether they are, and the folder must grow.
-    """
+    """PartError if a rank is lost. No limit while all live; without the store, the folder must grow."""
     missing = {rank: host for rank, host in save.writers if rank != this_rank.rank}
     found: dict[int, dict[str, Any]] = {}
     began = reported = grown_at = time.monotonic()

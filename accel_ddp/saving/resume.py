@@ -144,11 +144,7 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
 
 
 def take_saved_options(cfg: TrainConfig) -> None:
-    """Set options that the user has left out to those of the newest checkpoint on any disk. This is a collective.
-
-    It does so before data and a model are loaded. A damaged checkpoint, from which the run does not continue, has been saved with the
-    same options as the one before it.
-    """
+    """A collective, before data and model are loaded. A damaged newest checkpoint has the same options as the one before."""
     if not cfg.resume:
         return
     mine: tuple[int, dict[str, Any]] = (-1, {})

@@ -75,11 +75,7 @@ _BYTES = struct.Struct("=120xQQ")  # tcp_info: acknowledged, received
 
 
 def tcp_traffic(pids: Iterable[int], without_port: int) -> list[list]:
-    """Return [own address, peer's address, bytes acknowledged, bytes received, bytes to send] of the connections of processes.
-
-    Connections inside this host and those of a port are left out, and those between the same addresses are one row. There are
-    none where the kernel has no sock_diag (gVisor, macOS), and nothing is known about RDMA, which bypasses the kernel.
-    """
+    """Return [own, peer, acknowledged, received, to send] to other hosts. Without sock_diag (gVisor, macOS) or with RDMA: []."""
     own = set()
     for pid in pids:
         with contextlib.suppress(OSError):

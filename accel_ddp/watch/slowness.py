@@ -281,12 +281,7 @@ class Slowness:
         return case
 
     def _is_straggler(self, rank: int, totals: dict[int, float]) -> bool:
-        """Return whether the rank is clearly or steadily slower, or is interrupted again and again.
-
-        On a machine with more busy processes than cores, the faster of two ranks changes all the time. In two minutes with 5
-        busy processes on 2 cores no rank lost 40 % in more than 4 of 10 blocks, and no mean of 10 blocks was above 1.7 standard
-        deviations.
-        """
+        """5 busy processes on 2 cores, 2 minutes: never 40 % lost in over 4 of 10 blocks, or a mean above 1.7 deviations."""
         window, bad = (2 * WINDOW, 2 * WINDOW - 2) if self.is_uneven else (WINDOW, BAD)
         recent = [block.lost(rank) / block.seconds for block in self._last(window)]
         if sum(share >= CLEARLY_LOST for share in recent) >= bad:
