@@ -226,8 +226,7 @@ class CollectiveChecks(CollectiveWorker):
         for dtype in ("float32", "bfloat16") if self.device.type == "cuda" else ("float32",):
             for size in sizes:
                 at = torch.arange(size, device=self.device)
-                # First each element comes from one rank, so that a wrong element identifies the rank. Then each comes from
-                # all ranks, or from 100 of them, so that sums are small whole numbers, which are exact in bf16 too.
+                # One rank per element: a wrong one names its rank. Then up to 100: their sums are exact in bf16 too.
                 single, expected_single = (at % n == self.rank) * (at % 5 + 1), at % 5 + 1
                 for mine, expected in ((single, expected_single), ((at + self.rank) % n < 100, at * 0 + min(n, 100))):
                     got = self.all_reduce(mine.to(getattr(torch, dtype)))

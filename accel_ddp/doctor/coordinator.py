@@ -4,9 +4,8 @@ Messages are JSON objects. The coordinator sends requests, whose kind is the val
 the last one. A node first sends a description of itself (`hello`), then answers and events. Both sides send something every 2 s, so
 a side that sends nothing for several times this long has died, hangs or has lost its network.
 
-A node that cannot use the main address finds the coordinator by a broadcast. If the main address is wrong on every node, node 0 finds
-this out by itself, and without the broadcast the others would wait for an address that is not node 0's. Cloud networks do not deliver
-broadcasts, so there the other nodes report after their own time limit.
+A node that cannot use the main address finds the coordinator by a broadcast. If the address is wrong on every node, the others would
+otherwise wait for it. Cloud networks deliver no broadcasts, so there the other nodes report after their own time limit.
 """
 
 import asyncio

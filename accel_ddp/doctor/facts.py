@@ -280,10 +280,8 @@ def _hash_or_error(path: str, seconds: float) -> str:
     def compute() -> str:
         try:
             return hash_files(Path(path).expanduser(), seconds)
-        except OSError as error:
-            return f"!{error.strerror}"
-        except RuntimeError as error:  # `~nobody`
-            return f"!{error}"
+        except (OSError, RuntimeError) as error:  # `~nobody`
+            return f"!{getattr(error, 'strerror', None) or error}"
 
     return call_with_timeout(compute, seconds + 1, NOT_READ)
 

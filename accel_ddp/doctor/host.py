@@ -102,11 +102,10 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def port_answers(address: str, port: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((address, port), timeout=2).close()
         return True
-    except OSError:
-        return False
+    return False
 
 
 def is_local_address(ip: str) -> bool:

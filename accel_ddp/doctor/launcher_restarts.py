@@ -1,9 +1,8 @@
 """Inside `accelerate launch` and torchrun: the preflight before their ranks start, their exit code, and restarts (`--max_restarts`).
 
-By themselves the launchers return 1 for every failure. A scheduler sees only this code. With the code of the ranks it can tell a user's
-mistake (2), which must not be restarted, from a stop with a checkpoint (75), which can be continued. After both, the launchers also
-print for each rank that they end it, and a report that the script has FAILED. These lines are left out, because the ranks have printed
-in a line or two why they end.
+By themselves the launchers return 1 for every failure. With the code of the ranks, a scheduler can tell a user's mistake (2), which
+must not be restarted, from a stop with a checkpoint (75), which can be continued. After both, the launchers' lines for each rank and
+their report FAILED are left out, because the ranks have printed why they end.
 
 torch's agents restart their ranks by a second call of `next_rendezvous`. What goes wrong there in torch 2.13, and what the handler of
 this module does about it:
@@ -82,8 +81,7 @@ def prepare_launcher(argv: list[str]) -> None:
         _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, find if runs_preflight(argv) else None, argv[0])
     num_nodes = request.get("num_machines")
     if runs_preflight(argv) and isinstance(num_nodes, int) and num_nodes > 1:
-        # If another program has the main port, Accelerate raises an exception on node 0 before the preflight begins, and the other
-        # nodes do not receive the reason. The preflight reports it on every node.
+        # If another program has the main port, Accelerate fails on node 0 alone. The preflight tells every node.
         compat.skip_port_check()
 
 
@@ -339,16 +337,14 @@ class RestartingRendezvous:
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
             restart_files.write_outcome(self.pid, joined, replaced=last)
             return
-        # A rank that stops or reports an error has written the outcome. If a rank was killed, the monitor may still be writing it,
-        # which matters only if this step has already failed twice.
+        # The monitor may still write the outcome of a killed rank. It matters if this step has already failed twice.
         deadline = time.monotonic() + (DECIDE_SECONDS if len(failed_steps) >= restart_files.MOST_FAILURES_OF_A_STEP - 1 else 0)
         while (ended := restart_files.read_outcome(self.pid, last)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if ended and (reason := restart_files.why_not_restarted(ended, failed_steps)):
             print_progress(f"the ranks are not restarted, because {reason}")
             sys.exit(ended["exit_code"] or 1)
-        # Programs that end before `accel_ddp.start`, or without it, store no outcome. Their launcher sends SIGTERM to the remaining
-        # ranks, which may then return the code of a stop.
+        # Without `accel_ddp.start` there is no outcome. Ranks that the launcher ends may return the code of a stop.
         codes = set(_find_in_frames(traceback.walk_stack(sys._getframe()), "self", compat.exit_codes_of) or []) - {0, None}
         codes = {USER_ERROR} if USER_ERROR in codes else codes
         if ended is None and len(codes) == 1 and codes <= {USER_ERROR, STOPPED, UNSAVED, INTERRUPTED}:
@@ -367,8 +363,7 @@ class RestartingRendezvous:
             self._announce_job()
             self._agree_on_restart(info)
             if self.connection is None and self.params.max_nodes > 1:
-                # One more connection shows whether the store is closed. A use of a lost store would show it too, but torch prints a
-                # page of C++ frames each time.
+                # One more connection shows whether the store is closed. Using a lost store prints a page of C++ frames.
                 with contextlib.suppress(OSError):
                     self.connection = socket.create_connection(_endpoint_of(self.params, self.backend), timeout=2)
                     self.connection.setblocking(False)

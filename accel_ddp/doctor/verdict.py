@@ -142,7 +142,10 @@ class Examiner(Coordinator):
         grace = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
         errors_since = complete_since = None  # errors make it pointless to wait for more nodes
         while True:
-            await self._remove_lost()
+            for member in [m for m in self.members if m.lost]:
+                self.members.remove(member)
+                self._number_nodes()
+                await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
             now, missing, errors = time.monotonic(), find_missing(self.hellos), self._find_errors()
             without_facts = [member for member in self.members if "facts" not in member.hello]
             num_connected, num_expected, _ = self._count_expected()
@@ -166,12 +169,6 @@ class Examiner(Coordinator):
             self.changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
-
-    async def _remove_lost(self) -> None:
-        for member in [m for m in self.members if m.lost]:
-            self.members.remove(member)
-            self._number_nodes()
-            await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
 
     def _find_errors(self) -> list[Finding]:
         errors = compare_nodes.check_duplicates(self.hellos)

@@ -23,12 +23,9 @@ _TRAIN_JOB, _RUNTIME = "trainjob.trainer.kubeflow.org", "trainingruntime.trainer
 _CONTAINER, _INSTANCE = "node", "app.kubernetes.io/instance"  # as in manifest.yaml
 _POLL_SECONDS = 2
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
-# Pods are scheduled, and images are pulled, at different times. The launchers of the first pods wait for the others.
-WAIT_SECONDS = 1800
-# The launcher ends its ranks this long before the kubelet ends the launcher, which then has the time to report.
-REPORT_SECONDS = 15
-# The port that Kubeflow Trainer announces in PET_MASTER_PORT.
-TRAINER_PORT = 29500
+WAIT_SECONDS = 1800  # of the first pods for the others: pods are scheduled, and images are pulled, at different times
+REPORT_SECONDS = 15  # the launcher ends its ranks this long before the kubelet ends it, and then has the time to report
+TRAINER_PORT = 29500  # Kubeflow Trainer announces it in PET_MASTER_PORT
 DEFAULTS = {
     "namespace": "default", "mount": "/data", "shared_memory": "16Gi", "grace_seconds": 300, "secrets": [], "labels": {}, "pod": {},
     "resources": {},

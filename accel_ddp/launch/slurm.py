@@ -265,8 +265,7 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
                 child.send_signal(signal.SIGINT)
 
     interrupts = iter(range(1, 1_000))
-    # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75. The third one returns at once:
-    # srun waits for a rank that the kernel blocks.
+    # srun gets Ctrl-C too: the ranks save and return 75. The third one returns at once: srun waits for blocked ranks.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED) if next(interrupts) > 2 else None)
     signal.signal(signal.SIGTERM, interrupt)
     return process.wait()

@@ -4,8 +4,7 @@ torch does not read the variables of mpirun, and Accelerate reads them only on C
 each rank would train alone on its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
 
 `python -m accel_ddp.nodes.launcher accelerate.commands.launch OPTIONS RECIPE` runs `accelerate launch` and waits for its rank after
-a Ctrl-C. Without this, `accelerate launch` of a single process ends with a traceback at Ctrl-C. The traceback overwrites the panel of
-the rank, and the prompt of the shell returns below a rank that is still saving. The launcher of several ranks replaces the handler.
+a Ctrl-C. By itself, for one process, it ends with a traceback over the panel, while the rank is still saving.
 """
 
 import argparse

@@ -65,8 +65,7 @@ def check_shape(value: Any, shape: Any) -> None:
 
 MAGIC = b"accel-ddp messages 4\n"  # the number changes with the format of the messages
 LARGEST_MESSAGE = 1 << 20  # bytes
-# The largest TCP segment of `small_segments` connections. Control messages then pass a network path that drops large packets,
-# which is one of the faults that the doctor reports.
+# The largest TCP segment of `small_segments` connections, which pass a path that drops large packets, a known fault.
 SMALL_SEGMENT = 536
 _NODE, _NONCE, _PROOF = 4, 16, 32  # bytes
 _HANDSHAKE_SECONDS = 3.0

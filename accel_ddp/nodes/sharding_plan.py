@@ -23,8 +23,7 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (False, True),
 }
 _YES, _NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-# Settings of an accelerate config whose variables have other names than FSDP_ and the setting.
-_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}  # variables with other names than the setting
 
 
 @dataclass(frozen=True)

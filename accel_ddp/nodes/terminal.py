@@ -1,10 +1,9 @@
 """The output of a rank: how processes share a terminal with the live panel, and the connection to the guard of the node.
 
 The panel of the main rank is below the cursor. Its process draws it with one write, between BEGIN_FRAME and END_FRAME, and returns
-the cursor to where it was: to an empty line above the panel, or behind an incomplete line. Monitors, other ranks and launchers print
-to the same terminal. Their lines begin at the cursor, therefore above the panel, and the next frame is drawn below them. ERASE_BELOW
-before a line removes the panel, so nothing of it remains beside a text of several lines. No terminal mode is changed, so a killed
-process leaves only its last panel, which the next line of a monitor removes.
+the cursor above it, or behind an incomplete line. So the lines of monitors, other ranks and launchers are above the panel, and the
+next frame is drawn below them. ERASE_BELOW before a line removes the panel. No terminal mode is changed, so a killed process leaves
+only its last panel, which the next line of a monitor removes.
 
 Under `accel-ddp launch`, `connect_output` lets a rank write to the guard of its node, which receives the lines of each rank separately.
 This module uses the standard library only.

@@ -4,9 +4,8 @@ The files have the format of torch's `HuggingFaceStorageWriter(save_distributed=
 place of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its
 planner needs collectives, which must not run in the thread of a writer.
 
-Each rank writes its part, and the main rank commits the checkpoint when all parts are there. A rank reports its part through the
-store of the launcher. The name of the partial folder contains a number that is drawn at each start, so a part that a killed run has
-left is never taken for a part of this one.
+Each rank writes its part and reports it through the launcher's store, and the main rank commits the checkpoint when all are there. The
+partial folder's name has a number drawn at each start, so a part that a killed run has left is never taken for one of this run.
 """
 
 import contextlib

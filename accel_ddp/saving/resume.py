@@ -295,8 +295,7 @@ def _load_states(
     there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
 ) -> None:  # fmt: skip
     """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
-    # The last two are used if the number of workers was changed (--allow_config_change). Otherwise a worker without a state has not
-    # stepped yet.
+    # The last two: the number of workers was changed (--allow_config_change). Else a worker has not stepped yet.
     is_same = links.team.num_workers > 1 and run["config"].get("local_workers") == links.team.num_workers
     found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
     on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank

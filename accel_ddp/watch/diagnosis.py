@@ -179,8 +179,7 @@ class Judge:
         # Seconds since the last byte of a collective between nodes arrived; infinity: no byte was seen. The monitor sets it.
         self.quiet = float("inf")
         self.waits_for_link = False  # all ranks wait, and bytes still arrive
-        # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
-        # too, and the next fault would otherwise be reported later by this duration.
+        # Rank, phase -> how long a fault made it, and the usual duration before: a rank learns the former too.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
 
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:

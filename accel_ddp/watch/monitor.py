@@ -466,8 +466,7 @@ async def watch(options: dict[str, Any]) -> None:
     monitor.printer.close(2)
     monitor.incidents.close()
     shutil.rmtree(options["folder"], ignore_errors=True)
-    # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for
-    # every connection of a rank that cannot be killed.
+    # Not a normal end: a disk may block a thread, and asyncio prints an error for each rank that cannot be killed.
     os._exit(0)
 
 

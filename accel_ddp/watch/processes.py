@@ -6,7 +6,6 @@ in a collective or holds the GIL prints it too. A stopped process cannot. py-spy
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import os
 import re
@@ -184,13 +183,6 @@ def print_on_signal(path: Path) -> IO[str]:
     if hasattr(signal, "SIGRTMIN"):  # not on macOS
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
     return file
-
-
-def allow_tracing(pid: int) -> None:
-    """Let another process of the same user read the memory of this one, where Linux restricts that to parents."""
-    if sys.platform == "linux":
-        PR_SET_PTRACER = 0x59616D61
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, pid)
 
 
 class Stack(list[str]):
