@@ -350,7 +350,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "logs": ("launch.launch_command:logs", "print the logs of a launched job from all nodes"),
     "stop": ("launch.launch_command:stop", "stop a launched job on all nodes, with a checkpoint"),
     "report": ("report.report_command:main", "write one HTML file about runs: curves, time of each rank, evaluations, incidents"),
-    "convert": ("launch.convert_command:main", "convert a YAML file of axolotl or LLaMA-Factory"),
+    "convert": ("launch.conversion:main", "convert a YAML file of axolotl or LLaMA-Factory"),
     "copy": (_copy, "copy a recipe and the accelerate configs, or an example, into the current folder, to edit them"),
     "doctor": ("doctor.doctor_command:main", "find the faults of a cluster, on every node, within seconds"),
     "tune": ("measure.tune_command:main", "find the fastest NCCL settings, bucket size and communication hook for a cluster"),

@@ -33,7 +33,7 @@ from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import FIXES
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
 from accel_ddp.exporting import chat_command, predict_command
-from accel_ddp.launch import convert_command
+from accel_ddp.launch import conversion
 from accel_ddp.launch.description import read_description
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
@@ -255,7 +255,7 @@ def parse(words: list[str]) -> bool:
             recipe = next((option.value for option in own if option.name == "recipe"), named)
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
         elif command in ("predict", "chat", "convert"):
-            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
+            parsers = {"predict": predict_command, "chat": chat_command, "convert": conversion}
             parsers[command].build_parser().parse_args(rest)
             return True
         elif command == "copy":

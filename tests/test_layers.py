@@ -232,25 +232,25 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_777,
-    "config": 1_474,
-    "doctor": 3_739,
+    "(top)": 2_747,
+    "config": 1_434,
+    "doctor": 3_552,
     "engine": 3_300,
-    "exporting": 1_863,
-    "launch": 4_481,
+    "exporting": 1_830,
+    "launch": 4_187,
     "measure": 2_382,
-    "memory": 1_487,
-    "nodes": 1_684,
+    "memory": 1_431,
+    "nodes": 1_555,
     "observe": 2_403,
     "ranks": 1_672,
     "records": 762,
     "report": 1_621,
-    "saving": 1_984,
-    "sources": 3_311,
-    "speed": 3_931,
-    "tasks": 5_402,
+    "saving": 1_857,
+    "sources": 3_288,
+    "speed": 3_915,
+    "tasks": 5_315,
     "training": 4_102,
-    "watch": 2_601,
+    "watch": 2_494,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
 SHARED = {"this_rank": 257, "links": 178, "ending": 92}

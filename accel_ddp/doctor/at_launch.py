@@ -28,7 +28,6 @@ def add_to_torchrun():
 
 
 def find_script(argv: list[str]) -> list[str]:
-    """Return the script that a launcher starts, with its arguments, or an empty list if it does not use this package."""
     for at, argument in enumerate(argv):
         if argument in ("-m", "--module"):
             return argv[at + 1 :] if _uses_package(_file_of_module(argv[at + 1 : at + 2])) else []

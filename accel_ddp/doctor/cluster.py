@@ -115,8 +115,7 @@ class _ClusterCheck:
     async def _connect(self, began: float) -> messages.Stream | None:
         topology, findings, is_main_address = self.topology, self.findings, host.is_local_address(self.ip)
         may_coordinate = is_main_address and topology.local_rank == 0
-        # With two nodes on one machine, a node other than 0 that took the port first would block node 0's launcher. It
-        # therefore waits some seconds for node 0.
+        # With two nodes on one machine, another node could take the port of node 0, so it waits for node 0.
         start_after = 0.0 if not topology.node_rank else 5.0 if ipaddress.ip_address(self.ip).is_loopback else 0.5
         if may_coordinate and not start_after:
             self.coordinator = await self._start_coordinator()

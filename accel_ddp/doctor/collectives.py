@@ -121,21 +121,18 @@ class CollectiveChecks(CollectiveWorker):
                 text = f"{self._describe_progress(silent[0], reached)}; rank {findings[0]['rank']} saw: {findings[0]['saw']}"
                 findings = [self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)]
         elif min(reached)[0] < REPORT and store.check(["late"]):
-            findings = [self._explain_delay(store.get("late").decode(), reached, silent)]
+            behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
+            ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
+            text = f"stuck in step '{STEPS[max(reached)[0]]}' for {store.get('late').decode()} s: "
+            text += ranks or "every rank has entered the collective, and none returns"
+            found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
+            findings = [found if behind else found | {"host": "every host", "node": None, "rank": None}]
         elif min(reached)[0] < REPORT:
             return
         findings += [json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))]
         codes = {finding["code"] for finding in findings}
         lines = [text for step, unless, text in self.lines if step < min(reached)[0] and unless not in codes]
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
-
-    def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
-        behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
-        ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
-        text = f"stuck in step '{STEPS[max(reached)[0]]}' for {seconds} s: "
-        text += ranks or "every rank has entered the collective, and none returns"
-        found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
-        return found if behind else found | {"host": "every host", "node": None, "rank": None}
 
     def _describe_progress(self, rank: int, reached: list[list[int]]) -> str:
         (step, calls), name = reached[rank], f"rank {rank} on {self.facts[rank]['host']}" if self.facts else f"rank {rank}"
@@ -229,8 +226,7 @@ class CollectiveChecks(CollectiveWorker):
         for dtype in ("float32", "bfloat16") if self.device.type == "cuda" else ("float32",):
             for size in sizes:
                 at = torch.arange(size, device=self.device)
-                # First each element comes from one rank, so that a wrong element identifies the rank. Then each comes from
-                # all ranks, or from 100 of them, so that sums are small whole numbers, which are exact in bf16 too.
+                # One rank per element: a wrong one names its rank. Then up to 100: their sums are exact in bf16 too.
                 single, expected_single = (at % n == self.rank) * (at % 5 + 1), at % 5 + 1
                 for mine, expected in ((single, expected_single), ((at + self.rank) % n < 100, at * 0 + min(n, 100))):
                     got = self.all_reduce(mine.to(getattr(torch, dtype)))

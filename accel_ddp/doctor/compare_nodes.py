@@ -58,11 +58,7 @@ def counts_ranks(members: list[Hello]) -> bool:
 
 
 def check_counts(members: list[Hello], is_complete: bool = False) -> list[Finding]:
-    """Return findings for numbers of nodes and ranks that contradict each other.
-
-    `members` has one process of each node, and `is_complete` states that these are all nodes. Nodes may have different numbers of
-    ranks, but not under `accelerate launch`, which divides the total by the number of nodes.
-    """
+    """`members`: one process per node (`is_complete`: of all). Only `accelerate launch` needs equal numbers of ranks."""
     found = []
     members = _sort_members(members)
     # With WORLD_SIZE, the numbers of nodes are estimates.
@@ -90,15 +86,14 @@ def check_duplicates(members: list[Hello]) -> list[Finding]:
     old = "end what is left of an earlier run; a second job needs another"
     found = []
     for (number, local_rank), same in sorted(holders.items()):
-        used = "is used by " + " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in same[:8])
-        if len(same) > 1 and by_rank:
-            fix = f"set another RANK for each process; {old} MASTER_PORT"
-            found.append(Finding("E_DUPLICATE", f"rank {number} {used}", fix))
-        elif len(same) > 1:
+        which, fix = f"rank {number}", f"set another RANK for each process; {old} MASTER_PORT"
+        if not by_rank:
             which = f"machine_rank {number}" + (f", local rank {local_rank}" if local_rank else "")
             more = f": start one of them with --machine_rank {free[0]}" if len(free) == 1 else ""
             fix = f"give each node its own machine_rank{more}{'' if free else f'; {old} --main_process_port'}"
-            found.append(Finding("E_DUPLICATE", f"{which} {used}", fix, node=number))
+        used = " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in same[:8])
+        if len(same) > 1:
+            found.append(Finding("E_DUPLICATE", f"{which} is used by {used}", fix, node=None if by_rank else number))
     return found
 
 

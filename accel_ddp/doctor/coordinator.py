@@ -4,9 +4,8 @@ Messages are JSON objects. The coordinator sends requests, whose kind is the val
 the last one. A node first sends a description of itself (`hello`), then answers and events. Both sides send something every 2 s, so
 a side that sends nothing for several times this long has died, hangs or has lost its network.
 
-A node that cannot use the main address finds the coordinator by a broadcast. If the main address is wrong on every node, node 0 finds
-this out by itself, and without the broadcast the others would wait for an address that is not node 0's. Cloud networks do not deliver
-broadcasts, so there the other nodes report after their own time limit.
+A node that cannot use the main address finds the coordinator by a broadcast. If the address is wrong on every node, the others would
+otherwise wait for it. Cloud networks deliver no broadcasts, so there the other nodes report after their own time limit.
 """
 
 import asyncio
@@ -57,11 +56,7 @@ class Member:
 
 
 class Coordinator:
-    """Accepts nodes that have the token, keeps their connections alive, and receives their messages.
-
-    A subclass defines which nodes it accepts: `read_hello` returns the valid description of a node or raises ValueError, TypeError
-    or KeyError. It may also define `join`, and handle messages as they arrive (`take`).
-    """
+    """Accepts nodes with the token. A subclass has `read_hello` (ValueError ... for a bad one), perhaps `join` and `take`."""
 
     def __init__(self, find_key: Callable[[int], bytes | None], silence_seconds: float):
         self.door, self.silence_seconds = messages.Door(find_key), silence_seconds
@@ -78,7 +73,6 @@ class Coordinator:
         self.keeping_alive = self.keeping_alive or asyncio.ensure_future(self._keep_alive())
 
     def stop_listening(self) -> None:
-        """Accept no more nodes. The members stay connected."""
         for server in self.servers:
             server.close()
 
@@ -235,11 +229,15 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
     found = ""
     with contextlib.ExitStack() as stack:
         sockets = []
-        for ip, broadcast in _broadcast_addresses():
+        entries = psutil.net_if_addrs()
+        for entry in (entry for name in external_interfaces() for entry in entries.get(name, ())):
+            if entry.family != socket.AF_INET or not entry.netmask:
+                continue
+            broadcast = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address)
             with contextlib.suppress(OSError):  # an interface that is just going down
                 sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-                sock.bind((ip, 0))
+                sock.bind((entry.address, 0))
                 sock.sendto(query, (broadcast, port))
                 sockets.append(sock)
         deadline = time.monotonic() + _BROADCAST_SECONDS
@@ -252,13 +250,3 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
                     if hmac.compare_digest(data, other):
                         found = sender[0]
     return found, False
-
-
-def _broadcast_addresses() -> list[tuple[str, str]]:
-    entries = psutil.net_if_addrs()
-    return [
-        (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))
-        for name in external_interfaces()
-        for entry in entries.get(name, [])
-        if entry.family == socket.AF_INET and entry.netmask
-    ]

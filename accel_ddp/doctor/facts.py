@@ -50,7 +50,6 @@ def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict
 
 
 def count_visible() -> int:
-    """Return the number of GPUs that ranks on this host would use. 0: they would use CPUs."""
     gpus = [] if cpu_is_wanted() or "cuda" not in read_torch_build() else query_driver()[0]
     if gpus is None:  # a container without nvidia-smi has the devices of its GPUs
         gpus = [{"uuid": ""} for _ in Path("/dev").glob("nvidia[0-9]*")]
@@ -229,11 +228,7 @@ def code_versions(script: str) -> dict[str, str]:
 
 
 def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of `accelerate launch` that must be the same on all nodes.
-
-    Settings about sharding are replaced by what they mean, because ranks that shard in different ways wait for each other forever.
-    They are in the config of a command, and in the variables of a launcher and its ranks. Raise UserError if they are not supported.
-    """
+    """Sharding, from a config or a launcher's variables, is replaced by what it means: ranks that differ wait forever."""
     left_out = {*PER_NODE_SETTINGS, "fsdp_config", "parallelism_config"}
     found = {name: str(value) for name, value in config.items() if name not in left_out and (name, value) != _IS_FSDP}
     plan = read_plan({**variables_of(config), **variables})
@@ -285,10 +280,8 @@ def _hash_or_error(path: str, seconds: float) -> str:
     def compute() -> str:
         try:
             return hash_files(Path(path).expanduser(), seconds)
-        except OSError as error:
-            return f"!{error.strerror}"
-        except RuntimeError as error:  # `~nobody`
-            return f"!{error}"
+        except (OSError, RuntimeError) as error:  # `~nobody`
+            return f"!{getattr(error, 'strerror', None) or error}"
 
     return call_with_timeout(compute, seconds + 1, NOT_READ)
 

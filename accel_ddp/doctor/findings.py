@@ -94,7 +94,6 @@ def format_findings(findings: list[Finding], color: bool = False) -> str:
 
 
 def summarize(findings: list[Finding]) -> str:
-    """Return the verdict, for example `healthy` or `2 errors, 1 warning`. Findings are counted as they are printed."""
     severities = list({(f.code, f.saw, f.fix): f.severity for f in findings}.values())
     counts = {severity: severities.count(severity) for severity in (ERROR, WARNING)}
     parts = [counted(n, severity) for severity, n in counts.items() if n]

@@ -36,7 +36,6 @@ _LITTLE = 1 << 30  # bytes; less free space than this is a warning
 
 
 def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) -> str:
-    """Return the platform of this host: `kubernetes`, `slurm`, `ec2` or an empty text. Only variables and a file are read."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if "SLURM_JOB_ID" in os.environ:
@@ -69,11 +68,7 @@ def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
 
 
 def limit_name_lookups() -> None:
-    """Wait 2 s instead of 10 s for each name server in this launcher and its ranks, if none answers now.
-
-    torch's launcher looks up its host at every event, and a TCPStore the names of addresses: 2 minutes for a run of two ranks. Another
-    process asks, because glibc keeps the limit of the first lookup of a process.
-    """
+    """torch looks names up at each event: 2 minutes for 2 ranks. A child asks, because glibc keeps a process's first limit."""
     try:
         subprocess.run(["getent", "hosts", "192.0.2.1"], capture_output=True, timeout=1)  # an address that no hosts file contains
     except OSError:
@@ -107,11 +102,10 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def port_answers(address: str, port: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((address, port), timeout=2).close()
         return True
-    except OSError:
-        return False
+    return False
 
 
 def is_local_address(ip: str) -> bool:
@@ -147,11 +141,7 @@ def external_interfaces() -> list[str]:
 
 
 def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]:
-    """Return (address on which the coordinator listens, address under which this node connects to it).
-
-    On the main node, the main address may be a name that its own hosts file resolves to 127.0.1.1, or 0.0.0.0, which other nodes
-    cannot reach. Launchers then listen on all addresses, and so does the coordinator if the host has several.
-    """
+    """Return where it listens and connects. The main name may mean 127.0.1.1 or 0.0.0.0 there: then on all addresses."""
     one = ipaddress.ip_address(ip)
     is_name_of_loopback = one.is_loopback and topology.main_address != ip
     if topology.num_nodes == 1 or topology.node_rank or not (one.is_unspecified or is_name_of_loopback):
@@ -246,11 +236,7 @@ def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, lis
 def check_host_name(
     topology: Topology, interface: str, main_ip: str, variables: dict[str, str], will_be_set: bool
 ) -> list[Finding]:
-    """Return a finding if the host name resolves to loopback, or not at all, and an interface leads to the main node.
-
-    gloo announces the address of the host name to the other nodes. With Debian's default of 127.0.1.1 they would connect to
-    themselves. `variables` select the right interface; `will_be_set` is true if the caller sets them.
-    """
+    """gloo announces the host name's address: with Debian's 127.0.1.1, nodes connect to themselves. `variables` prevent it."""
     address = call_with_timeout(lambda: resolve(HOST, 2), 3, "")
     is_good = address and not address.startswith("127.") and address != "::1"
     if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or ipaddress.ip_address(main_ip).is_loopback or not interface:

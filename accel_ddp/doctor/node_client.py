@@ -51,12 +51,7 @@ async def resolve_main_address(
 
 
 class CoordinatorSearch:
-    """Tries to connect to the coordinator at `ip` until it answers or a time limit is over.
-
-    `began` is the time from which the limits count. Errors among `findings` shorten the wait, because they end the run in any case. A
-    finding is added to them if the main node can be reached, but not on its main port. If nothing listens after `start_after`
-    seconds, `start_coordinator` is called, if it is given.
-    """
+    """Errors in `findings` shorten the wait from `began`. Without a listener, `start_coordinator` is called in the end."""
 
     def __init__(
         self, topology: Topology, ip: str, token: bytes, options: CheckOptions, print_progress: Callable[[str], None],

@@ -142,7 +142,10 @@ class Examiner(Coordinator):
         grace = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
         errors_since = complete_since = None  # errors make it pointless to wait for more nodes
         while True:
-            await self._remove_lost()
+            for member in [m for m in self.members if m.lost]:
+                self.members.remove(member)
+                self._number_nodes()
+                await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
             now, missing, errors = time.monotonic(), find_missing(self.hellos), self._find_errors()
             without_facts = [member for member in self.members if "facts" not in member.hello]
             num_connected, num_expected, _ = self._count_expected()
@@ -167,12 +170,6 @@ class Examiner(Coordinator):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
 
-    async def _remove_lost(self) -> None:
-        for member in [m for m in self.members if m.lost]:
-            self.members.remove(member)
-            self._number_nodes()
-            await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
-
     def _find_errors(self) -> list[Finding]:
         errors = compare_nodes.check_duplicates(self.hellos)
         errors += compare_nodes.check_counts([member.hello for member in self.mains])
@@ -189,7 +186,6 @@ class Examiner(Coordinator):
         )
 
     def _count_expected(self) -> tuple[int, int, str]:
-        """Return how many nodes (or ranks, see `counts_ranks`) are connected, how many are expected at least, and their word."""
         if compare_nodes.counts_ranks(self.hellos):
             return len(self.members), min(hello["ranks"] for hello in self.hellos), "ranks"
         return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"
@@ -218,7 +214,6 @@ class Examiner(Coordinator):
         )  # fmt: skip
 
     def report_silent(self, member: Member, seconds: float, activity: str) -> Finding:
-        """Return the finding for a member that does not answer, and stop sending requests to it."""
         member.is_silent = True
         how = "closed its connection" if member.lost else f"did not answer within {seconds:.0f} s"
         saw = f"{name_of(member.hello)} {how} while {activity}"
@@ -306,12 +301,7 @@ class Examiner(Coordinator):
         return cleaned
 
     async def _send_verdict(self, expects_more: bool) -> None:
-        """Send the verdict to all nodes, then stop listening, then let the nodes continue.
-
-        A server that closed early would look like a fault to a slow node, and a node that connects late should receive the
-        verdict too. Nodes continue only after the server is closed: the launchers that they start next would take its port
-        for the rendezvous.
-        """
+        """Late nodes get it too, so the server closes after it, and nodes go on after that: their launchers need the port."""
         receivers = [member for member in self.members if not member.is_silent]
         await asyncio.gather(*(member.send(_verdict_message(self.outcome, member)) for member in receivers))
         await self.collect_answers(receivers, 5)  # the confirmations

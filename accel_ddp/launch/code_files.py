@@ -200,8 +200,7 @@ class _Copier:
         """Copy the files to a node, after those were deleted there that are gone here. Raises Lost."""
         if not node.folder:
             raise Lost("copy: rsync needs a folder for the code. Write for example folder: ~/work")
-        # From rsync 3.5 on, a link that leads out of the code folder, for example from `data` to a disk, is followed only with this
-        # option. The protection is against users who can write into the folder. They could as well change the code that is run.
+        # From rsync 3.5 on, a link out of the folder, as to a disk, needs this. Who can write there can change the code too.
         find_option = '"$(rsync --help | grep -q -e --insecure-links && echo --insecure-links)"'
         ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
         folder, option, *copied_before = await self.run_on(node, f"{_prepare(node)}; {ready}")
@@ -211,8 +210,7 @@ class _Copier:
         missing = filter(is_inside, set(copied_before) - set(self.names))
         if gone := [name for name in missing if not os.path.lexists(self.source / name)]:
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
-        # -K: a link to a folder stays. Without implied folders, their permissions stay too.
-        # -s: the folder may contain spaces.
+        # -K: a link to a folder stays. Without implied folders, their permissions stay too. -s: spaces in the folder.
         words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
         words += [f"--rsync-path=rsync {option}"]
         # `rsync -e` has its own rules: a quote inside quotes is doubled.

@@ -27,8 +27,7 @@ def ssh_words(cluster: Cluster, node: Node) -> list[str]:
     """Return `ssh` with its options and the host. Options of the description come first, because ssh uses the first value of each."""
     connect = cluster.ssh.get("connect_seconds", CONNECT_SECONDS)
     options = ["BatchMode=yes", f"ConnectTimeout={connect}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
-    # An existing master is used. As a master itself, this ssh would end the user's other sessions when the job ends. Forwardings and
-    # the command of an interactive session in the user's configuration would fail here.
+    # An existing master is used. As one itself, this ssh would end other sessions. Forwardings and commands would fail.
     options += ["ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"]
     return ["ssh", *cluster.ssh.get("options", []), "-T", *(word for option in options for word in ("-o", option)), node.host]
 

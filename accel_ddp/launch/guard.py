@@ -235,7 +235,6 @@ class JobOnNode:
                 process.kill()
 
     def _read(self, descriptors: list[int]) -> None:
-        """Read what a rank has printed, or the launcher and its descendants without an output of their own (rank None)."""
         for rank, data in self.outputs.read(descriptors):
             self._receive(rank, data)
 
@@ -376,7 +375,6 @@ def _end_own_sshd() -> None:
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
-    """Start a guard that does not depend on this connection. Return the message about it."""
     words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]  # as this one was started
     with contextlib.ExitStack() as stack:
         errors: Any = subprocess.DEVNULL

@@ -175,13 +175,8 @@ def skip_to_last_lines(file: Any, count: int) -> None:
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - (1 << 20))
     file.seek(start)
-    data = file.read(size - start)
-    at = len(data)
-    for _ in range(count + 1):
-        at = data.rfind(b"\n", 0, at)
-        if at < 0:
-            break
-    file.seek(start + at + 1)
+    rest = b"\n".join(file.read(size - start).split(b"\n")[-1 - count :])
+    file.seek(size - len(rest))
 
 
 async def stop_job(request: dict[str, Any], channel: Any) -> None:

@@ -1,10 +1,8 @@
 """The checks before a job starts: what each node reports about itself, and what is wrong or differs.
 
-The guards collect the facts of their nodes, and the launching machine compares them. Then every node must reach the main node at
-the main address and port, because torch waits up to 15 minutes for a node that cannot connect: the guard of the main node listens
-at the port for a moment, and the guards of all nodes connect. These checks are the earliest ones, and the only ones for a script
-that does not use accel_ddp. The preflight in the launchers (`doctor.at_launch`) adds the paths between all nodes, and the preflight
-of the ranks (`doctor.cluster`) adds the options of the recipe.
+The guards collect facts, and the launching machine compares them. Then all guards connect to the main address and port, because
+torch waits up to 15 minutes for a node that cannot. For a script without accel_ddp these are the only checks. The preflight of the
+launchers (`doctor.at_launch`) adds the paths between all nodes, and that of the ranks (`doctor.cluster`) the options of the recipe.
 """
 
 import asyncio

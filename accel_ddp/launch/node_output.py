@@ -34,11 +34,7 @@ _EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
 
 
 class RankOutputs:
-    """One FIFO for each local rank, in a folder that ACCEL_DDP_OUTPUT names. They outlive a restart of the ranks.
-
-    With a terminal size (columns, lines), rank 0 writes to a terminal of this size instead, and therefore shows its panel.
-    The folder must be local to the node, because nodes that share a folder would overwrite each other's FIFOs.
-    """
+    """A FIFO per local rank, or a terminal for rank 0, in a folder of this node alone. They outlive a restart of the ranks."""
 
     def __init__(self, folder: Path, local_ranks: int, terminal_size: tuple[int, int] | None = None):
         self.folder = folder
@@ -61,7 +57,6 @@ class RankOutputs:
             raise
 
     def _open_terminal(self, path: Path, size: tuple[int, int]) -> bool:
-        """Make a terminal for rank 0 and return whether there is one. Some containers have none."""
         try:
             ours, theirs = os.openpty()
         except OSError:
@@ -142,11 +137,7 @@ def visible(line: str) -> str:
 
 
 class Console:
-    """Prints lines of the main rank as they are, and lines of others with their node and rank, above the panel of the main rank.
-
-    A thread prints, because a terminal that the user has stopped with Ctrl-S, or a pager that does not read, blocks a program that
-    prints. The heartbeats must go on, or all nodes would stop the job.
-    """
+    """Prints above the main rank's panel, in a thread: a terminal or pager may block, and heartbeats must go on."""
 
     def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
         self.stream = stream or sys.stdout
@@ -170,7 +161,6 @@ class Console:
             self._print(f"{prefix}{line}\n")
 
     def show_terminal(self, host: str, text: str, lines: list[str]) -> None:
-        """Print what the main rank has written to its terminal, including its panel. `lines` are those that are complete."""
         for line in lines:
             self._remember(host, 0, line)
         # A frame arrives in several parts. No other line may be printed between them.

@@ -181,11 +181,7 @@ def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
 
 
 def _sbatch_environment(script: str) -> dict[str, str]:
-    """Return the environment of this process without variables that would change the script.
-
-    For sbatch, SBATCH_PARTITION and the like take precedence over the lines of a script. In a shell inside an allocation, the
-    variables of that allocation would reach the srun of the new job.
-    """
+    """Without SBATCH_ variables, which outrank the script, and those of an outer allocation, which would reach its srun."""
     options = [*re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE), "requeue", "no-requeue"]
     given = {f"SBATCH_{_OTHER_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
     is_inside = "SLURM_JOBID" in os.environ
@@ -269,8 +265,7 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
                 child.send_signal(signal.SIGINT)
 
     interrupts = iter(range(1, 1_000))
-    # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75. The third one returns at once:
-    # srun waits for a rank that the kernel blocks.
+    # srun gets Ctrl-C too: the ranks save and return 75. The third one returns at once: srun waits for blocked ranks.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED) if next(interrupts) > 2 else None)
     signal.signal(signal.SIGTERM, interrupt)
     return process.wait()

@@ -20,8 +20,7 @@ from accel_ddp.text import counted
 from accel_ddp.words import has_option
 
 SIGNAL_SECONDS = 120  # before the time limit; it must cover the longest step and a checkpoint
-# Main ports are 10000 to 19999: the preflight derives more ports from the main port, from 20000 to 32003, and systems assign ports
-# from 32768 on.
+# Main ports: the preflight derives further ones, 20000 to 32003, and systems assign ports from 32768 on.
 FIRST_PORT, NUM_PORTS = 10000, 10000
 
 

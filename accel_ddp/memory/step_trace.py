@@ -133,8 +133,7 @@ class LikeGpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-# Products of experts, whose fake versions accept no float32.
-_GROUPED = compat.grouped_products()
+_GROUPED = compat.grouped_products()  # products of experts, whose fake versions accept no float32
 
 
 class _Grouped(torch.autograd.Function):

@@ -4,8 +4,7 @@ torch does not read the variables of mpirun, and Accelerate reads them only on C
 each rank would train alone on its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
 
 `python -m accel_ddp.nodes.launcher accelerate.commands.launch OPTIONS RECIPE` runs `accelerate launch` and waits for its rank after
-a Ctrl-C. Without this, `accelerate launch` of a single process ends with a traceback at Ctrl-C. The traceback overwrites the panel of
-the rank, and the prompt of the shell returns below a rank that is still saving. The launcher of several ranks replaces the handler.
+a Ctrl-C. By itself, for one process, it ends with a traceback over the panel, while the rank is still saving.
 """
 
 import argparse
@@ -75,7 +74,6 @@ def is_world_of_mpi() -> bool:
 
 
 def cpu_is_wanted() -> bool:
-    """Return whether ACCELERATE_USE_CPU asks for training on CPUs although there may be GPUs."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
@@ -201,11 +199,7 @@ def check_rank_variables() -> None:
 
 
 def check_requested_world() -> None:
-    """Raise UserError if `accelerate launch` started another number of processes than it was asked for.
-
-    `accelerate launch` rounds num_processes down to a multiple of num_machines, and starts a single process for MULTI_CPU or
-    --cpu. It prints nothing about either.
-    """
+    """Raise UserError if Accelerate has silently rounded num_processes down, or started one process (MULTI_CPU, --cpu)."""
     request, started = find_accelerate_request() or {}, int(os.environ.get("WORLD_SIZE", 1))
     processes, machines = request.get("num_processes"), request.get("num_machines") or 1
     if not isinstance(processes, int) or processes < 1:

@@ -108,11 +108,7 @@ async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict
 
 
 async def measure_rate(ip: str, port: int, key: bytes, node: int = 0) -> float | None:
-    """Return the bytes per second to a port that calls `serve_transfers`, or None if it does not answer. For use during a training.
-
-    It sends as little as possible: four times more each time, until a transfer takes long enough to be measured. The rate is
-    the rate of the fastest transfer, because the training delays some of them.
-    """
+    """Return bytes per second or None. Sends as little as possible during a training: 4 times more until it can be measured."""
     try:
         reader, writer = await messages.connect(ip, port, CONNECT_SECONDS)
     except (OSError, asyncio.TimeoutError):

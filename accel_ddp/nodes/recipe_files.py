@@ -45,8 +45,6 @@ def recipe_path(word: str) -> Path:
 
 
 class Example(NamedTuple):
-    """Options for one use case, in a YAML file whose comments at the top describe it."""
-
     path: Path
     recipe: str
     summary: str
@@ -108,7 +106,6 @@ def config_names() -> list[str]:
 
 
 def summary(recipe: Path) -> str:
-    """Return the first line of the docstring. The file is parsed and not imported."""
     docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0]
 

@@ -23,8 +23,7 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (False, True),
 }
 _YES, _NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-# Settings of an accelerate config whose variables have other names than FSDP_ and the setting.
-_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}  # variables with other names than the setting
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class ShardingPlan:
         return asked if asked in ("weights", "gradients") else "none" if self.reshard_after_forward else "weights"
 
     def describe(self, num_ranks: int, device: str) -> str:
-        """Return a sentence about a plan whose nodes are known, for example `The model is sharded over 8 GPUs.`"""
         shards = num_ranks // self.replicas
         where = f"sharded over {counted(shards, device)}"
         text = f"The model is {where}" if self.replicas == 1 else f"There are {self.replicas} copies of the model, each {where}"
@@ -123,7 +121,6 @@ def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str
 
 
 def require_ddp(config: Mapping[str, Any], command: str) -> None:
-    """Raise UserError if an accelerate config asks for a sharded model, for a command that measures and explains DDP."""
     variables = {**variables_of(config), **os.environ}
     if _is_on(variables, "ACCELERATE_USE_FSDP"):
         raise UserError(

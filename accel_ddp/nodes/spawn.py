@@ -28,7 +28,6 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of this process without the variables of its own launcher: torchrun, Accelerate or mpirun."""
     removed = {*RANK_VARIABLES, *MPI_VARIABLES}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_OF_TORCHRUN)}
 
@@ -55,11 +54,11 @@ def kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def is_pending(pid: int, number: int) -> bool:
-    """Return whether a signal was sent to a process that has not acted on it: it blocks the signal, or the kernel blocks it."""
+def is_pending(pid: int, number: int, masks: str = "SigPnd|ShdPnd") -> bool:
+    """Return whether a signal was sent to a process that has not acted on it, or is in other `masks` of /proc/PID/status."""
     with contextlib.suppress(OSError):
-        masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+        found = re.findall(rf"^(?:{masks}):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in found)
     return False
 
 
@@ -73,11 +72,7 @@ def raise_file_limit() -> None:
 
 
 def keep_forks_apart_from_starts() -> None:
-    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
-
-    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread
-    is inside `Popen`, for example of a tracker, has a copy, and the thread would wait for its exit. Tested with Python 3.11.
-    """
+    """A worker forked inside another thread's `Popen` holds its pipe, and `Popen` waits for its exit. Tested: Python 3.11."""
     plain = subprocess.Popen.__init__
     if hasattr(plain, "__wrapped__"):  # done by an earlier call
         return

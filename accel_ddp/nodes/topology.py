@@ -77,11 +77,7 @@ def is_local_main() -> bool:
 
 
 def find_topology(options: dict[str, Any] | None = None, config_file: str = "") -> Topology:
-    """Return the topology that options, variables and the accelerate config describe.
-
-    `options` has accelerate's names, and `nproc_per_node` of torchrun, which may differ between nodes. Raises UserError if a value
-    is not a number or the file cannot be read.
-    """
+    """`options` have accelerate's names, and torchrun's `nproc_per_node`. UserError for wrong numbers or files."""
     adopt_mpi_world()
     config = read_accelerate_config(config_file)
     values: dict[str, Any] = {}
@@ -127,11 +123,7 @@ def find_topology(options: dict[str, Any] | None = None, config_file: str = "") 
 
 
 def topology_of_this_rank() -> Topology:
-    """Return the topology of a process that a launcher or srun started as one rank.
-
-    Only the variables of a rank (RANK, WORLD_SIZE ...) are read. The wizard's config and Slurm's variables are also present
-    around processes that train alone on purpose.
-    """
+    """Reads a rank's variables only: Slurm's and the wizard's config are also around processes that train alone."""
     adopt_mpi_world()
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in needed}

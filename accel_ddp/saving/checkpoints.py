@@ -40,20 +40,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        cfg: TrainConfig,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        data: dict[str, Any] | None = None,
-        total_steps: int = 0,
-        files: dict[str, bytes] | None = None,
-        averages: Callable[[], dict[str, Tensor]] = dict,
-        momentum: dict[str, Tensor] | None = None,
-        states: Callable[[], Iterable[str]] = lambda: ("",),
-        before_save: Callable[[int], None] = lambda step: None,
-    ):
+        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        data: dict[str, Any] | None = None, total_steps: int = 0, files: dict[str, bytes] | None = None,
+        averages: Callable[[], dict[str, Tensor]] = dict, momentum: dict[str, Tensor] | None = None,
+        states: Callable[[], Iterable[str]] = lambda: ("",), before_save: Callable[[int], None] = lambda step: None,
+    ):  # fmt: skip
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
         `averages()` are the averages of weights by name, always in the same memory (see `training.ema`), and `momentum` belongs to the

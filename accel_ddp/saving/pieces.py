@@ -4,9 +4,8 @@ The files have the format of torch's `HuggingFaceStorageWriter(save_distributed=
 place of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its
 planner needs collectives, which must not run in the thread of a writer.
 
-Each rank writes its part, and the main rank commits the checkpoint when all parts are there. A rank reports its part through the
-store of the launcher. The name of the partial folder contains a number that is drawn at each start, so a part that a killed run has
-left is never taken for a part of this one.
+Each rank writes its part and reports it through the launcher's store, and the main rank commits the checkpoint when all are there. The
+partial folder's name has a number drawn at each start, so a part that a killed run has left is never taken for one of this run.
 """
 
 import contextlib
@@ -35,7 +34,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_name(rank: int) -> str:
-    """Return torch's name for the file with the pieces of a rank."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
@@ -250,11 +248,7 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
 
 
 def _wait_for_parts(save: PartialSave, partial: Path) -> dict[int, dict[str, Any]]:
-    """Return what the other ranks have reported. Raise PartError if a rank is lost.
-
-    There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
-    Without the store, it is not known whether they are, and the folder must grow.
-    """
+    """PartError if a rank is lost. No limit while all live; without the store, the folder must grow."""
     missing = {rank: host for rank, host in save.writers if rank != this_rank.rank}
     found: dict[int, dict[str, Any]] = {}
     began = reported = grown_at = time.monotonic()

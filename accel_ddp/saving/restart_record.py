@@ -24,11 +24,7 @@ NO_REASON = "the ranks of every node exited without a message"
 
 
 def begin_attempt(cfg: TrainConfig) -> None:
-    """Record the failure of the attempt before this one, if there was one. This is a collective.
-
-    Raise UserError on every rank if the last attempts all failed at the same step. The launchers receive the steps too, and end
-    at once when they can: an attempt that is not started saves the time of its start.
-    """
+    """A collective; UserError if attempts repeat a failing step, which launchers learn too and then end at once."""
     if not _is_used(cfg):
         return
     if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ and this_rank.restarts == 0:

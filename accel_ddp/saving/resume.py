@@ -144,11 +144,7 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
 
 
 def take_saved_options(cfg: TrainConfig) -> None:
-    """Set options that the user has left out to those of the newest checkpoint on any disk. This is a collective.
-
-    It does so before data and a model are loaded. A damaged checkpoint, from which the run does not continue, has been saved with the
-    same options as the one before it.
-    """
+    """A collective, before data and model are loaded. A damaged newest checkpoint has the same options as the one before."""
     if not cfg.resume:
         return
     mine: tuple[int, dict[str, Any]] = (-1, {})
@@ -174,12 +170,6 @@ def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
             stored = {name: run["config"].get(name, default) for name, default in (("tuned", "off"), ("bucket_cap_mb", 25))}
             return {"step": run["step"], "chosen": run.get("chosen", {}), **stored}
     return {}
-
-
-def check_options_early(cfg: TrainConfig) -> None:
-    """Raise UserError for changed options before a model is loaded. The data are compared later, when they are loaded."""
-    if found := candidates(cfg):
-        check_options(cfg, checkpoint_format.read_run(found[-1]))
 
 
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
@@ -252,15 +242,9 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 
 
 def load(
-    accelerator: "Accelerator",
-    model: "nn.Module",
-    optimizer: torch.optim.Optimizer | None,
-    kept: dict[str, Tensor],
-    states: Callable[[], Iterable[str]],
-    path: Path,
-    run: dict[str, Any],
-    source: int,
-) -> None:
+    accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor],
+    states: Callable[[], Iterable[str]], path: Path, run: dict[str, Any], source: int,
+) -> None:  # fmt: skip
     """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
     This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files,
@@ -311,8 +295,7 @@ def _load_states(
     there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
 ) -> None:  # fmt: skip
     """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
-    # The last two are used if the number of workers was changed (--allow_config_change). Otherwise a worker without a state has not
-    # stepped yet.
+    # The last two: the number of workers was changed (--allow_config_change). Else a worker has not stepped yet.
     is_same = links.team.num_workers > 1 and run["config"].get("local_workers") == links.team.num_workers
     found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
     on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank

@@ -43,7 +43,8 @@ def claim(cfg: TrainConfig) -> IO[str]:
             lock = opened.enter_context(_lock(folder))  # an error releases it: the traceback in a notebook would keep it
             if not resume.continues_run_in(folder, cfg):
                 _refuse_other_run(folder, cfg)
-            resume.check_options_early(cfg)
+            if found := resume.candidates(cfg):  # before a model is loaded; the data are compared when they are
+                resume.check_options(cfg, checkpoint_format.read_run(found[-1]))
             if _is_run(folder):  # elsewhere hidden files belong to the user
                 checkpoint_format.sweep(folder)
             checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})

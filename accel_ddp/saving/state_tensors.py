@@ -38,16 +38,8 @@ def versions() -> dict[str, str]:
 EMA, OUTER, GROUP = "ema", "outer", "group."
 # Values of groups that do not change in place, but are no numbers.
 CONSTANTS = (
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    np.generic,
-    Enum,
-    FunctionType,
-    BuiltinFunctionType,
-    type,
-)
+    torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, Enum, FunctionType, BuiltinFunctionType, type
+)  # fmt: skip
 
 Options = list[dict[str, Any]]
 

@@ -112,8 +112,6 @@ class _Open:
 
 
 class _Scene:
-    """What the monitors see at one moment. Rules ask it what follows from that."""
-
     def __init__(self, judge: "Judge", ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]):
         self.judge, self.ranks, self.nodes, self.stacks = judge, ranks, nodes, stacks
         ended = {r.node for r in ranks if r.is_finished} - {r.node for r in ranks if not r.is_finished}
@@ -181,8 +179,7 @@ class Judge:
         # Seconds since the last byte of a collective between nodes arrived; infinity: no byte was seen. The monitor sets it.
         self.quiet = float("inf")
         self.waits_for_link = False  # all ranks wait, and bytes still arrive
-        # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
-        # too, and the next fault would otherwise be reported later by this duration.
+        # Rank, phase -> how long a fault made it, and the usual duration before: a rank learns the former too.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
 
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
@@ -212,7 +209,6 @@ class Judge:
         return events + self._end(over, ranks) + self._short_silences(nodes)
 
     def close(self, ranks: list[RankView]) -> list[Event]:
-        """Return that all causes are over, when another node decides again."""
         over, self.open = self.open, {}
         return self._end(list(over.values()), ranks)
 
@@ -297,7 +293,6 @@ class Judge:
         return self._hung([r for r in late if not is_slow_disk(r)], scene)
 
     def _alone(self, scene: _Scene) -> dict[str, Cause]:
-        """Find the only rank, which waits for no other one, whatever its phase."""
         return self._hung([r for r in scene.overdue if r.phase in phases.WAITING and len(scene.active) == 1], scene)
 
     def _computing(self, scene: _Scene) -> dict[str, Cause]:

@@ -7,6 +7,7 @@ connections, and no node has more than N.
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import hmac
 import json
@@ -30,6 +31,7 @@ from accel_ddp.phases import NAMES, Phases, Timing
 from accel_ddp.watch import processes
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
+_PR_SET_PTRACER = 0x59616D61
 _PREFIX, _LOCK = "accel_ddp_watch_", "lock"
 _STALE_SECONDS = 60.0  # a younger folder may belong to a monitor that is being started
 
@@ -117,7 +119,8 @@ class Link:
         page, stack = Path(address.folder, f"page.{rank}"), Path(address.folder, f"stack.{rank}")
         heartbeat.publish(page)
         self._stack_file = processes.print_on_signal(stack)
-        processes.allow_tracing(address.pid)
+        if sys.platform == "linux":  # where Linux lets only parents read the memory of a process
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, address.pid)
         self.send({"hello": {"rank": rank, "pid": os.getpid(), "page": str(page), "stack": str(stack)}})
         self._thread = threading.Thread(target=self._read, daemon=True, name="monitor link")
         self._thread.start()
@@ -211,7 +214,6 @@ class Peers:
             self.pings, _ = await loop.create_datagram_endpoint(lambda: _Pings(self), local_addr=address, family=sock.family)
 
     def make_ping(self, sender: int, other: int, number: int) -> bytes:
-        """Return a datagram of one node. `other` is the node that it is exchanged with."""
         head = struct.pack(_PING, sender, number)
         return head + messages.make_proof(self.keys[other], b"ping", head)
 

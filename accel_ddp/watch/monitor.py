@@ -432,9 +432,6 @@ class Monitor:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
             if self.judge.waits_for_link:
                 self.slow_run.report_flow(self.flows, [v for v in views if not v.is_finished], now)
-        self._ask_for_stacks()
-
-    def _ask_for_stacks(self) -> None:
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:
@@ -469,8 +466,7 @@ async def watch(options: dict[str, Any]) -> None:
     monitor.printer.close(2)
     monitor.incidents.close()
     shutil.rmtree(options["folder"], ignore_errors=True)
-    # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for
-    # every connection of a rank that cannot be killed.
+    # Not a normal end: a disk may block a thread, and asyncio prints an error for each rank that cannot be killed.
     os._exit(0)
 
 

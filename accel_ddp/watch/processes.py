@@ -6,7 +6,6 @@ in a collective or holds the GIL prints it too. A stopped process cannot. py-spy
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import os
 import re
@@ -19,6 +18,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
+
+from accel_ddp.nodes.spawn import is_pending
 
 
 def state_of(pid: int) -> str:
@@ -36,7 +37,6 @@ def exit_status(pid: int) -> int | None:
 
 
 def describe_exit(status: int | None) -> str:
-    """Return a phrase that completes "rank 1 ...", for example "was killed by SIGKILL"."""
     if status is None:
         return "died"
     if status >= 0:
@@ -74,11 +74,7 @@ _BYTES = struct.Struct("=120xQQ")  # tcp_info: acknowledged, received
 
 
 def tcp_traffic(pids: Iterable[int], without_port: int) -> list[list]:
-    """Return [own address, peer's address, bytes acknowledged, bytes received, bytes to send] of the connections of processes.
-
-    Connections inside this host and those of a port are left out, and those between the same addresses are one row. There are
-    none where the kernel has no sock_diag (gVisor, macOS), and nothing is known about RDMA, which bypasses the kernel.
-    """
+    """Return [own, peer, acknowledged, received, to send] to other hosts. Without sock_diag (gVisor, macOS) or with RDMA: []."""
     own = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -128,7 +124,6 @@ class OutOfMemoryKills:
         self.before = {file: _count_kills(file) for file in (_OF_MACHINE, *_cgroup_files(pid))}
 
     def happened(self) -> list[Path]:
-        """Return the folders of the cgroups of the process in which the kernel has killed a process."""
         # The process may have been moved to another cgroup since.
         files = {*self.before, *_cgroup_files(self.pid)} - {_OF_MACHINE}
         return [file.parent for file in files if _count_kills(file) > self.before.get(file, 0)]
@@ -139,7 +134,6 @@ class OutOfMemoryKills:
 
 
 def memory_limit(folders: list[Path]) -> int:
-    """Return the memory limit, in bytes, that applies in these cgroups, or 0 if it cannot be read."""
     limits = []
     every = {each for folder in folders for each in (folder, *folder.parents)}
     for file in (each / name for each in every for name in ("memory.max", "memory.limit_in_bytes")):  # of version 2 and 1
@@ -191,13 +185,6 @@ def print_on_signal(path: Path) -> IO[str]:
     return file
 
 
-def allow_tracing(pid: int) -> None:
-    """Let another process of the same user read the memory of this one, where Linux restricts that to parents."""
-    if sys.platform == "linux":
-        PR_SET_PTRACER = 0x59616D61
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, pid)
-
-
 class Stack(list[str]):
     """The frames of the main thread, the innermost first, each as "function (file:line)"."""
 
@@ -217,17 +204,9 @@ class Stack(list[str]):
         return "\n".join(f"    {frame}" for frame in self[:_MAX_FRAMES])
 
 
-def _prints_on_signal(pid: int) -> bool:
-    """Return whether a process handles the signal. It would end another one."""
-    with contextlib.suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return bool(caught) and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
-    return False
-
-
 async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
     """Return the stack of the main thread, or an empty one if it cannot be read. This takes 2 s at most."""
-    if state not in ("T", "t") and file and _prints_on_signal(pid):
+    if state not in ("T", "t") and file and is_pending(pid, _SIGNAL, "SigCgt"):  # it would end a process that does not handle it
         with contextlib.suppress(OSError):
             size = file.stat().st_size
             os.kill(pid, _SIGNAL)
@@ -264,7 +243,6 @@ async def read_stack_of_worker(rank: int, file: Path) -> Stack:
 
 
 def parse(text: str) -> Stack:
-    """Return the frames of the main thread from the output of faulthandler or py-spy."""
     sections = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     # faulthandler prints the main thread last. py-spy prints it first, with its name.
     named = [part for part in sections if '"MainThread"' in part]

@@ -48,7 +48,6 @@ def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
 
 
 def store_run(launcher_pid: int, **values: Any) -> None:
-    """Store facts about the run, besides those that are already stored for this launcher."""
     _write(launcher_pid, "run", {**read_run(launcher_pid), **values})
 
 

@@ -53,7 +53,6 @@ class Flows:
         return now - max(times, default=float("-inf"))
 
     def slowest(self, now: float, seconds: float) -> tuple[tuple[int, int], float] | None:
-        """Return the link on which most bytes wait, and its bytes per second in the last `seconds`, at least one."""
         found = []
         for (source, target, _), samples in self.samples.items():
             recent = [sample for sample in samples if now - sample[0] < seconds]
@@ -96,11 +95,7 @@ class SlowRun:
             self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, notice.host, notice.since))
 
     async def _measure_all(self, is_reference: bool) -> None:
-        """Measure the bytes per second between neighboring nodes, in both directions, and of each node with itself.
-
-        Pairs that have no node in common are measured together. The lowest rate is the reference, and the highest one that of a link
-        that may be slow, so neither is an outlier of a busy processor.
-        """
+        """Measure disjoint pairs at once. The lowest rate is the reference, later the highest counts: no outliers."""
         rounds: list[list[tuple[int, int]]] = []
         for pair in [*neighbours(list(self.roster)), *((node, node) for node in sorted(self.roster))]:
             free = next((each for each in rounds if not any(set(pair) & set(other) for other in each)), None)

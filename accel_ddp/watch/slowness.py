@@ -35,7 +35,6 @@ def find_slow_link(
 
 
 def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions."""
     ordered = sorted(set(nodes))
     ring = list(zip(ordered, ordered[1:] + ordered[:1])) if len(ordered) > 2 else [tuple(ordered)] if len(ordered) == 2 else []
     return [pair for a, b in ring for pair in ((a, b), (b, a))]
@@ -175,7 +174,6 @@ class Slowness:
         return self._judge() if self._complete_block() else []
 
     def _complete_block(self) -> bool:
-        """Make a block of the steps that all ranks have done since the last one. Return False if they do not make one yet."""
         if self.first is None or self.behind:
             return False
         last = min(each[-1].step for each in self.samples)
@@ -283,12 +281,7 @@ class Slowness:
         return case
 
     def _is_straggler(self, rank: int, totals: dict[int, float]) -> bool:
-        """Return whether the rank is clearly or steadily slower, or is interrupted again and again.
-
-        On a machine with more busy processes than cores, the faster of two ranks changes all the time. In two minutes with 5
-        busy processes on 2 cores no rank lost 40 % in more than 4 of 10 blocks, and no mean of 10 blocks was above 1.7 standard
-        deviations.
-        """
+        """5 busy processes on 2 cores, 2 minutes: never 40 % lost in over 4 of 10 blocks, or a mean above 1.7 deviations."""
         window, bad = (2 * WINDOW, 2 * WINDOW - 2) if self.is_uneven else (WINDOW, BAD)
         recent = [block.lost(rank) / block.seconds for block in self._last(window)]
         if sum(share >= CLEARLY_LOST for share in recent) >= bad:
@@ -312,7 +305,6 @@ class Slowness:
         return list(self.blocks)[-number:]
 
     def _stopped_share(self, rank: int) -> float:
-        """Return the fraction of observations in which the process was stopped, if it was stopped repeatedly; otherwise 0."""
         states = self.states[rank]
         stops = {step for step, is_stopped in states if is_stopped}
         if len(stops) < 4 or len(states) < WINDOW:
@@ -324,7 +316,6 @@ class Slowness:
         return max(counts.values(), default=0) > LINK_WINDOW - LINK_BAD
 
     def _lost(self, rank: int) -> float:
-        """Return the seconds per step that others have lost by this rank in the last blocks in which it was slow."""
         bad = [block.lost(rank) for block in self._last(WINDOW) if rank in block.slow]
         return statistics.mean(bad) if bad else 0.0
 
