@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accel_ddp import __version__
-from accel_ddp.config.options import properties_of
+from accel_ddp.config.options import help_text, properties_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
 from accel_ddp.nodes import recipe_files
@@ -92,7 +92,7 @@ def _recipes(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(_RUN_HELP, file=sys.stdout if words else sys.stderr)
+        print(help_text("run"), file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     launch, recipe, options = split_run(words)
     for name, value, *_ in find_options(launch, SMALLEST):  # accelerate prints 100 lines or a traceback
@@ -369,26 +369,6 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
     "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
     "export": (_export, "write a checkpoint as a folder that transformers can load"),
 }
-
-_RUN_HELP = """usage: accel-ddp run [options of accelerate launch] RECIPE [options of the recipe]
-
-Run a recipe with `accelerate launch`. RECIPE is a name (`accel-ddp recipes` lists them) or the path of your own script.
-
-  accel-ddp run classify                              on all GPUs of this machine, or on its CPU
-  accel-ddp run classify --num_processes 2 --lr 3e-5  two processes on this machine
-  accel-ddp run classify --config_file 2node.yaml --machine_rank 0 --main_process_ip 10.0.0.1
-  accel-ddp run classify --help                       the options of the recipe
-  accel-ddp run sft --config llama-8b-lora            options from an example, or from your own YAML file
-
-Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size divides
-into. Options, files and columns are checked before any rank starts.
-
---config has options of the recipe. --config_file describes nodes and processes. It is a path or the name of a config that comes
-with accel_ddp: local.yaml (the default for one process), 1node.yaml (the default for several), 2node.yaml (the default with
-options for several nodes). Options that describe nodes and processes (--config_file, --num_processes, --num_machines,
---machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend, --max_restarts) may follow the recipe. Other
-options of `accelerate launch` stand before the recipe, or between the recipe and `--`."""
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_ddp.config.option_values import CHAT_TEMPLATES
+from accel_ddp.config.options import help_text
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import trained_model
 from accel_ddp.exporting.predict_command import add_model_options, check_options
 from accel_ddp.ranks.reporting import hide_torchao
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, read_tools
 
-HELP = """/reset         forget the conversation
-/system TEXT   set the system prompt; without a text, remove it
-/undo          forget the last question and its answer
-/exit          exit, as Ctrl-D does; Ctrl-C stops an answer"""
 CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\[?\{")  # where the calls of an answer begin
 
 
@@ -130,7 +127,7 @@ class Conversation:
             places = [i for i, one in enumerate(self.messages) if one["role"] == "user"]
             self.messages = self.messages[: places[-1]] if name == "/undo" and places else []
         else:
-            print(HELP, file=sys.stderr)
+            print(help_text("chat"), file=sys.stderr)
 
 
 def find_calls(text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

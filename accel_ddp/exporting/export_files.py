@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ddp.saving.pieces import Pieces, write_file
 from accel_ddp.sources import builtin
-from accel_ddp.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -150,22 +149,16 @@ def card(facts: dict[str, Any], use: str, base: str) -> str:
 
     `facts["config"]` are options without paths. `use` is code that loads the model. `base` is the model below adapters.
     """
+    import jinja2
+
     files = {name: value.replace("\n", " ") for name, value in facts["config"].items() if value and name.endswith("_file")}
-    facts = {**facts, "config": facts["config"] | files}
-    config, metrics = facts["config"], facts["metrics"]
-    base = base or config.get("model", "")
-    origin = f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
-    lines = ["---", _head_of_card(facts, base).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
-    lines += [f"{origin} `{(config.get('train_file') or config.get('dataset', '')) or 'other data'}`.", ""]
-    lines += ["## Use", "", "```python", use, "```", ""]
-    if metrics:
-        lines += ["## Evaluation", "", f"On {_describe_evaluation_data(config)}:", "", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
-    step = f"{facts['step']} steps" if "step" in facts else "All steps"
-    lines += ["## Training", "", f"{step} on {counted(facts['num_ranks'], 'rank')}, with these options:", ""]
-    lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
-    lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
-    return "\n".join(lines)
+    config = facts["config"] | files
+    base, facts = base or config.get("model", ""), facts | {"config": config}
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment.filters["json"] = json.dumps
+    more = {"head": _head_of_card(facts, base).to_yaml().strip(), "evaluated_on": _describe_evaluation_data(config)}
+    template = environment.from_string(Path(__file__).with_name("model_card.jinja").read_text("utf-8"))
+    return template.render(**facts, **more, base=base, use=use)
 
 
 def _describe_evaluation_data(config: dict[str, Any]) -> str:

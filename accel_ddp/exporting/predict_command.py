@@ -22,6 +22,7 @@ from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.exporting import trained_model
 from accel_ddp.exporting.predict_rows import InputRows
+from accel_ddp.exporting.trained_model import KINDS
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.spawn import MODULE, clean_environment, die_with_parent
 from accel_ddp.records.files import replace_file, sync
@@ -30,13 +31,8 @@ from accel_ddp.text import counted
 
 ENDINGS = (".jsonl", ".csv", ".parquet", ".npy")
 NO_EFFECT = ("output", "columns", "num_processes")  # options on which the predictions do not depend
-USED_BY = {
-    "text_column": "labels scores tags masks texts vectors answers", "text_pair_column": "labels scores", "image_column": "images",
-    "messages_column": "answers rewards", "prompt_column": "answers rewards", "answer_column": "rewards",
-    "prefix": "labels scores masks texts vectors", "max_length": "labels scores tags masks texts vectors",
-    "chat_template": "answers rewards", "max_new_tokens": "answers texts", "temperature": "answers texts", "seed": "answers texts",
-    "top_k": "labels images masks",
-}  # what a model must predict so that an option has an effect  # fmt: skip
+# The options that have an effect for some models only.
+OPTIONS = [*dict.fromkeys(name for kind in KINDS for name in trained_model.options_of(kind))]
 Types = dict[str, tuple[str, int]]  # of the columns of predictions: the type, and how many lists are around it
 
 
@@ -73,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     add("--input", nargs="+", required=True, metavar="FILE", help="files with the rows, as for --train_file")
     add("--output", required=True, metavar="FILE", help="a new file: .jsonl .csv .parquet, or .npy for vectors")
-    for name in [name for name in USED_BY if name.endswith("_column")]:
+    for name in [name for name in OPTIONS if name.endswith("_column")]:
         add(f"--{name}", default="", metavar="NAME", help="default: as in training, or the usual name")
     add("--columns", nargs="*", metavar="NAME", help="columns of the input to keep in the output; default: all")
     add("--prefix", help="text before each input; default: as in training")
@@ -109,8 +105,8 @@ def check_options(given: argparse.Namespace) -> None:
 
 def check_effect(given: argparse.Namespace, found: trained_model.TrainedModel) -> None:
     parser, has_rank = build_parser(), _types(found, 2) != _types(found, 1)
-    for name in [name for name in USED_BY if getattr(given, name) != parser.get_default(name)]:
-        if found.kind not in USED_BY[name].split() or (name == "top_k" and not has_rank):
+    for name in [name for name in OPTIONS if getattr(given, name) != parser.get_default(name)]:
+        if name not in trained_model.options_of(found.kind) or (name == "top_k" and not has_rank):
             what = f"would be ignored, because {given.model} predicts {found.kind}"
             raise UserError(f"--{name} {getattr(given, name)}: {what}. Leave it out.")
 
