@@ -63,7 +63,10 @@ def run_installed(bin_folder: Path, folder: Path, *arguments: str, program: str 
 
 def test_the_wheel_has_all_modules_recipes_and_configs_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {f"accel_ddp/{name}" for name in files(ROOT / "accel_ddp", "*.py", "*.css", "*.js", "*.sh", "*.yaml", "*.jinja", "py.typed")}
+    expected = {
+        f"accel_ddp/{name}"
+        for name in files(ROOT / "accel_ddp", "*.py", "*.css", "*.js", "*.sh", "*.yaml", "*.jinja", "py.typed")
+    }
     expected |= {f"accel_ddp/recipes/{name}" for name in files(ROOT / "recipes", "*.py", "*.md", "*.yaml")}
     configs = files(ROOT / "accelerate_configs", "*")
     expected |= {f"accel_ddp/accelerate_configs/{name}" for name in configs if not name.startswith("tuned.")}

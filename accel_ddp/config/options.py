@@ -7,12 +7,10 @@ change, `per_node` what may differ between nodes.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from accel_ddp.config.other_names import OTHER_NAMES
-from accel_ddp.text import read_table
 
 # Groups of `--help`, in the order in which they are shown.
 GROUPS = {
@@ -27,10 +25,6 @@ GROUPS = {
 }
 
 C = TypeVar("C", bound=type)
-
-
-def help_text(command: str) -> str:
-    return read_table(Path(__file__).with_name("help.yaml"))[command]
 
 
 @dataclass(frozen=True)

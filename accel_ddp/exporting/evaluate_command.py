@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.commands import COMMANDS
 from accel_ddp.config.option_values import split_weight
-from accel_ddp.config.options import help_text, properties_of
+from accel_ddp.config.options import properties_of
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.errors import USER_ERROR, UserError
@@ -37,7 +38,7 @@ OF_ROWS = ("dataset", "train_split", "eval_split", "eval_fraction", "train_file"
 
 def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(help_text("evaluate"), file=sys.stdout if words else sys.stderr)
+        print(COMMANDS["evaluate"]["text"], file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     place, words = words[0], words[1:]
     if place.startswith("-"):

@@ -125,7 +125,6 @@ def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
-    import datasets
 
     if len(train) < 2:
         # A .json with one object, whose values are the rows or the columns, is read as one row.
@@ -139,13 +138,9 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
         seed, limit = mixed(cfg.seed, "eval_fraction"), np.uint64(int(cfg.eval_fraction * 2**64))
         is_test = np.concatenate([hash_rows(table, seed) < limit for table in train.with_format("arrow").iter(10_000)])
         return [select(train, np.flatnonzero(part)) for part in (~is_test, is_test)]
-    # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
-    numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
-    options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
-    rows, numbers = (table.train_test_split(**options) for table in (train, numbers))
-    # Reading a column of rows that are not in order takes 700 bytes for each. One row has no `_indices`.
-    drawn = lambda part: np.array(part["number"][:]) if part._indices is None else part._indices.column(0).to_numpy()
-    return [with_row_numbers(rows[part], row_numbers(train)[drawn(numbers[part])]) for part in ("train", "test")]
+    order = np.random.default_rng(mixed(cfg.seed, "split") % 2**32).permutation(len(train))
+    number = max(1, min(2000, len(train) // 10))
+    return [select(train, order[number:]), select(train, order[:number])]
 
 
 def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:

@@ -54,7 +54,9 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     if not kind:
         usable = ", ".join(ending for ending in FILE_FORMATS if ending in TABLES)
         raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {usable}.")
-    if kind not in ("parquet", "arrow") and not (kind == "json" and file.stat().st_size > LARGE and _was_read(kind, file)):
+    # Whether `datasets` has the rows in its cache: it looks at path and time, and reads nothing.
+    was_read = lambda: Path(datasets.load_dataset_builder(kind, data_files=str(file.resolve())).cache_dir).is_dir()
+    if kind not in ("parquet", "arrow") and not (kind == "json" and file.stat().st_size > LARGE and was_read()):
         require_utf8(option, file)
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
@@ -73,13 +75,6 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     if len(rows) == 0:
         raise UserError(f"{option} {path}: the file has no rows.")
     return rows
-
-
-def _was_read(kind: str, file: Path) -> bool:
-    """Return whether `datasets` has the rows of the file in its cache. It looks at path and time, and reads nothing."""
-    import datasets
-
-    return Path(datasets.load_dataset_builder(kind, data_files=str(file.resolve())).cache_dir).is_dir()
 
 
 def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":

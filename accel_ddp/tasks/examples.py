@@ -32,6 +32,7 @@ def literal(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
+    """Return the text, or its first words if it is long."""
     if len(text) <= MAX_LENGTH:
         return text
     return text[:MAX_LENGTH].rsplit(None, 1)[0] or text[:MAX_LENGTH]
