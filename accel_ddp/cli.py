@@ -119,10 +119,7 @@ def _run(words: list[str]) -> int:
 
 
 def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
-    """Return the recipe's config. Raise UserError for a mistake in its options, files and columns: ranks report it after seconds.
-
-    None: the script has no config, changes its words, or cannot be imported here. The ranks then report the reason.
-    """
+    """Return the recipe's config, or None if only a rank can read it. Raise UserError for wrong options, files and columns."""
     from accel_ddp.doctor.check_options import load_recipe_config
 
     if re.search("argv|argparse", script.read_text(errors="replace")):
@@ -231,11 +228,7 @@ def _check_launch_options(launch: list[str], behind: list[str]) -> None:
 
 
 def with_config(launch: list[str]) -> list[str]:
-    """Return the options of `accelerate launch` with the path of a config file.
-
-    The default is local.yaml (one process), 1node.yaml where --num_processes is given, and 2node.yaml where an option for
-    several nodes is given.
-    """
+    """Return options of `accelerate launch` with the path of a config: local.yaml, 1node.yaml or 2node.yaml if none is given."""
     given = {name_of(word) for word in launch}
     for option in find_options(launch, ["config_file"]):
         if option.value is None:
@@ -247,11 +240,7 @@ def with_config(launch: list[str]) -> list[str]:
 
 
 def _replace_process(words: list[str]) -> NoReturn:
-    """Replace this process by Python with `words`.
-
-    The launcher then has this process's pid, terminal and parent. Exit codes and signals are those of a plain
-    `accelerate launch`, except that a Ctrl-C does not end the launcher before its rank.
-    """
+    """Replace this process by Python, which keeps its pid, terminal and parent: exit codes and signals are the launcher's."""
     sys.stdout.flush(), sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *words])
 

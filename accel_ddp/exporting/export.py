@@ -50,11 +50,7 @@ PEFT_CLASSES = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPe
 
 
 def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
-    """Return the files of the exported folder except the weights, and `more`.
-
-    They are stored in every checkpoint, so each one can be exported alone. `processor` is a tokenizer or an image
-    processor.
-    """
+    """Return the files of the exported folder except the weights. Every checkpoint has them, so each can be exported alone."""
     base = model.get_base_model() if has_adapters(model) else model
     config = copy.deepcopy(getattr(base, "_original_config", base.config))
     config.architectures = [class_name(base)]
@@ -129,11 +125,7 @@ def at_the_end(
 
 
 def describe(folder: Path, files: dict[str, bytes], config: dict[str, Any], example: str = "") -> str:
-    """Return lines that state what the exported folder contains, with a command that loads it.
-
-    `files` come from `files_of`, `config` has the options of the run. `example` is code that uses {folder}, or {model}: what
-    `pipeline` takes.
-    """
+    """Return lines on what the exported folder contains and a command that loads it. `example` uses {folder} or {model}."""
     lines, base = [f"model saved in {folder}"], _base_of(files)
     if (whole := folder / "config.json").is_file():
         dtype = _exported_dtype({whole.name: whole.read_bytes()}, "auto")

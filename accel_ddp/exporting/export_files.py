@@ -145,10 +145,7 @@ def without_paths(content: bytes) -> bytes:
 
 
 def card(facts: dict[str, Any], use: str, base: str) -> str:
-    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
-
-    `facts["config"]` are options without paths. `use` is code that loads the model. `base` is the model below adapters.
-    """
+    """Return the README.md of a model, for people and the Hub. `use` is code that loads it; options have no local paths."""
     import jinja2
 
     files = {name: value.replace("\n", " ") for name, value in facts["config"].items() if value and name.endswith("_file")}

@@ -194,10 +194,7 @@ def record_evaluated(rows: Any, numbers: np.ndarray | None = None) -> Any:
 
 
 def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
-    """Return the number of each row in its file, counted from 0. Error messages name these numbers, counted from 1.
-
-    They differ from the positions in `rows` if rows were set aside, sampled or dropped.
-    """
+    """Return the number of each row in its file, from 0: its position, unless rows were set aside, sampled or dropped."""
     if hasattr(rows, "row_numbers"):
         return rows.row_numbers
     numbers = np.arange(len(rows)).view(RowNumbers)

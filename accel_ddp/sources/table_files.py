@@ -212,10 +212,7 @@ def require_utf8(option: str, file: Path) -> None:
 
 
 def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
-    """Return the line where each row begins, for row numbers from 0 and lines from 1. Return {} if lines are not known.
-
-    Lines differ from rows if a file has a header, empty lines, or cells with line breaks.
-    """
+    """Return the line (from 1) where each row (from 0) begins, with headers and cells of several lines. {}: not known."""
     file, wanted = Path(path), set(numbers)
     suffix = file.suffix.lower()
     if not file.is_file():
@@ -240,10 +237,7 @@ def _find_starts(file: Path, is_row_per_line: bool) -> Iterator[int]:
 
 
 def _check_csv(option: str, file: Path) -> dict[str, Any]:
-    """Return the options with which `datasets` reads the table. Raise UserError for lines with too many cells.
-
-    pandas would take the first column for an index, or drop cells, if lines have more cells than the header.
-    """
+    """Return options for `datasets`. Raise UserError for lines with too many cells, which pandas would drop or misread."""
     import datasets
     import pandas
 
