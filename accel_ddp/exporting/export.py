@@ -78,14 +78,9 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
 
 
 def at_the_end(
-    accelerator: Accelerator,
-    cfg: TrainConfig,
-    model: Any,
-    files: dict[str, bytes],
-    metrics: Metrics,
-    example: str = "",
+    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, example: str = "",
     best: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
 
     `example` is Python code that uses the exported {folder}. With `best`, export the checkpoint of this step instead of the weights

@@ -181,12 +181,8 @@ def _head_of_card(facts: dict[str, Any], base: str) -> "ModelCardData":
         EvalResult(task or "other", kind, tested, name, round(value, 6), dataset_split=split)
         for name, value in facts["metrics"].items()
     ]
+    library = "sentence-transformers" if facts["recipe"] == "embed.py" else "transformers"
     return ModelCardData(
-        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
-        base_model=base if is_name(base) else None,
-        datasets=[data.split(":")[0]] if is_dataset else None,
-        pipeline_tag=task,
-        tags=["accel_ddp"],
-        model_name=config["output_dir"],
-        eval_results=results or None,
-    )
+        library_name=library, base_model=base if is_name(base) else None, datasets=[data.split(":")[0]] if is_dataset else None,
+        pipeline_tag=task, tags=["accel_ddp"], model_name=config["output_dir"], eval_results=results or None,
+    )  # fmt: skip

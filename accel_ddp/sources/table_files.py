@@ -26,12 +26,8 @@ FILE_FORMATS = {
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 COMPRESSED = {
-    b"\x1f\x8b": "gunzip",
-    b"PK\x03\x04": "unzip",
-    b"BZh": "bunzip2",
-    b"\xfd7zXZ": "unxz",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-}
+    b"\x1f\x8b": "gunzip", b"PK\x03\x04": "unzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"
+}  # fmt: skip
 TABLES = FILE_FORMATS.keys() - {".txt"}  # most recipes need more columns than the one of a .txt
 EVAL_SPLITS = ("validation", "dev", "test", "eval")
 SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
