@@ -232,11 +232,11 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_770,
-    "config": 1_474,
+    "(top)": 2_613,
+    "config": 1_434,
     "doctor": 3_739,
     "engine": 3_300,
-    "exporting": 1_863,
+    "exporting": 1_726,
     "launch": 4_481,
     "measure": 2_623,
     "memory": 1_487,
@@ -246,9 +246,9 @@ LINES: dict[str, int] = {
     "records": 762,
     "report": 1_955,
     "saving": 1_984,
-    "sources": 3_311,
+    "sources": 3_212,
     "speed": 3_931,
-    "tasks": 5_402,
+    "tasks": 5_300,
     "training": 4_101,
     "watch": 2_601,
 }
