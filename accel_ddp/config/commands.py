@@ -15,7 +15,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     command = COMMANDS[name]
     text = command.get("description", f"{command['does'].capitalize()}.")
     parser = argparse.ArgumentParser(prog=f"accel-ddp {name}", usage=command.get("usage"), description=text)
-    for word, options in {**TABLE["shared"].get(command.get("shared"), {}), **command.get("arguments", {})}.items():
-        kind = {"type": type(options["default"])} if isinstance(options.get("default"), int | float) else {}
+    for word, options in {**TABLE["shared"].get(command.get("shared", ""), {}), **command.get("arguments", {})}.items():
+        kind: dict[str, Any] = {"type": type(options["default"])} if isinstance(options.get("default"), int | float) else {}
         parser.add_argument(word, **kind, **options)
     return parser
