@@ -172,10 +172,7 @@ def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, spee
 
 
 def _start(events: RunEvents, tables: Callable[[], dict[str, Table]] | None) -> Recorder | None:
-    """Store the options that were chosen for this model, and describe the run to the hooks, which may end it.
-
-    Return what records the steps of `--profile`.
-    """
+    """Describe the run to the hooks, which may end it. Return what records the steps of `--profile`."""
     run, cfg, train, hooks = events.run, events.cfg, events.train, events.hooks
     if run.accelerator.is_main_process:
         update_options(cfg)

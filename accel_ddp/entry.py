@@ -102,10 +102,7 @@ def _set_variables(cfg: TrainConfig) -> None:
 
 
 def _act_on_early_stop(number: signal.Signals) -> None:
-    """End at the stop signal until `ranks.signals` handles it, also if it has arrived before: then it is pending.
-
-    The script of a Slurm job blocks the signal for the launcher and its ranks. Imports and the preflight may take a minute.
-    """
+    """End at the stop signal until `ranks.signals` handles it. A Slurm job's script blocks it, so it may be pending by now."""
 
     def end(*_: object) -> None:
         text = f"stopped: received {number.name} on {socket.gethostname()} before the first step."

@@ -232,11 +232,11 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_747,
+    "(top)": 2_620,
     "config": 1_434,
     "doctor": 3_552,
     "engine": 3_300,
-    "exporting": 1_830,
+    "exporting": 1_726,
     "launch": 4_187,
     "measure": 2_382,
     "memory": 1_431,
@@ -246,9 +246,9 @@ LINES: dict[str, int] = {
     "records": 762,
     "report": 1_621,
     "saving": 1_857,
-    "sources": 3_288,
+    "sources": 3_212,
     "speed": 3_915,
-    "tasks": 5_315,
+    "tasks": 5_300,
     "training": 4_102,
     "watch": 2_494,
 }

@@ -113,10 +113,7 @@ def check_end(text: str, total_steps: int) -> None:
 
 
 def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
-    """Return the steps to record in a process that has done `first_step` steps. None: there are none after `first_step`.
-
-    A window ends before an evaluation or a checkpoint (`pauses_after`), whose time does not belong to a step.
-    """
+    """Return the steps to record after `first_step`, or None. They end before an evaluation or a checkpoint."""
     window = parse_steps(text)
     if window is None or first_step >= total_steps:
         return None

@@ -28,10 +28,7 @@ MAY_BE_OFF = ("balance", "tuned")  # options with any text, for which `off` is a
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
-    """Return the options of this run, from `argv` or the command line. Raise UserError for a mistake; exit with code 0 for --help.
-
-    `script` is the recipe that messages name, if another program reads its options.
-    """
+    """Return the options of this run. Raise UserError for a mistake; exit after --help. `script` is the recipe in messages."""
     argv = list(sys.argv[1:] if argv is None else argv)
     types, properties = typing.get_type_hints(cls), properties_of(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.commands import COMMANDS
 from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
@@ -27,19 +28,6 @@ from accel_ddp.saving.checkpoint_format import read_facts, read_json
 from accel_ddp.text import did_you_mean_path, table
 from accel_ddp.words import find_options, group_values, without
 
-HELP = """usage: accel-ddp evaluate MODEL_OR_RUN [--eval_file FILE] [--output FILE] [--recipe NAME] [options of the recipe]
-
-Evaluate a model with the metrics of its recipe, on all GPUs of this machine. Nothing is written into its folder.
-
-  accel-ddp evaluate runs/classify/1                       the best checkpoint, else the newest, with the run's evaluation rows
-  accel-ddp evaluate runs/classify/1/step_00000100         a particular checkpoint
-  accel-ddp evaluate runs/classify/1/model --eval_file test.csv --output metrics.json
-  accel-ddp evaluate me/my-model --recipe classify --eval_file test.csv
-
-MODEL_OR_RUN comes first. --eval_file replaces the evaluation rows, --output writes the metrics as JSON, and --recipe names the recipe
-(or the path of your script) of a model that accel-ddp has not trained. Options of the recipe, such as --eval_batch_size, and options
-for processes, such as --num_processes 2 or --config_file fsdp.yaml, work as in `accel-ddp run`."""
-
 OF_TRAINING = {"saving", "logging", "multi-node"}  # groups of options that an evaluation does not need
 # The model's files state these, or they name files of another machine.
 OF_FILES = (
@@ -50,7 +38,7 @@ OF_ROWS = ("dataset", "train_split", "eval_split", "eval_fraction", "train_file"
 
 def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(HELP, file=sys.stdout if words else sys.stderr)
+        print(COMMANDS["evaluate"]["text"], file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     place, words = words[0], words[1:]
     if place.startswith("-"):

@@ -204,10 +204,7 @@ def generation_config(model: Any, tokenizer: Any, options: dict[str, Any]) -> An
 
 
 def sampling(options: dict[str, Any], numbers: list[int], device: torch.device) -> dict[str, Any]:
-    """Return the options of `generate` with which a greedy search samples, if `--temperature` asks for it.
-
-    Gumbel noise is added to the scores, so the best token is a sample. The noise of a row depends on the seed and its number only.
-    """
+    """Return options with which a greedy search samples: Gumbel noise, which depends on the seed and the row number only."""
     if not options["temperature"]:
         return {}
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper

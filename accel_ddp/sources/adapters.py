@@ -130,10 +130,7 @@ def _token_tables(model: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def add_token_rows(model: Any, num_tokens: int, tokens: Sequence[int]) -> None:
-    """Let new tokens begin with the embedding of the end token, which is the same in every process, unlike random values.
-
-    A model of chats ends a turn as the base model ends a text.
-    """
+    """Let new tokens begin with the embedding of the end token: they end turns as it ends texts, and no rank draws values."""
     end = model.config.get_text_config().eos_token_id
     end = next(iter(end if isinstance(end, list) else [end]), 0)
     num_tokens = max(num_tokens, max(tokens) + 1)  # some vocabularies have gaps

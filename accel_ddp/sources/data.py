@@ -15,21 +15,10 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig, has_splits
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import builtin
+from accel_ddp.sources import builtin, table_files
 from accel_ddp.sources.many_files import Files, expand, hash_rows, read_all
 from accel_ddp.sources.places import prepare_hub, warn
-from accel_ddp.sources.table_files import (
-    EVAL_SPLITS,
-    SENTENCE_FILES,
-    SEPARATORS,
-    TABLES,
-    ColumnNames,
-    describe_folder,
-    ending_of,
-    is_saved,
-    load_file,
-    saved_splits,
-)
+from accel_ddp.sources.table_files import TABLES, ending_of, load_file
 from accel_ddp.text import counted, did_you_mean, first_line, listed
 
 if TYPE_CHECKING:
@@ -72,7 +61,7 @@ def _check_inputs(cfg: Any, quiet: bool) -> None:
     if not paths or any(ending_of(Path(path)) not in TABLES for path in paths):  # folders, and files that only a recipe reads
         return
     with suppress(Exception):
-        return cfg.check_columns(*(ColumnNames(*(path for _, path in found)) for found in files.values()))
+        return cfg.check_columns(*(table_files.ColumnNames(*(path for _, path in found)) for found in files.values()))
     read = lambda option: read_all(option, options[option], load_file, cfg.file_endings, cfg.cache_dir)
     cfg.check_columns(*map(read, files))
 
@@ -99,7 +88,7 @@ def load_rows(
     train_split, eval_split, name = cfg.train_split, cfg.eval_split, " ".join(cfg.train_file) or cfg.dataset
     if has_splits(cfg):
         folder, _ = split_weight(cfg.train_file[0])
-        splits = {split: read(f"{folder}/{split}") for split in saved_splits(Path(folder))}
+        splits = {split: read(f"{folder}/{split}") for split in table_files.saved_splits(Path(folder))}
     elif cfg.train_file:
         train_split = "train"
         splits = {"train": read(*cfg.train_file)}
@@ -114,7 +103,7 @@ def load_rows(
         if split and split not in splits:
             raise UserError(f"--{option} {split}: {name} has no such split. Use one of: {', '.join(splits)}.")
     if not eval_split and not cfg.eval_fraction:
-        eval_split = next((split for split in EVAL_SPLITS if split in splits), "")
+        eval_split = next((split for split in table_files.EVAL_SPLITS if split in splits), "")
     train = attach(splits[train_split])
     train, test = (train, attach(splits[eval_split])) if eval_split else _set_aside(train, cfg)
     for kind, rows in (("training", train), ("evaluation", test)):
@@ -136,12 +125,11 @@ def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
-    import datasets
 
     if len(train) < 2:
         # A .json with one object, whose values are the rows or the columns, is read as one row.
         hints = {".json": "Write the rows as a list of objects, or one object per line."}
-        hints |= dict.fromkeys(SENTENCE_FILES, "An empty line separates two texts.")
+        hints |= dict.fromkeys(table_files.SENTENCE_FILES, "An empty line separates two texts.")
         raise UserError(
             f"{' '.join(cfg.train_file) or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
             f"{hints.get(Path(*cfg.train_file[:1]).suffix, 'Give more rows, or --eval_file.')}"
@@ -150,13 +138,9 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
         seed, limit = mixed(cfg.seed, "eval_fraction"), np.uint64(int(cfg.eval_fraction * 2**64))
         is_test = np.concatenate([hash_rows(table, seed) < limit for table in train.with_format("arrow").iter(10_000)])
         return [select(train, np.flatnonzero(part)) for part in (~is_test, is_test)]
-    # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
-    numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
-    options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
-    rows, numbers = (table.train_test_split(**options) for table in (train, numbers))
-    # Reading a column of rows that are not in order takes 700 bytes for each. One row has no `_indices`.
-    drawn = lambda part: np.array(part["number"][:]) if part._indices is None else part._indices.column(0).to_numpy()
-    return [with_row_numbers(rows[part], row_numbers(train)[drawn(numbers[part])]) for part in ("train", "test")]
+    order = np.random.default_rng(mixed(cfg.seed, "split") % 2**32).permutation(len(train))
+    number = max(1, min(2000, len(train) // 10))
+    return [select(train, order[number:]), select(train, order[:number])]
 
 
 def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
@@ -164,8 +148,8 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
     if Path(name).is_file():
         raise UserError(f"--dataset {name}: is a file. Use --train_file {name}.")
-    if is_saved(Path(name)):
-        raise UserError(f"--dataset {name}: {describe_folder(Path(name))} Use --train_file {name}.")
+    if table_files.is_saved(Path(name)):
+        raise UserError(f"--dataset {name}: {table_files.describe_folder(Path(name))} Use --train_file {name}.")
     offline = "" if Path(name).is_dir() else prepare_hub()
     try:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
@@ -210,10 +194,7 @@ def record_evaluated(rows: Any, numbers: np.ndarray | None = None) -> Any:
 
 
 def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
-    """Return the number of each row in its file, counted from 0. Error messages name these numbers, counted from 1.
-
-    They differ from the positions in `rows` if rows were set aside, sampled or dropped.
-    """
+    """Return the number of each row in its file, from 0: its position, unless rows were set aside, sampled or dropped."""
     if hasattr(rows, "row_numbers"):
         return rows.row_numbers
     numbers = np.arange(len(rows)).view(RowNumbers)
@@ -335,7 +316,7 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."
-    if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
+    if mark := next((mark for mark in table_files.SEPARATORS if len(names) == 1 and mark in names[0]), ""):
         return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
     first = rows.select(range(min(len(rows), 1000)))
     is_value = lambda name: parse_number(name) is not None or len(name.split()) >= 5 or name in map(str, first[name][:])
@@ -450,7 +431,7 @@ def describe_kinds(broken: dict[int, str], files: Files | None) -> list[str]:
 
     def describe(number: int, detail: str) -> str:
         path, row, line = places[number]
-        if detail and path and Path(path).is_dir() and not is_saved(Path(path)):
+        if detail and path and Path(path).is_dir() and not table_files.is_saved(Path(path)):
             return detail  # a folder has no rows, and the detail is the name of the file
         more = ", ".join(filter(None, (f"line {line:,}" if line not in (0, row + 1) else "", detail)))
         return f"{f'{path}, ' if files and files.paths[1:] else ''}row {row + 1:,}{f' ({more})' if more else ''}"

@@ -115,10 +115,7 @@ def _try_scores(model: nn.Module, device: torch.device, **inputs: Any) -> Tensor
 
 
 def num_embeddings(model: nn.Module) -> int:
-    """Return how many tokens have embeddings, or 0 if the model has no table of them.
-
-    CANINE, for example, hashes characters, and the tensor that Perceiver returns has its latents.
-    """
+    """Return how many tokens have embeddings, or 0 without a table: CANINE hashes characters, Perceiver's has latents."""
     try:
         table = model.get_input_embeddings()
     except NotImplementedError:
@@ -169,10 +166,7 @@ def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: 
 
 
 def report_router_loss(model: nn.Module) -> None:
-    """Print on the main rank that the auxiliary loss of a mixture-of-experts model is not used, if the model has one.
-
-    `output_router_logits` is turned off, because the model would compute this loss in vain, and cannot without padding.
-    """
+    """State that the auxiliary loss of a mixture of experts is off. Its logits are turned off, as padding-free needs."""
     configs = [model.config, getattr(model.config, "text_config", None)]
     owners = (*configs, model)  # some models store the factor themselves
     factors = (getattr(one, key, None) for one in owners for key in ("router_aux_loss_coef", "aux_loss_coef"))
@@ -187,20 +181,14 @@ def report_router_loss(model: nn.Module) -> None:
 
 
 def keep_weights_in_eval(model: nn.Module) -> None:
-    """Turn off `rescale_every` of RWKV, with which a forward pass in eval mode halves weights in place. Exported configs keep it.
-
-    It prevents an overflow in float16. Otherwise results differ only by the epsilon that layer norms add to smaller values.
-    """
+    """Turn off RWKV's `rescale_every`, which halves weights in place in eval mode, against overflow in float16."""
     if getattr(model.config, "rescale_every", 0):
         model._exported_values = {"rescale_every": model.config.rescale_every}
         model.config.rescale_every = 0
 
 
 def report_new_weights(task: str, model: nn.Module, missing: set[str], name: str) -> None:
-    """Warn if a language model lacks weights, or any model most of them, because they begin at random values.
-
-    A new head for labels is usual. `missing` are the names of the tensors that are not in the files.
-    """
+    """Warn if a language model lacks weights (`missing` in its files), or any model most of them. A new head is usual."""
     number = len(model.state_dict())
     if missing and (task in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") or len(missing) > number / 2):
         warn(

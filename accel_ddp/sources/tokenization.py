@@ -115,10 +115,7 @@ def encode_tables(
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
-    """Return the tables unchanged, and warn if texts were truncated to `max_length` tokens.
-
-    A row counts as truncated if one of its texts has `max_length` tokens, because the original length is not stored.
-    """
+    """Return the tables. Warn of texts with `max_length` tokens: their length before it is not stored."""
     for rows, name in zip(tables, ("training", "evaluation")):
         if full := _count_full(rows, max_length):
             warn(f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach it, and longer texts are truncated.")
@@ -158,10 +155,7 @@ def pack_documents(rows: dict[str, list], room: int) -> dict[str, list]:
 
 
 class PadCollate:
-    """Pads tokenized rows to the longest one. Positions begin at 0 in every document of a packed row.
-
-    It holds no accelerator and no function, so data workers can unpickle it.
-    """
+    """Pads tokenized rows to the longest one. Positions begin at 0 in each packed document. Data workers can unpickle it."""
 
     def __init__(self, tokenizer: Any, multiple: int | None, per_token: tuple[str, ...] = ()):
         self.tokenizer, self.multiple, self.per_token = tokenizer, multiple, per_token
@@ -185,9 +179,6 @@ class PadCollate:
 def pad_collate(
     tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = (), kind: type[PadCollate] = PadCollate
 ) -> PadCollate:
-    """Return a collate function that pads tokenized rows to the longest one, on a GPU to a multiple of 8.
-
-    The columns `per_token`, for example labels, are padded with -100, which losses ignore.
-    """
+    """Return a function that pads rows to the longest one, on a GPU to a multiple of 8, and columns `per_token` with -100."""
     tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
     return kind(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)

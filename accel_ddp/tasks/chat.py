@@ -35,10 +35,7 @@ TEXT_LENGTH = 2048  # tokens of a row of plain text, if the model accepts as man
 
 
 def _add_tokens(tokenizer: Any, template: str) -> None:
-    """Add the tokens of a built-in template that a base model lacks. The last one ends a turn, so it becomes the end token.
-
-    `models.load` gives `new_token_ids` embeddings, which are trained, also below adapters.
-    """
+    """Add the tokens of a template that a base model lacks; the last one ends turns. `models.load` gives them embeddings."""
     if missing := chat_template.missing_tokens(tokenizer, template):
         end = chat_template.TEMPLATES[template][1][-1]
         tokenizer.add_tokens(missing, special_tokens=True)
@@ -288,20 +285,19 @@ class Format:
         except UnusableRow as error:
             return [Rendered("", [], str(error))]
 
-    def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
-        return {column: values[i] for column, values in rows.items()}
-
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
-        found = chat_rows.read_row(self.kind, self.columns, self._row(rows, i), self.template.source if self.template else "")
+        found = chat_rows.read_row(
+            self.kind,
+            self.columns,
+            {column: values[i] for column, values in rows.items()},
+            self.template.source if self.template else "",
+        )
         if isinstance(found, Chat) and self.template and self.template.begins_with_user:
             return chat_rows.leave_out_first(found)
         return found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
-        """Return a text, or a prompt and its answer, with one end token.
-
-        Control tokens in it are real ones, because it may be a formatted chat. Their rows are reported.
-        """
+        """Return a text, or a prompt and its answer, with one end token. Control tokens stay real: it may be a formatted chat."""
         prompt, answer = ("", row) if isinstance(row, str) else (row.prompt + self.separator, row.answer)
         end = self.tokenizer.eos_token or ""
         answer = answer.removesuffix(end)
@@ -328,10 +324,7 @@ class Format:
         return done
 
     def _tokenize_apart(self, row: Rendered) -> tuple[list[int], list[int]]:
-        """Return the tokens of a prompt and those of its answer, and their labels, if together they are the text of the row.
-
-        In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
-        """
+        """Return ids and labels of prompt and answer, tokenized apart as in use, if together they are the text; else [], []."""
         ((start, _),), whole, token = row.answers, row.text, self.tokenizer.eos_token or ""
         split = lambda text: chat_template.encode_marked(self.tokenizer, text)
         before, answer = split(whole[:start]), whole[start:]

@@ -187,10 +187,7 @@ class Template:
         return chat._replace(messages=messages)
 
     def examples(self, given: Chat, train_on: int | str = "all") -> list[Rendered]:
-        """Return the chat as text, or one text for each answer if the template writes an answer differently once others follow.
-
-        `train_on` and `chat.trained` choose the answers. Raise UnusableRow if the template cannot write the whole chat.
-        """
+        """Return the chat as text, or one text per answer if the template writes an answer differently once others follow."""
         if used := [name for name in RESERVED if name in given.template_options]:
             raise UnusableRow(f"its chat_template_kwargs contain `{used[0]}`, which is no option of a template (remove it)")
         plain = self.convert(given)
@@ -227,10 +224,7 @@ class Template:
         return Place(len(before), self._find_end(len(before), whole, text), whole, prompt)
 
     def _find_end(self, start: int, whole: str, text: str) -> int:
-        """Return where the answer at the end of `whole` ends: behind its end token, and before what follows this token.
-
-        Without such a token the control token that follows in `text` ends it (GLM), if there is one.
-        """
+        """Return where the answer at the end of `whole` ends: behind its end token, else the control token after it (GLM)."""
         at, found = len(whole), 0
         while self.end:
             at = start + len(whole[start:at].rstrip())

@@ -16,10 +16,7 @@ MAX_LENGTH = 160  # characters of a text; longer texts would fill the terminal
 
 
 def literal(value: Any) -> str:
-    """Return a text, a list or a dictionary as Python code without single quotes, backslash pairs and line breaks.
-
-    Between single quotes no shell changes it. Placeholders of `command` in a text are escaped.
-    """
+    """Return a value as Python code that no shell changes between single quotes. Placeholders of `command` are escaped."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(name)}: {literal(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -32,6 +29,7 @@ def literal(value: Any) -> str:
 
 
 def shorten(text: str) -> str:
+    """Return the text, or its first words if it is long."""
     if len(text) <= MAX_LENGTH:
         return text
     return text[:MAX_LENGTH].rsplit(None, 1)[0] or text[:MAX_LENGTH]
