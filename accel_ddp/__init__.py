@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from accel_ddp import seeds
     from accel_ddp.accelerator import start
     from accel_ddp.assembly import fit
-    from accel_ddp.config.options import option
+    from accel_ddp.config.options import column, option
     from accel_ddp.config.parsing import parse_config
     from accel_ddp.config.train_config import RecipeConfig, TrainConfig
     from accel_ddp.engine import losses, step_numbers
     from accel_ddp.engine.step import train_step
+    from accel_ddp.engine.terms import Terms
     from accel_ddp.entry import run
     from accel_ddp.errors import UserError
     from accel_ddp.exporting import export
     from accel_ddp.memory.at_start import fit_memory
     from accel_ddp.observe import hooks
     from accel_ddp.ranks.agreement import together
-    from accel_ddp.recipe import train
+    from accel_ddp.recipe import fit_and_export, load_model, train
     from accel_ddp.records.eval_tables import Table
     from accel_ddp.saving import checkpoints
     from accel_ddp.sources import data, model_kinds, models, tokenization
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from accel_ddp.tasks import (chat, chat_rows, contrastive, examples, generation_metrics, labels, masking, metrics, negatives,
                                  preferences, ranking, reference, row_stream, tables, tagging, text_blocks, vision)
     # fmt: on
-    from accel_ddp.tasks.task import ClassTask, Task
+    from accel_ddp.tasks.task import Task
+    from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask, TokenTask
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare

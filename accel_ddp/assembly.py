@@ -22,15 +22,14 @@ from accel_ddp.engine import fit as loop
 from accel_ddp.engine.fit import Run, Schedule
 from accel_ddp.engine.hook import Hook
 from accel_ddp.engine.local_steps import Workers
-from accel_ddp.engine.losses import LossSum, WholeBatch
-from accel_ddp.engine.step import Count
 from accel_ddp.engine.step_times import sync_at_broadcast
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.observe.recorder import Recorder, start_recorder
 from accel_ddp.phases import LOAD, phase
 from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import print_on_main
-from accel_ddp.ranks.process import ending, links
+from accel_ddp.ranks.process import ending
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving.checkpoints import Checkpoints
@@ -44,7 +43,7 @@ from accel_ddp.training.breakdown import Breakdown
 from accel_ddp.training.divergence import ParameterCheck, report_untrained, weights_kept
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.equal_ranks import require_equal_ranks
-from accel_ddp.training.evaluation import TableReport
+from accel_ddp.training.evaluation import EvalBatches, TableReport
 from accel_ddp.training.optim import freeze, lr_at, set_lr
 from accel_ddp.training.padding_check import require_independence
 from accel_ddp.training.run_end import RunOutcome, finish
@@ -59,13 +58,11 @@ def fit(
     accelerator: Accelerator,
     cfg: TrainConfig,
     *,
+    task: Any,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     train: TrainBatches,
-    loss_sum: LossSum | WholeBatch,
-    count: Count,
-    evaluate: Callable[[nn.Module], dict[str, float]] | None = None,
-    tables: Callable[[], dict[str, Table]] | None = None,
+    test: EvalBatches | Callable[[nn.Module], dict[str, float]] | None = None,
     hooks: Sequence[Hook] = (),
     files: dict[str, bytes] | None = None,
     speedups: Callable[..., Speed] | None = attach,
@@ -75,14 +72,15 @@ def fit(
     The update of step `s` depends on `s`, the seed and the weights only. A restart does not change it, and the number of ranks
     changes it by rounding at most. To stop the run on request, every rank raises `Stopped` after the same checkpoint.
 
-    - `loss_sum(model, batch)` returns the loss summed over the items of a micro-batch, and `count(batch)` their number.
-    - `evaluate(model)` returns metrics. It gets the averages of `cfg.ema_decay`, or those of an
-      optimizer with `eval` and `train`, and so does the model at the end.
-    - `tables()` returns the tables of the last evaluation. Only rank 0 calls it, and an error in it does not stop the run.
+    - `task` has the method `terms(model, batch, team)`, which returns the loss of each item; see `Task`. Its method `tables()`, if it
+      has one, returns the tables of the last evaluation. Only rank 0 calls it, and an error in it does not stop the run.
+    - `test` are the items to evaluate with the task, or a function that gets the model and returns metrics. An evaluation gets the
+      averages of `cfg.ema_decay`, or those of an optimizer with `eval` and `train`, and so does the model at the end.
     - `files` are stored in every checkpoint, for its export.
     - `speedups=None` computes the model as it is.
     """
-    _check_options(cfg, train, loss_sum, evaluate is not None)
+    alone = Terms(model, task)
+    _check_options(cfg, train, alone, test is not None)
     if not cfg.evaluate_only:
         freeze(model, getattr(cfg, "freeze", ()))  # also if the optimizer is the user's own
         require_equal_ranks(model, train, cfg)
@@ -91,33 +89,31 @@ def fit(
     check_end(cfg.profile, total_steps)
     with weights_kept(model, "a forward pass before training") as loaded:
         if not cfg.evaluate_only:
-            require_independence(accelerator, cfg, model, train, loss_sum)
-        speed = speedups(accelerator, cfg, model, train, loss_sum, total_steps) if speedups else None
+            require_independence(accelerator, cfg, alone, train)
+        speed = speedups(accelerator, cfg, alone, train, total_steps) if speedups else None
     every = 1 if cfg.evaluate_only else max(1, cfg.sync_every)
-    schedule = Schedule(cfg, total_steps, train.epoch_size(cfg), evaluate is not None, every)
+    schedule = Schedule(cfg, total_steps, train.epoch_size(cfg), test is not None, every)
     workers = Workers(cfg, schedule)
     ending.stop.when = f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
-    model, optimizer = prepare(accelerator, cfg, model, optimizer)
-    first_step.report_unused(accelerator.unwrap_model(model), optimizer)
-    momentum = workers.attach(accelerator.unwrap_model(model), optimizer)
-    run = Run(
-        accelerator, cfg, model, optimizer, loss_sum, count, links.team, schedule, functools.partial(_set_lr, optimizer, schedule)
-    )
-    check, ema = ParameterCheck(accelerator, cfg, model), Ema(accelerator.unwrap_model(model), cfg.ema_decay, optimizer)
+    terms, optimizer = prepare(accelerator, cfg, task, model, optimizer)
+    first_step.report_unused(model, optimizer)
+    momentum = workers.attach(model, optimizer)
+    run = Run(accelerator, cfg, terms, optimizer, schedule, functools.partial(_set_lr, optimizer, schedule))
+    check, ema = ParameterCheck(accelerator, cfg, model), Ema(model, cfg.ema_decay, optimizer)
     facts = {"files": files, "averages": ema.current, "momentum": momentum, "states": workers.states}
     saved = _restore(run, train, check, **facts)
     workers.begin()
     if not cfg.evaluate_only:
         _choose_and_describe(run, train, saved, speed)
-    needs_equal = isinstance(loss_sum, WholeBatch) or cfg.sync_every > 0 or cfg.sync_batchnorm
+    needs_equal = alone.is_whole or cfg.sync_every > 0 or cfg.sync_batchnorm
     balance = Balance(accelerator, cfg, saved.resumed, needs_equal)
     train.shares_at = balance.at
     saved.more = lambda: {"stream": train.state, **balance.state}
     batches = train.starting_at(run.step, accelerator, cfg)
     run.is_stopping = 0 < cfg.stop_after <= run.step
     listeners = [balance, *hooks, Breakdown(accelerator.device)]
-    events = RunEvents(run, train, saved, check, ema, speed, evaluate, listeners)
-    recorder = _start(events, tables)
+    events = RunEvents(run, train, saved, check, ema, speed, test, listeners)
+    recorder = _start(events, None if cfg.evaluate_only else getattr(task, "tables", None))
     with _session(events, recorder) as stack:  # signals, measurements and the profiler, closed however the run ends
         if cfg.evaluate_only:
             return finish(events)
@@ -127,19 +123,19 @@ def fit(
             stack.enter_context(compilations_published())
         loop.fit(run, batches, events, workers.take_step if cfg.sync_every else loop.one_step)
         outcome = finish(events)
-        report_untrained(accelerator.unwrap_model(model), loaded, run.step)
+        report_untrained(model, loaded, run.step)
         return outcome
 
 
-def _check_options(cfg: TrainConfig, train: TrainBatches, loss_sum: LossSum | WholeBatch, has_evaluation: bool) -> None:
+def _check_options(cfg: TrainConfig, train: TrainBatches, terms: Terms, has_evaluation: bool) -> None:
     if not has_evaluation and (cfg.keep_best or cfg.early_stopping_patience):
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
-        raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `evaluate` to `fit`.")
+        raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `test` to `fit`.")
     if isinstance(cfg, RecipeConfig) and mixture_weights(cfg) and not train.mixture:
         raise UserError(f"--train_file {' '.join(cfg.train_file)}: this recipe does not mix datasets. Leave the weights out.")
     uneven = [f"--{name} {getattr(cfg, name)}" for name in ("micro_batch_tokens", "global_batch_tokens") if getattr(cfg, name)]
     uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
-    if isinstance(loss_sum, WholeBatch) and uneven:
+    if terms.is_whole and uneven:
         reason = "each item is compared with the items of all ranks, which must have equal numbers. Leave it out"
         raise UserError(f"{uneven[0]}: {reason}.")
 
@@ -158,7 +154,7 @@ def _restore(run: Run, train: TrainBatches, check: ParameterCheck, **facts: Any)
 def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, speed: Speed | None) -> None:
     """Choose what `auto` options leave open, print how long the run is, and check the loss of its first items."""
     if speed:
-        speed.choose_micro_batch_size(run.model, run.optimizer)
+        speed.choose_micro_batch_size(run.optimizer)
         speed.choose_compilation(run.step)
     text, warnings = train.describe(run.schedule.total_steps, run.cfg)
     print_on_main(text)
@@ -167,8 +163,7 @@ def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, spee
     if run.step < run.schedule.total_steps:
         _print_new_schedule(run.cfg, saved, run.step, run.schedule.total_steps)
         with speed.plain_layers() if speed else contextlib.nullcontext():
-            trial = first_step.Trial(run.accelerator, run.cfg, run.model, train, run.loss_sum, run.count)
-            first_step.require_sums(trial, run.cfg)
+            first_step.require_sums(first_step.Trial(run.accelerator, run.cfg, run.terms, train), run.cfg)
 
 
 def _start(events: RunEvents, tables: Callable[[], dict[str, Table]] | None) -> Recorder | None:
@@ -184,7 +179,7 @@ def _start(events: RunEvents, tables: Callable[[], dict[str, Table]] | None) -> 
     facts_of_model = facts.get("model", {}) | (events.speed.describe() if events.speed else {})
     recorder = start_recorder(run, events.times, events.read_numbers, facts_of_model)
     hooks += [recorder] if recorder else []
-    run.model.train(cfg.dropout)
+    run.terms.train(cfg.dropout)
     phases.HERE.advance(run.step)
     phases.HERE.report_timing(events.times.timing)
     return recorder
@@ -204,7 +199,7 @@ def _session(events: RunEvents, recorder: Recorder | None) -> Iterator[contextli
         stack.enter_context(phases.HERE.listening(events.times))
         if recorder:
             stack.enter_context(recorder)
-        sync_at_broadcast(run.model)
+        sync_at_broadcast(run.terms)
         ending.early_exit = None
         try:
             yield stack

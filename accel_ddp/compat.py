@@ -332,6 +332,19 @@ def fsdp_groups(part: "nn.Module") -> list[Any]:
     return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
+def within_forward(model: "nn.Module", compute: Callable[[], Any]) -> Any:
+    """Run a function that calls the root of a sharded model, or its parts only, which then needs the passes around a forward method.
+
+    `register_fsdp_forward_method` frees the root if the function calls it too. Tested with torch 2.13.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = model._get_fsdp_state()
+    state._pre_forward(model, (), {})
+    found = compute()
+    return state._post_forward(model, (), found) if state._training_state == TrainingState.FORWARD else found
+
+
 def observe_group(group: Any, begins: Callable[[], None], sums: Callable[..., None], waits: Callable[[], Any]) -> None:
     """Call `begins` before a group gathers in a backward pass, and `sums` when its parameters have their gradients.
 

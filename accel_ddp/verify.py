@@ -284,7 +284,7 @@ def _compare_scales(a: VerifiedRun, b: VerifiedRun) -> str:
     """Return which number of a step depends on how its items are split, or "". Gradients are clipped, so weights may not show it."""
     logs = [{event["step"]: event for event in run.updates} for run in (a, b)]
     common = sorted(logs[0].keys() & logs[1].keys())
-    hint = "`loss_sum` must be a sum over items, and `count` must be the number of these items"
+    hint = "`terms` must return the loss of each item, or their sum, and `count` the number of these items"
     for step in common:
         one, other = (log[step] for log in logs)
         if not math.isclose(one["items"], other["items"], rel_tol=1e-6):

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,22 +62,24 @@ class Training:
         self.accelerator, self.cfg, self.steps = accelerator, cfg, 0
         num_layers = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / (WIDTH * WIDTH + WIDTH)))
         model = Layers(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-        self.model, self.optimizer = accelerator.prepare(model, accel_ddp.optim.build(model, cfg))
+        self.model = model
+        self.terms, self.optimizer = accel_ddp.prepare(accelerator, cfg, Task(), model, accel_ddp.optim.build(model, cfg))
         self.rows = torch.randn(cfg.micro_batch_size, WIDTH, device=accelerator.device)
         self.size = sum(p.numel() for p in self.model.parameters()) * BYTES_PER_PARAMETER / 1e6
 
     def step(self) -> float:
         """Do one update and return its seconds. They include copies for a save, which are queued on the device before it."""
         began = time.perf_counter()
-        train_step(self.accelerator, self.cfg, self.model, self.optimizer, [self.rows], loss_sum, len)
+        train_step(self.accelerator, self.cfg, self.terms, self.optimizer, [self.rows])
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         self.steps += 1
         return time.perf_counter() - began
 
 
-def loss_sum(model: nn.Module, rows: Tensor) -> Tensor:
-    return (model(rows) - rows.flip(1)).pow(2).sum()
+class Task(accel_ddp.Task):
+    def terms(self, model: nn.Module, batch: Tensor, team: Any) -> dict[str, Tensor]:
+        return {"loss": (model(batch) - batch.flip(1)).pow(2).sum(1)}
 
 
 def main(cfg: accel_ddp.TrainConfig, megabytes: float, rounds: int, undisturbed_steps: int) -> None:

@@ -32,10 +32,10 @@ def prepare(work: Path, words: list[str]) -> str:
     import classify
 
     from accel_ddp.config.parsing import parse_config
-    from accel_ddp.sources.models import load_tokenizer, locate
+    from accel_ddp.sources.models import locate
 
     cfg = parse_config(classify.Config, words)
-    rows = classify.build_data(cfg, load_tokenizer(cfg, cfg.max_length))[0]
+    rows = classify.Task(cfg, None).rows[0]
     rows.save_to_disk(str(work / "train_tokens"))
     np.save(work / "train_lengths.npy", [len(ids) for ids in rows["input_ids"]])
     return str(locate(cfg.model, cfg.cache_dir))

@@ -45,6 +45,11 @@ def logits(model: Any, batch: Any) -> torch.Tensor:
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
 
 
+class Task(accel_ddp.Task):
+    def terms(self, model: Any, batch: Any, team: Any) -> dict[str, torch.Tensor]:
+        return {"loss": accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"], "none")}
+
+
 class Side:
     """A model with --padding_free on or off, and its evaluation."""
 
@@ -54,24 +59,17 @@ class Side:
         shape = {**FAMILY.shape, "vocab_size": FAMILY.vocabulary, "num_labels": CLASSES}
         self.accelerator, self.model = accelerator, BertForSequenceClassification(BertConfig(**shape)).to(accelerator.device)
         train = accel_ddp.TrainBatches(texts, collate)
-        speed = accel_ddp.attach(accelerator, cfg, self.model, train, self.loss_sum, total_steps=1)
+        self.terms = accel_ddp.Terms(self.model, Task())
+        speed = accel_ddp.attach(accelerator, cfg, self.terms, train, total_steps=1)
         assert (speed.padding_free is not None) == (padding_free == "on")
         self.batches = accel_ddp.EvalBatches(texts, collate, batch_size, accelerator, cfg)
         self.seconds: list[float] = []
         self.cpu_seconds: list[float] = []
 
-    def loss_sum(self, model: Any, batch: Any) -> torch.Tensor:
-        return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
-
-    def measure(self, model: Any, batch: Any) -> dict[str, torch.Tensor]:
-        scores = logits(model, batch)
-        return {"loss": torch.nn.functional.cross_entropy(scores, batch["labels"], reduction="none")}
-
     def evaluate(self) -> float:
         """Return the loss, and append the times of the evaluation to `seconds` and `cpu_seconds`."""
         began, cpu_began = time.perf_counter(), time.process_time()
-        summarize = lambda rows: {"loss": float(rows["loss"].mean())}
-        loss = accel_ddp.evaluate(self.accelerator, self.model, self.batches, self.measure, summarize)["loss"]
+        loss = accel_ddp.evaluate(self.accelerator, self.terms, self.batches)["loss"]
         self.seconds.append(time.perf_counter() - began)
         self.cpu_seconds.append(time.process_time() - cpu_began)
         return loss

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from accelerate import Accelerator
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.terms import Terms
 from accel_ddp.speed.attach import attach
 from accel_ddp.training.stream import TrainBatches
 
@@ -110,7 +112,8 @@ def measure(kind: str, mode: str, options: argparse.Namespace) -> tuple[float, f
     with accelerator.device:
         model, loss = shapes(options.tiny)[kind](), loss_sum(kind)
     train = TrainBatches(Items(options.batch * 4, options.tiny), collate(kind, options.tiny))
-    speed = attach(accelerator, cfg, model.train(), train, loss, total_steps=1)
+    task = SimpleNamespace(terms=lambda model, batch, team: {"loss": (loss(model, batch), 1)}, count=lambda batch: 1)
+    speed = attach(accelerator, cfg, Terms(model.train(), task), train, total_steps=1)
     model = accelerator.prepare(model)
     if compile_option == "on":
         speed.choose_compilation(0)

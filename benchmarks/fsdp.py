@@ -152,11 +152,10 @@ def run_ours() -> None:
 
     from accel_ddp.entry import run
     from accel_ddp.saving.checkpoints import Checkpoints
-    from accel_ddp.sources import models
 
     facts: dict[str, Any] = {}
     memory = HostMemory()
-    build, save = models.build, Checkpoints.save
+    build, save = sft.Task.build, Checkpoints.save
 
     def timed_build(*args: Any, **options: Any) -> Any:
         import torch
@@ -178,7 +177,7 @@ def run_ours() -> None:
         facts["save_seconds"] = time.perf_counter() - began  # the last save returns when the checkpoint is complete
         return result
 
-    models.build, Checkpoints.save = timed_build, timed_save
+    sft.Task.build, Checkpoints.save = timed_build, timed_save
 
     def main(cfg: Any) -> Any:
         try:

@@ -39,16 +39,17 @@ from classify import Config, Task
 def main(cfg: Config, steps_per_round: int) -> None:
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
-    batches = TurnTaking(task.train, plain_loop(cfg, accelerator, copy.deepcopy(task.model), task.train), steps_per_round)
+    model = accel_ddp.load_model(task)
+    train, _ = task.batches()
+    batches = TurnTaking(train, plain_loop(cfg, accelerator, copy.deepcopy(model), train), steps_per_round)
     with contextlib.redirect_stdout(io.StringIO()):  # both loops format their log lines, which would hide the table
         accel_ddp.fit(
             accelerator,
             cfg,
-            model=task.model,
-            optimizer=accel_ddp.optim.build(task.model, cfg),
+            task=task,
+            model=model,
+            optimizer=accel_ddp.optim.build(model, cfg),
             train=batches,
-            loss_sum=task.loss_sum,
-            count=task.count,
             hooks=accel_ddp.hooks.standard(accelerator, cfg),
             speedups=None,
         )

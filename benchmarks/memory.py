@@ -103,7 +103,7 @@ def run_case(name: str, compile: str, steps: int) -> None:
         run = memory.prepare(cfg, model_class, cfg.mixed_precision, micro)
         found = memory.estimate(run, 1, count)
 
-        def build_model(name: str, cfg: Any, accelerator: Any, tokenizer: Any, **labels: Any) -> Any:
+        def build_model(name: str, cfg: Any, accelerator: Any, tokenizer: Any, adjust: Any, **labels: Any) -> Any:
             import transformers
 
             torch.manual_seed(0)
@@ -134,10 +134,10 @@ def run_case(name: str, compile: str, steps: int) -> None:
 
         accelerator = accel_ddp.start(cfg)
         task = recipe.Task(cfg, accelerator)
-        accel_ddp.fit(
-            accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-            loss_sum=task.loss_sum, count=task.count, hooks=[Peak()],
-        )  # fmt: skip
+        model = accel_ddp.load_model(task)
+        train, _ = task.batches()
+        parts = {"task": task, "model": model, "optimizer": accel_ddp.optim.build(model, cfg), "train": train}
+        accel_ddp.fit(accelerator, cfg, **parts, hooks=[Peak()])
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -172,7 +172,7 @@ def score_tag(recipe: Any, cfg: Any, folder: Path) -> dict[str, float]:
 
 def rows_of(recipe: Any, cfg: Any, tokenizer: Any) -> Any:
     """Return training and evaluation rows of sft or pretrain_mlm."""
-    return recipe.build_data(cfg, tokenizer)[:2] if hasattr(cfg, "mask_share") else recipe.build_data(cfg, tokenizer, "")[0]
+    return recipe.Task(cfg, None).rows
 
 
 def peer_lm(recipe: Any, cfg: Any, place: str, tokenizer: Any) -> dict[str, Any]:

@@ -135,9 +135,10 @@ def run_with_stages(file: Path, recipe_options: list[str]) -> None:
         import accel_ddp.recipe
 
         write("other imports", "ended")
-        time_calls(accel_ddp.recipe, "start", "start")
+        time_calls(accel_ddp, "start", "start")
         time_calls(accel_ddp.models, "load_tokenizer", "tokenizer")
-        time_calls(classify, "build_data", "data")
+        time_calls(classify.Task, "read", "rows")
+        time_calls(classify.Task, "encode", "data")
         time_calls(accel_ddp.models, "build", "model")
         time_calls(accel_ddp.optim, "build", "optimizer")
         time_calls(accel_ddp.recipe, "fit", "fit")

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import statistics
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_ddp import TrainBatches, TrainConfig, attach, losses
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.terms import Terms
 from accel_ddp.training.step_plan import Cost, StepPlan
 from accel_ddp.training.stream import Shuffle
 
@@ -105,7 +107,8 @@ def main() -> None:
         rows = Dataset.from_list([{"input_ids": drawn.integers(0, 500, n).tolist(), "attention_mask": [1] * n} for n in lengths])
         model, train = LlamaForCausalLM(config), TrainBatches(rows, collate)
         cfg = TrainConfig(global_batch_size=given.batch, micro_batch_size=given.micro, compile="auto")
-        attach(accelerator, cfg, model, train, loss_sum, total_steps=1)
+        task = SimpleNamespace(terms=lambda model, batch, team: {"loss": (loss_sum(model, batch), 1)}, count=lambda batch: 1)
+        attach(accelerator, cfg, Terms(model, task), train, total_steps=1)
         model = accelerator.prepare(model)
         tokens = max(int(lengths.mean() * given.micro), int(lengths.max()))
         by_tokens = dataclasses.replace(cfg, micro_batch_tokens=tokens)

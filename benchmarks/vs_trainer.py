@@ -112,12 +112,9 @@ def fill_our_cache(job: Job, words: list[str]) -> None:
     from importlib import import_module
 
     from accel_ddp.config.parsing import parse_config
-    from accel_ddp.sources.models import load_tokenizer
 
     recipe = import_module(job.recipe)
-    cfg = parse_config(recipe.Config, words)
-    today = () if job.recipe == "classify" else ("",)  # a chat template may print it; texts have none
-    recipe.build_data(cfg, load_tokenizer(cfg, cfg.max_length), *today)
+    recipe.Task(parse_config(recipe.Config, words), None)
 
 
 def our_order(num_rows: int, seed: int, number: int) -> np.ndarray:

@@ -4,14 +4,14 @@ r"""Fine-tune an encoder to classify texts or pairs of texts: one label, several
     accelerate launch --config_file accelerate_configs/local.yaml recipes/classify.py \
         --model FacebookAI/roberta-base --train_file train.csv --eval_file dev.csv --text_column review --lr 2e-5
 
-For other data or another model, change `build_data` or `Task`. recipes/own_loop.py contains the loop written out.
+For other data or another model, change `Task`. recipes/own_loop.py contains the loop written out.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
 
@@ -20,9 +20,9 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:rotten_tomatoes_small"
-    text_column: str = option("text", "column of the text", group="data")
-    text_pair_column: str = option("", "column of the second text of a pair", group="data")
-    label_column: str = option("label", "column of the label: names or numbers, or lists of several labels", group="data")
+    text_column: str = column("text", "column of the text")
+    text_pair_column: str = column("", "column of the second text of a pair")
+    label_column: str = column("label", "column of the label: names or numbers, or lists of several labels", kind="label")
     num_labels: int = option(0, "1: predict a number (regression); 0: as many classes as the data have", group="data")
     class_weights: Literal["none", "balanced"] = option(
         "none", "balanced: rare classes weigh as much as common ones", group="training"
@@ -36,12 +36,6 @@ class Config(ScoredConfig):
     def kind(self):
         return "numbers" if self.num_labels == 1 else "classes"
 
-    def texts(self):
-        return {"text_column": self.text_column, "text_pair_column": self.text_pair_column}
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({**self.texts(), "label_column": self.label_column}, *tables)
-
     def metric_directions(self):
         of_kind = {
             "classes": {"accuracy": "max", "macro_f1": "max"},
@@ -51,79 +45,36 @@ class Config(ScoredConfig):
 
 
 class Task(accel_ddp.ClassTask):
-    model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
+    model_class = "AutoModelForSequenceClassification"
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, cfg.kind)
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSequenceClassification")
-            train_rows, self.eval_rows, self.labels, self.eval_texts = build_data(cfg, self.processor)
-            self.more_metrics.try_out(self.eval_rows["labels"][:], self.labels.names)
-            head = self.labels.model_config()
-            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
-            facts["the data"] = self.identify(train_rows, self.eval_rows)
-        self.use(train_rows, self.eval_rows, self.pad())
-        self.weights = None
-        if cfg.class_weights == "balanced":
-            self.weights = self.labels.balanced_weights(train_rows["labels"][:], accelerator.device)
+    def read(self):
+        tables = super().read()
+        self.use_labels(accel_ddp.labels.Labels.for_task(*tables, self.cfg))
+        return tables
 
-    def loss_sum(self, model, batch):
-        kind = self.labels.problem_type
-        return accel_ddp.losses.of_classes(logits(model, batch), batch["labels"], kind, weights=self.weights)
+    def items(self, rows):
+        return {**self.tokens(rows), "labels": self.labels.encode(rows), "problem": self.labels.find_problems(rows)}
 
-    def count(self, batch):
-        return len(batch["labels"])
+    def outputs(self, model, batch):
+        return model(**self.inputs(batch)).logits
 
-    def scores(self, model, batch):
-        scores = logits(model, batch)
-        return scores, accel_ddp.losses.of_classes(scores, batch["labels"], self.labels.problem_type, reduction="none")
-
-    def describe(self, items):
-        rows = self.eval_texts[items]
-        return {name: accel_ddp.data.read_texts(rows, column) for name, column in text_columns(self.cfg).items()}
+    def terms(self, model, batch, team):
+        return {"loss": self.losses(self.outputs(model, batch), batch["labels"], self.weights)}
 
     @property
     def example(self):
-        columns = text_columns(self.cfg)
-        texts = dict(zip(columns, accel_ddp.examples.first_texts(self.eval_texts, list(columns.values()))))
+        texts, several = self.first_texts(), ", top_k=None" if self.labels.is_multi_label else ""
         row = accel_ddp.examples.literal(texts if self.cfg.text_pair_column else texts["text"])
-        several = ", top_k=None" if self.labels.is_multi_label else ""
         return f'from transformers import pipeline; print(pipeline("text-classification", {{model}})({row}{several}))'
 
 
-def logits(model, batch):
-    return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-
-
-def text_columns(cfg: Config):
-    columns = {"text": cfg.text_column, "text_pair": cfg.text_pair_column}
-    return {name: column for name, column in columns.items() if column}
-
-
-def build_data(cfg: Config, tokenizer):
-    """Return training and evaluation rows with `input_ids`, `attention_mask` and `labels`, the labels, and the evaluation texts."""
-    train, test = accel_ddp.data.load_rows(cfg)
-    cfg.check_columns(train, test)
-    accel_ddp.data.require_texts(cfg.texts(), train, test)
-    labels = accel_ddp.labels.Labels.for_task(train, test, cfg)
-    columns = list(text_columns(cfg).values())
-
-    def encode(rows):
-        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
-        tokens = tokenizer(*texts, truncation=True, max_length=cfg.max_length)
-        problems = accel_ddp.data.merge_problems(accel_ddp.data.find_text_problems(rows, columns), labels.find_problems(rows))
-        return {**tokens, "labels": labels.encode(rows), "problem": problems}
-
-    depends_on = [columns, cfg.max_length, labels.identity]
-    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
-    accel_ddp.tokenization.report_truncated(usable, cfg.max_length)
-    labels.report_classes(usable)
-    return (*usable, labels, accel_ddp.data.select_sources(test, usable[1]))
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens and labels of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -51,63 +51,61 @@ class Config(LossConfig):
         return {"loss": "min", "reward_accuracy": "max", "reward_margin": "max"}
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
-    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
+class Task(accel_ddp.ChatTask):
+    model_class = "AutoModelForCausalLM"
+    per_token = ("labels",)
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        today = accel_ddp.chat.agree_on_today()
-        with accel_ddp.together("load the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, self.model_class)
-            rows, self.prompt = build_data(cfg, self.processor, today)
-            facts["the data"] = self.identify(*rows)
-            if cfg.has_reference:
-                accel_ddp.reference.choose_reference(cfg, len(rows[0]))
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
-        with accel_ddp.together("load the model"):
-            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor)
-            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, accel_ddp.preferences.first_texts(rows[0]))
-        collate = self.pad(per_token=("labels",), kind=accel_ddp.preferences.ItemCollate)
+    def format(self, rows):
+        return accel_ddp.preferences.Preferences(rows, self.processor, self.cfg, self.today)
+
+    def encode(self, tables):
+        made = super().encode(tables)
+        if self.cfg.has_reference:
+            accel_ddp.reference.choose_reference(self.cfg, len(made[0]))
+        return made
+
+    def collate(self):
+        return self.pad(self.per_token, accel_ddp.preferences.ItemCollate)
+
+    def batches(self):
         logps, reference = accel_ddp.preferences.TextLogps(accel_ddp.linear_cross_entropy.OutputHead(self.model)), None
-        if cfg.has_reference:
-            reference = accel_ddp.reference.Reference(cfg, accelerator, self.model, rows, self.fingerprints, collate, logps)
-            rows = reference.rows
-        self.loss_sum = accel_ddp.preferences.build_loss(cfg, logps, reference)
-        self.eval_rows = rows[1]
-        self.use(*rows, collate)
+        if self.cfg.has_reference:
+            given = (self.rows, self.fingerprints, self.collate(), logps)
+            reference = accel_ddp.reference.Reference(self.cfg, self.accelerator, self.model, *given)
+            self.rows = reference.rows
+        self.loss = accel_ddp.preferences.build_loss(self.cfg, logps, reference)
+        return super().batches()
+
+    def prepare(self, model, batches, team, seeded):
+        self.loss.prepare(model, batches, team, seeded)
+
+    def outputs(self, model, batch):
+        return self.loss.logps(model, batch)
+
+    def terms(self, model, batch, team):
+        return self.loss.terms(model, batch)
 
     def count(self, batch):
         return len(batch["good"]) if "good" in batch else len(batch["input_ids"]) // 2
 
     def measure(self, model, batch):
-        return self.loss_sum.measure(model, batch)
+        return self.loss.measure(model, batch)
 
-    def summarize(self, rows):
-        self.measured = rows  # for `tables`
-        return self.loss_sum.summarize(rows)
+    def metrics(self, table):
+        self.table = table  # for `tables`
+        return self.loss.metrics(table)
 
     def tables(self):
-        return accel_ddp.preferences.make_tables(self.measured, self.cfg.log_predictions, self.decode)
-
-    def decode(self, items, text):
-        return [self.processor.decode(ids[text]) for ids in self.eval_rows[items]["input_ids"]]
-
-    @property
-    def example(self):
-        options = f"{accel_ddp.examples.literal(self.prompt)}, max_new_tokens=40, do_sample=False"
-        return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
-
-
-def build_data(cfg: Config, tokenizer, today):
-    """Return rows with `input_ids` and `labels` of two texts each, and a prompt."""
-    tables = accel_ddp.data.load_rows(cfg)
-    form = accel_ddp.preferences.Preferences(tables[0], tokenizer, cfg, today)
-    return form.finish(form.encode_tables(tables, cfg), cfg), form.first_prompt(tables[1])
+        return accel_ddp.preferences.make_tables(self.table, self.cfg.log_predictions, self.decode)
 
 
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,15 @@ as on one rank that holds the whole batch. If --micro_batch_size is smaller than
 after the other (GradCache), at the cost of one more forward pass.
 
 Pairs with scores of their similarity are learned with --score_column: the cosine of each pair is to equal its score, which is scaled
-from --min_score and --max_score to 0 and 1 (mean squared error, CosineSimilarityLoss of sentence-transformers). The metrics are then
-the correlations of cosines and scores, and not those of retrieval.
-
-    accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file sts.csv \
-        --anchor_column sentence1 --positive_column sentence2 --score_column score --max_score 5 --lr 2e-5
-
-Texts that look right and are wrong teach more than those of other rows. They come from columns (--negative_columns), from a file
-(--negatives_file), or from the model itself (--mine_negatives): the positives of other rows that are nearest to an anchor.
-
-    accelerate launch --config_file accelerate_configs/local.yaml recipes/embed.py --train_file pairs.jsonl \
-        --mine_negatives 3 --mine_every 500 --mine_margin 0.05
+from --min_score and --max_score to 0 and 1 (mean squared error). The metrics are then correlations, and not those of retrieval. Texts
+that look right and are wrong teach more than those of other rows: docs/own_data.md has examples of both.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -36,32 +27,48 @@ from accel_ddp.errors import UserError
 class Config(RecipeConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:docstrings"
-    anchor_column: str = option("anchor", "column of the query", group="data")
-    positive_column: str = option("positive", "column of the text to find, or of the second text of a scored pair", group="data")
-    score_column: str = option(
-        "", "column of the similarity of anchor and positive; default: all pairs are similar", group="data"
+    anchor_column: str = column("anchor", "column of the query")
+    positive_column: str = column("positive", "column of the text to find, or of the second text of a scored pair")
+    score_column: str = column(
+        "", "column of the similarity of anchor and positive; default: all pairs are similar", kind="number"
     )
-    min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data")
-    max_score: float = option(1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data")
-    negative_columns: tuple[str, ...] = option(
-        (), "columns of texts that look right and are wrong (hard negatives)", group="data"
+    min_score: float = option(0.0, "score of unrelated texts, which get the cosine 0", group="data", needs="score_column")
+    max_score: float = option(
+        1.0, "score of texts that mean the same, for example 5; they get the cosine 1", group="data", needs="score_column"
+    )
+    negative_columns: tuple[str, ...] = column(
+        (),
+        "columns of texts that look right and are wrong (hard negatives); with scores, give them as pairs",
+        excludes="score_column",
     )
     negatives_file: str = option(
         "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
-        group="data", per_node=True,
+        group="data", per_node=True, excludes="score_column",
     )  # fmt: skip
-    num_negatives: int = option(1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1)
+    num_negatives: int = option(
+        1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1, needs="negatives_file"
+    )
     mine_negatives: int = option(
-        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0
+        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0,
+        excludes="score_column",
+    )  # fmt: skip
+    mine_every: int = option(
+        0, "steps between minings; 0: only before the first step", group="training", at_least=0, needs="mine_negatives"
     )
-    mine_every: int = option(0, "steps between minings; 0: only before the first step", group="training", at_least=0)
     mine_margin: float = option(
-        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training"
-    )
+        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training",
+        needs="mine_negatives",
+    )  # fmt: skip
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")
     pooling: Literal["mean", "cls"] = option("mean", "how token vectors become one vector", group="model")
-    scale: float = option(20.0, "factor of the cosines in the softmax: 1 / temperature", group="training", also=("temperature",))
+    scale: float = option(
+        20.0,
+        "factor of the cosines in the softmax: 1 / temperature; 20 is usual",
+        group="training",
+        above=0,
+        also=("temperature",),
+    )
     matryoshka: tuple[int, ...] = option(
         (), "also train embeddings truncated to these dimensions, for example 256 128 64", group="training"
     )
@@ -72,14 +79,6 @@ class Config(RecipeConfig):
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with scores spearman")
 
-    def text_columns(self):
-        negatives = [("negative_columns", column) for column in self.negative_columns]
-        return [("anchor_column", self.anchor_column), ("positive_column", self.positive_column), *negatives]
-
-    def check_columns(self, *tables):
-        for name, column in [*self.text_columns(), ("score_column", self.score_column)]:
-            accel_ddp.data.require_columns({name: column}, *tables)
-
     def metric_directions(self):
         sizes = ["", *(f"_{size}" for size in self.matryoshka)]
         names = ("spearman", "pearson") if self.score_column else ("mrr", "recall_at_1", "recall_at_5", "recall_at_10")
@@ -88,102 +87,102 @@ class Config(RecipeConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.score_column and self.negative_columns:
-            given = f"--negative_columns {' '.join(self.negative_columns)}"
-            instead = "Give each negative as a pair with a low score"
-            raise UserError(f"{given}: cannot be used with --score_column {self.score_column}. {instead}.")
         if self.sync_every and self.mine_every % self.sync_every:
             near = max(self.sync_every, self.mine_every - self.mine_every % self.sync_every)
             why = "negatives are mined when all workers have the same weights"
             instead = f"Use a multiple of --sync_every {self.sync_every}, for example {near}"
             raise UserError(f"--mine_every {self.mine_every}: {why}. {instead}.")
-        for name in ("negatives_file", "mine_negatives"):
-            if self.score_column and (given := getattr(self, name)):
-                raise UserError(f"--{name} {given}: cannot be used with --score_column {self.score_column}. Leave it out.")
-        needs = {"num_negatives": "negatives_file", "mine_every": "mine_negatives", "mine_margin": "mine_negatives"}
-        for name, needed in needs.items():
-            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
-                raise UserError(f"--{name} {getattr(self, name)}: needs --{needed}.")
-        if not self.score_column and (self.min_score, self.max_score) != (0, 1):
-            raise UserError("--min_score and --max_score: need --score_column.")
         if not self.min_score < self.max_score:
             raise UserError(f"--min_score {self.min_score}: must be below --max_score {self.max_score}.")
         if self.global_batch_size < 2 and not self.negative_columns and not self.score_column:
             raise UserError(f"--global_batch_size {self.global_batch_size}: a single row has no negatives. Use 32 or more.")
-        if self.scale <= 0:
-            raise UserError(f"--scale {self.scale}: must be above 0. 20 is usual.")
         if any(size < 1 for size in self.matryoshka):
             given = " ".join(map(str, self.matryoshka))
             raise UserError(f"--matryoshka {given}: must be numbers of dimensions, for example 256 128.")
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModel"  # for the estimate of memory, before the model is loaded
+class Task(accel_ddp.TextTask):
+    model_class = "AutoModel"
+    checked_as = "embeddings"
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "embeddings")
-            train_rows, eval_rows, self.eval_texts = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor)
-            facts["the data"] = self.identify(train_rows, eval_rows)
-            self.dimension = self.model.config.hidden_size
-            if any(size > self.dimension for size in cfg.matryoshka):
-                raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {self.dimension} dimensions.")
-        self.sizes = tuple(sorted({*cfg.matryoshka, self.dimension}, reverse=True))
-        collate = self.pad(kind=accel_ddp.contrastive.ListCollate)
-        self.use(train_rows, eval_rows, collate)
-        if cfg.mine_negatives:
-            self.mined = accel_ddp.EvalBatches(train_rows, collate, cfg.eval_batch_size, accelerator, cfg)
-            self.train = accel_ddp.negatives.MinedBatches(train_rows, collate, self.fingerprints[0], cfg, self.mine)
+    def read(self):
+        tables = super().read()
+        if self.cfg.negatives_file and not self.cfg.evaluate_only:
+            tables[0] = accel_ddp.negatives.add_negatives(tables[0], self.cfg)
+        return tables
+
+    def items(self, rows):
+        return accel_ddp.contrastive.encode(rows, self.processor, self.cfg)
+
+    def build(self):
+        model = super().build()
+        for name, parameter in model.named_parameters():
+            if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
+                parameter.requires_grad_(False)
+        first_token = "--pooling cls" if self.cfg.pooling == "cls" else ""
+        accel_ddp.model_kinds.report_causal(model, self.processor, self.accelerator.device, self.cfg.model, first_token)
+        cfg, dimension = self.cfg, model.config.hidden_size
+        if any(size > dimension for size in cfg.matryoshka):
+            raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {dimension} dimensions.")
+        self.sizes = tuple(sorted({*cfg.matryoshka, dimension}, reverse=True))
         prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
-        self.more_files = accel_ddp.contrastive.sentence_transformers_files(self.dimension, cfg.pooling, cfg.max_length, prompts)
-        if not cfg.score_column:
-            self.loss_sum = accel_ddp.losses.WholeBatch(self.embed, lambda batch: batch["keys"], self.losses)
+        self.more_files = accel_ddp.contrastive.sentence_transformers_files(dimension, cfg.pooling, cfg.max_length, prompts)
+        return model
 
-    def loss_sum(self, model, batch):
-        """Return the summed loss of pairs with scores. Without scores, `WholeBatch` replaces this method."""
-        return accel_ddp.contrastive.score_losses(self.embed(model, batch), batch["scores"], self.sizes).sum()
+    def collate(self):
+        return self.pad(kind=accel_ddp.contrastive.ListCollate)
 
-    def embed(self, model, batch):
-        return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
-
-    def losses(self, rows, keys):
-        return accel_ddp.contrastive.in_batch_losses(rows, keys, self.cfg.scale, self.sizes)
+    def batches(self):
+        cfg, losses = self.cfg, accel_ddp.contrastive.in_batch_losses
+        compare = lambda rows, keys: losses(rows, keys, cfg.scale, self.sizes)
+        self.whole_batch = not cfg.score_column
+        self.in_batch = accel_ddp.losses.GradCache(self.outputs, lambda batch: batch["keys"], compare)
+        train, test = super().batches()
+        if cfg.mine_negatives:
+            self.mined = accel_ddp.EvalBatches(self.rows[0], self.collate(), cfg.eval_batch_size, self.accelerator, cfg)
+            train = accel_ddp.negatives.MinedBatches(self.rows[0], self.collate(), self.fingerprints[0], cfg, self.mine)
+        self.train = train
+        return train, test
 
     def mine(self):
         """Return the rows of the hardest negatives of each anchor, for the current weights."""
         keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
-        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.embed, keys[:, :2], *options)
+        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
+
+    def prepare(self, model, batches, team, seeded):
+        if self.whole_batch:
+            self.in_batch.prepare(model, batches, team, seeded)
+
+    def outputs(self, model, batch):
+        return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
+
+    def terms(self, model, batch, team):
+        if self.whole_batch:
+            return self.in_batch.terms(model, batch, team)
+        return {"loss": accel_ddp.contrastive.score_losses(self.outputs(model, batch), batch["scores"], self.sizes)}
 
     def count(self, batch):
         return len(batch["keys"])
 
     def measure(self, model, batch):
-        if self.cfg.score_column:
-            cosines = accel_ddp.contrastive.pair_cosines(self.embed(model, batch), self.sizes)
-            return {"cosines": cosines, "scores": batch["scores"]}
-        return {"embeddings": self.embed(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
+        if self.whole_batch:
+            return {"embeddings": self.outputs(model, batch)[:, :2].float(), "keys": batch["keys"][:, :2]}
+        return {"cosines": accel_ddp.contrastive.pair_cosines(self.outputs(model, batch), self.sizes), "scores": batch["scores"]}
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
-        if self.cfg.score_column:
-            return accel_ddp.contrastive.correlation_metrics(rows["cosines"], rows["scores"], self.sizes)
-        return accel_ddp.contrastive.retrieval_metrics(rows["embeddings"], rows["keys"], self.sizes)
+    def metrics(self, table):
+        self.table = table  # for `tables`
+        if self.whole_batch:
+            return accel_ddp.contrastive.retrieval_metrics(table["embeddings"], table["keys"], self.sizes)
+        return accel_ddp.contrastive.correlation_metrics(table["cosines"], table["scores"], self.sizes)
 
     def tables(self):
-        rows, self.rows = self.rows, {}  # the embeddings of all items are large
-        return accel_ddp.contrastive.make_tables(rows, self.cfg.log_predictions, self.describe)
-
-    def describe(self, items):
-        columns = {"anchor": self.cfg.anchor_column, "positive": self.cfg.positive_column}
-        rows = self.eval_texts[items]
-        return {name: accel_ddp.data.read_texts(rows, column) for name, column in columns.items()}
+        table, self.table = self.table, {}  # the embeddings of all items are large
+        return accel_ddp.contrastive.make_tables(table, self.cfg.log_predictions, self.describe)
 
     @property
     def example(self):
-        texts = accel_ddp.examples.first_texts(self.eval_texts, [self.cfg.anchor_column, self.cfg.positive_column])
-        anchor, positive = map(accel_ddp.examples.literal, texts)
+        texts = self.first_texts()
+        anchor, positive = map(accel_ddp.examples.literal, (texts["anchor"], texts["positive"]))
         return (
             "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder}); "
             f'a, b = use.encode({anchor}, prompt_name="query"), use.encode({positive}, prompt_name="document"); '
@@ -191,52 +190,13 @@ class Task(accel_ddp.Task):
         )
 
 
-def build_data(cfg: Config, tokenizer):
-    """Return rows with the tokens of anchor, positive and negatives, and with scores also the score; and the evaluation texts."""
-    tables = accel_ddp.data.load_rows(cfg)
-    cfg.check_columns(*tables)
-    for name, column in cfg.text_columns():
-        accel_ddp.data.require_texts({name: column}, *tables)
-    columns = [column for _, column in cfg.text_columns()]
-    more = accel_ddp.negatives.COLUMN
-    if cfg.negatives_file and not cfg.evaluate_only:
-        tables = (accel_ddp.negatives.add_negatives(tables[0], cfg), tables[1])
-
-    def encode(rows):
-        texts = [accel_ddp.data.read_texts(rows, column) for column in columns]
-        texts += [[(some + [""] * cfg.num_negatives)[i] for some in rows[more]] for i in range(cfg.num_negatives) if more in rows]
-        prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(texts) - 1)
-        prefixed = [[prefix + text for text in some] for prefix, some in zip(prefixes, texts)]
-        tokens = [tokenizer(some, truncation=True, max_length=cfg.max_length)["input_ids"] for some in prefixed]
-        done = {"input_ids": [list(row) for row in zip(*tokens)], "keys": accel_ddp.contrastive.text_keys(texts)}
-        problems = accel_ddp.data.find_text_problems(rows, columns)
-        if cfg.score_column:
-            done["scores"], others = accel_ddp.contrastive.read_scores(rows[cfg.score_column], cfg)
-            problems = accel_ddp.data.merge_problems(problems, others)
-        return {**done, "problem": problems}
-
-    scores = [cfg.score_column, cfg.min_score, cfg.max_score]
-    options = [cfg.anchor_prefix, cfg.positive_prefix, cfg.max_length, cfg.num_negatives]
-    usable = accel_ddp.tokenization.encode_tables(tables, encode, tokenizer, [columns, options, scores], cfg)
-    accel_ddp.tokenization.report_truncated(usable, cfg.max_length)
-    return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]))
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModel
-
-    model = accel_ddp.models.load(AutoModel, cfg, tokenizer)
-    model = accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
-    for name, parameter in model.named_parameters():
-        if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
-            parameter.requires_grad_(False)
-    first_token = "--pooling cls" if cfg.pooling == "cls" else ""
-    accel_ddp.model_kinds.report_causal(model, tokenizer, accelerator.device, cfg.model, first_token)
-    return model
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ depends on the micro-batch. It equals the result of one rank with the whole batc
 = --global_batch_size. With --norm group, or with a model without batch norm, it is exact for every split. Evaluations and
 checkpoints use the running statistics of rank 0.
 
-For other data or another model, change `build_data` or `build_model`. recipes/own_loop.py contains the loop written out.
+For other data or another model, change `Task`. recipes/own_loop.py contains the loop written out.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import IMAGE_FILES, ScoredConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -33,8 +33,8 @@ class Config(ScoredConfig):
         (), "folders with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet .arrow, or patterns of them"
     )
     eval_file: tuple[str, ...] = option((), "default: x_test of the .npz, or a tenth of the training images, at most 2,000")
-    image_column: str = option("image", "column with encoded images (.png, .jpg ...) or with names of image files", group="data")
-    label_column: str = option("label", "column with names or numbers of classes", group="data")
+    image_column: str = column("image", "column with encoded images (.png, .jpg ...) or with names of image files", kind="image")
+    label_column: str = column("label", "column with names or numbers of classes", kind="label")
     image_size: int = option(0, "pixels per side; 0: from the model's processor, or as the images are", group="data", at_least=0)
     pixel_mean: float | Literal["auto"] = option(
         "auto", "mean to subtract from pixels (0 to 1); auto: from the model's processor, or 0.5", group="data"
@@ -50,9 +50,6 @@ class Config(ScoredConfig):
     micro_batch_size: int | Literal["auto"] = option(32, "images that a rank computes at once; batch norm uses their statistics")
     lr: float = 3e-3
     best_metric: str = option("", "metric for --keep_best and early stopping; default: accuracy")
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"image_column": self.image_column, "label_column": self.label_column}, *tables)
 
     def metric_directions(self):
         return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}
@@ -75,75 +72,55 @@ class Config(ScoredConfig):
 
 
 class Task(accel_ddp.ClassTask):
-    model_class = "AutoModelForImageClassification"  # for the estimate of memory, before the model is loaded
+    model_class = "AutoModelForImageClassification"
 
-    def __init__(self, cfg: Config, accelerator):
+    def load_tokenizer(self):
+        return None  # `build` loads the image processor
+
+    def read(self):
+        tables = accel_ddp.vision.load_images(self.cfg)
+        use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
+        self.use_labels(accel_ddp.labels.Labels.from_rows(*tables, self.cfg.label_column, use_both=use_both))
+        if self.labels.is_multi_label:
+            raise UserError(f"--label_column {self.cfg.label_column}: contains lists, but each image must have one label.")
+        return tables
+
+    def encode(self, tables):
+        made = accel_ddp.vision.check_images(tables, self.labels, self.cfg)
+        self.check_labels([images.properties for images in made])
+        return made
+
+    def build(self):
+        model, self.processor = accel_ddp.vision.build_model(self.cfg, self.accelerator, self.labels, self.rows[0])
+        return model
+
+    def batches(self):
         from torch.utils.data import default_collate
 
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "classes")
-            train, test, self.labels = build_data(cfg)
-            self.more_metrics.try_out(test.properties["labels"][:], self.labels.names)
-            self.model, self.processor = build_model(cfg, accelerator, self.labels, train)
-            self.fingerprints = [train.fingerprint, test.fingerprint]
-            facts["the data"] = "".join(self.fingerprints)
-        self.test, augmented = test, accel_ddp.vision.Images(train, self.processor, self.model, cfg.augment)
-        self.use(augmented, accel_ddp.vision.Images(test, self.processor, self.model), default_collate)
+        train = accel_ddp.vision.Images(self.rows[0], self.processor, self.model, self.cfg.augment)
+        return self.use(train, accel_ddp.vision.Images(self.rows[1], self.processor, self.model), default_collate)
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"])
-
-    def count(self, batch):
-        return len(batch["labels"])
-
-    def scores(self, model, batch):
-        scores = logits(model, batch)
-        return scores, accel_ddp.losses.cross_entropy(scores, batch["labels"], reduction="none")
+    def outputs(self, model, batch):
+        pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
+        return model(pixel_values=pixels).logits.float()
 
     def describe(self, items):
-        return accel_ddp.vision.describe(self.test, items)
+        return accel_ddp.vision.describe(self.rows[1], items)
 
     @property
     def example(self):
         remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
         use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
-        return f"{accel_ddp.vision.loading_code(self.cfg, self.test)}; {use}; print(use(image))"
-
-
-def logits(model, batch):
-    pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
-    return model(pixel_values=pixels).logits.float()
-
-
-def build_data(cfg: Config):
-    """Return training and evaluation images, all of which can be decoded, and the names of the labels."""
-    tables = accel_ddp.vision.load_images(cfg)
-    use_both = accel_ddp.labels.may_lack_classes(cfg, tables[0])
-    labels = accel_ddp.labels.Labels.from_rows(*tables, cfg.label_column, use_both=use_both)
-    if labels.is_multi_label:
-        raise UserError(f"--label_column {cfg.label_column}: contains lists, but each image must have one label.")
-    images = accel_ddp.vision.check_images(tables, labels, cfg)
-    labels.report_classes(part.properties for part in images)
-    return (*images, labels)
-
-
-def build_model(cfg: Config, accelerator, labels, train):
-    """Return the model and its image processor."""
-    from transformers import AutoModelForImageClassification
-
-    if cfg.model == "mini-resnet":
-        config = accel_ddp.vision.MiniResNetConfig(norm=cfg.norm, **labels.model_config())
-        model = accel_ddp.vision.MiniResNetForImageClassification(config)
-    else:  # a head for other labels is replaced
-        model = accel_ddp.models.load(AutoModelForImageClassification, cfg, **labels.model_config(), ignore_mismatched_sizes=True)
-    processor = accel_ddp.vision.load_processor(cfg, model, train)
-    accel_ddp.vision.report_batch_norm(model, cfg)
-    return accel_ddp.models.prepare(model, cfg, accelerator), processor
+        return f"{accel_ddp.vision.loading_code(self.cfg, self.rows[1])}; {use}; print(use(image))"
 
 
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -18,30 +18,33 @@ def main(cfg: Config):
             raise accel_ddp.UserError(f"--{name}: this loop does not have it. Leave it out, or use recipes/classify.py.")
     accelerator = accel_ddp.start(cfg)
     task = Task(cfg, accelerator)
-    optimizer = accel_ddp.optim.build(task.model, cfg)
-    total_steps = task.train.total_steps(cfg)
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    total_steps = train.total_steps(cfg)
 
-    accel_ddp.padding_check.require_independence(accelerator, cfg, task.model, task.train, task.loss_sum)
-    speed = accel_ddp.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps)
-    model, optimizer = accel_ddp.prepare(accelerator, cfg, task.model, optimizer)
-    files = accel_ddp.export.files_of(task.model, task.processor)
+    alone = accel_ddp.Terms(model, task)  # without other ranks
+    accel_ddp.padding_check.require_independence(accelerator, cfg, alone, train)
+    speed = accel_ddp.attach(accelerator, cfg, alone, train, total_steps)
+    terms, optimizer = accel_ddp.prepare(accelerator, cfg, task, model, optimizer)
+    files = accel_ddp.export.files_of(model, task.processor)
     check = accel_ddp.divergence.ParameterCheck(accelerator, cfg, model)
-    ema = accel_ddp.ema.Ema(task.model, cfg.ema_decay, optimizer)
-    facts = {"data": task.train.identity, "files": files, "averages": ema.current}
+    ema = accel_ddp.ema.Ema(model, cfg.ema_decay, optimizer)
+    facts = {"data": train.identity, "files": files, "averages": ema.current}
     saved = accel_ddp.checkpoints.Checkpoints(accelerator, cfg, model, optimizer, **facts, before_save=check.require)
     first = saved.restore()
-    speed.choose_micro_batch_size(model, optimizer)
+    speed.choose_micro_batch_size(optimizer)
     speed.choose_compilation(first)
-    updates = task.train.starting_at(first, accelerator, cfg)
+    updates = train.starting_at(first, accelerator, cfg)
     reader = accel_ddp.step_numbers.LateReader(accelerator.device)
     nonfinite = accel_ddp.divergence.NonfiniteSteps(accelerator, cfg, saved)
-    model.train(cfg.dropout)
+    terms.train(cfg.dropout)
     for step in range(first, total_steps):
         if speed.is_due(step):
             speed.compile_layers()
         lr = accel_ddp.optim.set_lr(optimizer, accel_ddp.optim.lr_at(step, cfg, total_steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-        stats = accel_ddp.train_step(accelerator, cfg, model, optimizer, next(updates), task.loss_sum, task.count, seed)
+        stats = accel_ddp.train_step(accelerator, cfg, terms, optimizer, next(updates), seed)
         ema.update(step + 1, stats)
         reader.push(step + 1, lr, stats)
         check.begin(step + 1)
@@ -54,11 +57,11 @@ def main(cfg: Config):
         if saves:
             saved.save(step + 1, is_last=step + 1 == total_steps)
     ema.apply()  # after the last save, which contains the weights too
-    metrics = task.evaluate(model)
+    metrics = accel_ddp.evaluate(accelerator, terms, test)
     accelerator.print(metrics)
     if problem := saved.close():
         raise accel_ddp.UserError(problem)
-    accel_ddp.export.at_the_end(accelerator, cfg, task.model, files, metrics)
+    accel_ddp.export.at_the_end(accelerator, cfg, model, files, metrics)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,13 @@ class Config(TrainConfig):
     lr: float = 1e-2
 
     def metric_directions(self):
-        return {"loss": "min"}  # what `evaluate` measures, and whether lower ("min") or higher ("max") is better
+        return {"loss": "min"}  # what is measured, and whether lower ("min") or higher ("max") is better
+
+
+class Task(accel_ddp.Task):
+    def terms(self, model, batch, team):
+        inputs, targets = batch
+        return {"loss": (model(inputs) - targets).square().squeeze(1)}  # of each item: `train_step` divides by those of all ranks
 
 
 def main(cfg: Config):
@@ -30,27 +36,16 @@ def main(cfg: Config):
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 1))
     x = torch.linspace(-3, 3, 1000).unsqueeze(1)
     data = TensorDataset(x, torch.sin(x))  # any dataset with __len__ and __getitem__
-    batches = accel_ddp.EvalBatches(data, default_collate, 100, accelerator, cfg)
-
-    def squared_errors(model, batch):
-        inputs, targets = batch
-        return (model(inputs) - targets).square().squeeze(1)
-
     return accel_ddp.fit(
         accelerator,
         cfg,
+        task=Task(cfg, accelerator),
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(data, default_collate),
-        loss_sum=lambda model, batch: squared_errors(model, batch).sum(),  # summed: `train_step` divides by the items of all ranks
-        count=lambda batch: len(batch[0]),  # how many items the loss is averaged over
-        evaluate=lambda model: accel_ddp.evaluate(
-            accelerator, model, batches,
-            measure=lambda model, batch: {"loss": squared_errors(model, batch)},
-            summarize=lambda rows: {"loss": float(rows["loss"].mean())},
-        ),
+        test=accel_ddp.EvalBatches(data, default_collate, 100, accelerator, cfg),
         hooks=accel_ddp.hooks.standard(accelerator, cfg),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

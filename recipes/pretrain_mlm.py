@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import TABLE_FILES, TEXT_FILES, RecipeConfig
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
@@ -27,7 +27,7 @@ class Config(RecipeConfig):
     eval_file: tuple[str, ...] = option(
         (), "default: the last tenth of a .txt (--streaming: hundredth), a tenth of other rows; at most 2,000"
     )
-    text_column: str = option("text", "column of the text, in --dataset and in files with columns", group="data")
+    text_column: str = column("text", "column of the text, in --dataset and in files with columns")
     streaming: bool = option(False, "tokenize .txt files during training, without holding them in memory", group="data")
     mask_share: float = option(0.15, "fraction of words to mask", group="training", also=("mlm_probability",))
     max_length: int = option(128, "tokens per block; texts are concatenated and cut into blocks", group="data", at_least=1)
@@ -35,9 +35,6 @@ class Config(RecipeConfig):
     global_batch_size: int = option(16, "blocks per optimizer step, over all ranks; the result depends on it")
     lr: float = option(1e-3, "peak learning rate; to continue a pretrained model 5e-5 to 1e-4")
     warmup_ratio: float = 0.1
-
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"text_column": self.text_column}, *tables)
 
     def metric_directions(self):
         return {"loss": "min", "perplexity": "min", "accuracy": "max"}
@@ -48,88 +45,71 @@ class Config(RecipeConfig):
             raise UserError(f"--mask_share {self.mask_share}: must be a fraction between 0 and 1.")
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForMaskedLM"  # for the estimate of memory, before the model is loaded
+class Task(accel_ddp.TextTask):
+    model_class = "AutoModelForMaskedLM"
+    per_token = ("labels",)
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForMaskedLM")
-            train_blocks, self.eval_blocks, self.fingerprints = build_data(cfg, self.processor)
-            self.model = build_model(cfg, accelerator, self.processor)
-            facts["the data"] = "".join(self.fingerprints)
-        masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, cfg.mask_share, seed)
-        self.eval_masked = masked(self.eval_blocks, cfg.seed)
-        self.use(
-            masked(train_blocks, None), self.eval_masked, self.pad(per_token=("labels",), kind=accel_ddp.masking.MaskedCollate)
-        )
+    def read(self):
+        return None if self.cfg.streaming else accel_ddp.text_blocks.load_texts(self.cfg)
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch))
+    def encode(self, tables):
+        cutter = accel_ddp.text_blocks.BlockTokenizer(self.processor, self.cfg.model, self.cfg.max_length)
+        return accel_ddp.text_blocks.make_blocks(self.cfg, cutter, tables)
+
+    def adjust(self, model):
+        has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
+        if self.cfg.lora_r and not has_head:
+            reason = f"{self.cfg.model} has no masked language model head, and adapters do not train a new one"
+            raise UserError(f"--lora_r {self.cfg.lora_r}: {reason}. Leave --lora_r out.")
+        accel_ddp.masking.compute_masked_logits_only(model)
+
+    def collate(self):
+        return self.pad(self.per_token, accel_ddp.masking.MaskedCollate)
+
+    def batches(self):
+        masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, self.cfg.mask_share, seed)
+        self.eval_masked = masked(self.rows[1], self.cfg.seed)
+        return self.use(masked(self.rows[0], None), self.eval_masked, self.collate())
+
+    def outputs(self, model, batch):
+        return accel_ddp.masking.masked_logits(model, batch)[0]
+
+    def terms(self, model, batch, team):
+        return {"loss": accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch), reduction="none")}
 
     def count(self, batch):
         return len(batch["masked_positions"])
 
-    def evaluate(self, model):
-        metrics = super().evaluate(model)
-        self.guesses = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.guess)
-        return metrics
-
-    def guess(self, model):
-        return accel_ddp.masking.format_guesses(model, self.processor, self.eval_blocks)
-
     def measure(self, model, batch):
-        scores, answers = accel_ddp.masking.masked_logits(model, batch)
-        losses = accel_ddp.losses.cross_entropy(scores, answers, reduction="none")
-        rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
-        sums = {name: accel_ddp.masking.sum_by_row(values, batch) for name, values in rows.items()}
-        return sums | (accel_ddp.masking.first_guesses(scores, losses, batch) if self.cfg.log_predictions else {})
+        return accel_ddp.masking.measure(*accel_ddp.masking.masked_logits(model, batch), batch, self.cfg.log_predictions)
 
-    def summarize(self, rows):
-        """Return means over the masked tokens of all blocks, not over blocks or batches. This runs on the main rank."""
-        self.rows = rows  # for `tables`
-        tokens = max(1, rows["tokens"].sum())
-        loss = float(rows["loss"].sum(dtype="float64") / tokens)
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "accuracy": float(rows["right"].sum() / tokens)}
+    def metrics(self, table):
+        self.table, tokens = table, max(1, table["tokens"].sum())
+        loss = float(table["loss"].sum(dtype="float64") / tokens)  # over the masked tokens of all blocks
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "accuracy": float(table["right"].sum() / tokens)}
+
+    def generate(self, model):
+        self.guesses = accel_ddp.masking.format_guesses(model, self.processor, self.rows[1])
 
     def tables(self):
-        return accel_ddp.masking.make_tables(self.cfg.log_predictions, self.rows, self.eval_masked, self.processor)
+        return accel_ddp.masking.make_tables(self.cfg.log_predictions, self.table, self.eval_masked, self.processor)
 
     def report(self):
         return self.guesses
 
     @property
     def example(self):
-        text = accel_ddp.examples.literal(accel_ddp.masking.masked_text(self.processor, self.eval_blocks))
+        text = accel_ddp.examples.literal(accel_ddp.masking.masked_text(self.processor, self.rows[1]))
         return f'from transformers import pipeline; print(*pipeline("fill-mask", {{model}})({text}), sep="\\n")'
 
 
-def build_data(cfg: Config, tokenizer):
-    """Return training and evaluation blocks of `input_ids` and `words`, and their fingerprints."""
-    block_tokenizer = accel_ddp.text_blocks.BlockTokenizer(tokenizer, cfg.model, cfg.max_length)
-    if cfg.streaming:
-        return accel_ddp.text_blocks.stream_blocks(cfg, block_tokenizer)
-    tables = accel_ddp.text_blocks.load_texts(cfg)
-    accel_ddp.data.require_texts({"text_column": cfg.text_column}, *tables)
-    tables = accel_ddp.text_blocks.drop_other_values(tables, cfg)
-    blocks = [accel_ddp.text_blocks.cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in tables]
-    return (*blocks, [accel_ddp.tokenization.fingerprint(part, cfg.cache_dir) for part in blocks])
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModelForMaskedLM
-
-    model = accel_ddp.models.load(AutoModelForMaskedLM, cfg, tokenizer)
-    has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
-    if cfg.lora_r and not has_head:
-        reason = f"{cfg.model} has no masked language model head, and adapters do not train a new one"
-        raise UserError(f"--lora_r {cfg.lora_r}: {reason}. Leave --lora_r out.")
-    model = accel_ddp.masking.compute_masked_logits_only(model)
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="FEATURE_EXTRACTION")
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

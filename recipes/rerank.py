@@ -67,47 +67,69 @@ class Config(RecipeConfig):
             raise accel_ddp.UserError("--max_candidates 1: there is nothing to compare. Use 2 or more, or 0 for all.")
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
-    fits_memory = True  # it calls `fit_memory` itself, when the number of candidates is known
+class Task(accel_ddp.TextTask):
+    model_class = "AutoModelForSequenceClassification"
+    predicts = "scores"
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, self.model_class)
-            self.processor.model_max_length = cfg.max_length  # sentence-transformers truncates to it
-            train_rows, eval_rows, self.eval_texts, self.form, self.loss = build_data(cfg, self.processor)
-            facts["the data"] = self.identify(train_rows, eval_rows)
-        cfg.texts_per_item = int(accel_ddp.stream.count_tokens(train_rows, ("relevance",)).max())
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class, (train_rows, eval_rows))
-        with accel_ddp.together("load the model"):
-            is_binary = self.loss == "binary"
-            head = {"num_labels": 1, "problem_type": "multi_label_classification" if is_binary else "regression"}
-            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
-            activation = f"torch.nn.{'Sigmoid' if is_binary else 'Identity'}"  # what CrossEncoder applies to the score
-            self.model.config.sentence_transformers = {"activation_fn": activation}
-        self.more_files = self.form.files
-        self.is_listwise, self.places = self.loss in accel_ddp.ranking.LIST_LOSSES, eval_rows["place"][:]
-        self.use(train_rows, eval_rows, self.pad(kind=accel_ddp.contrastive.ListCollate))
+    def load_tokenizer(self):
+        tokenizer = super().load_tokenizer()
+        tokenizer.model_max_length = self.cfg.max_length  # sentence-transformers truncates to it
+        return tokenizer
 
-    def loss_sum(self, model, batch):
+    def read(self):
+        tables = accel_ddp.data.load_columns(self.cfg)
+        self.form = accel_ddp.ranking.QueryFormat(tables[0], self.cfg)
+        self.loss = self.form.choose_loss(tables[0], self.cfg.loss)
+        self.is_listwise = self.loss in accel_ddp.ranking.LIST_LOSSES
+        self.identity, self.predict_columns = [self.form.identity, self.loss], self.form.columns
+        return tables
+
+    def items(self, rows):  # queries with their candidates
+        return accel_ddp.ranking.encode(rows, self.form, self.loss, self.processor, self.cfg, is_trained=True)
+
+    def eval_items(self, rows):  # one candidate each
+        return accel_ddp.ranking.encode(rows, self.form, self.loss, self.processor, self.cfg, is_trained=False)
+
+    def encode(self, tables):
+        train, test = super().encode(tables)
+        accel_ddp.ranking.report_queries(test, None if self.cfg.evaluate_only else train)
+        self.cfg.texts_per_item = int(accel_ddp.stream.count_tokens(train, ("relevance",)).max())
+        self.memory_rows, self.places = (train, test), test["place"][:]
+        return train, test
+
+    def head(self):
+        return {"num_labels": 1, "problem_type": "multi_label_classification" if self.loss == "binary" else "regression"}
+
+    def build(self):
+        model = super().build()
+        activation = f"torch.nn.{'Sigmoid' if self.loss == 'binary' else 'Identity'}"  # what CrossEncoder applies to the score
+        model.config.sentence_transformers = {"activation_fn": activation}
+        return model
+
+    def collate(self):
+        return self.pad(kind=accel_ddp.contrastive.ListCollate)
+
+    def outputs(self, model, batch):
+        return accel_ddp.ranking.score(model, batch)
+
+    def terms(self, model, batch, team):
         losses = accel_ddp.ranking.list_losses if self.is_listwise else accel_ddp.ranking.pair_losses
-        return losses(accel_ddp.ranking.score(model, batch), batch["relevance"], self.loss).sum()
+        return {"loss": (losses(self.outputs(model, batch), batch["relevance"], self.loss).sum(), self.count(batch))}
 
     def count(self, batch):
         return len(batch["relevance"] if self.is_listwise else batch["input_ids"])  # queries, or candidates
 
     def measure(self, model, batch):
-        scores, relevance = accel_ddp.ranking.score(model, batch)[:, 0], batch["relevance"][:, 0]
+        scores, relevance = self.outputs(model, batch)[:, 0], batch["relevance"][:, 0]
         loss = {} if self.is_listwise else {"loss": accel_ddp.ranking.pair_losses(scores, relevance, self.loss)}
         return {"scores": scores, "relevance": relevance, "keys": batch["keys"], **loss}
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
-        return accel_ddp.ranking.summarize(rows["scores"], rows["relevance"], rows["keys"], self.loss)
+    def metrics(self, table):
+        self.table = table  # for `tables`
+        return accel_ddp.ranking.summarize(table["scores"], table["relevance"], table["keys"], self.loss)
 
     def tables(self):
-        return accel_ddp.ranking.make_tables(self.rows, self.cfg.log_predictions, self.describe)
+        return accel_ddp.ranking.make_tables(self.table, self.cfg.log_predictions, self.describe)
 
     def describe(self, items):
         queries = [self.form.read(self.eval_texts[item], self.loss) for item in items]
@@ -124,29 +146,13 @@ class Task(accel_ddp.Task):
         )
 
 
-def build_data(cfg: Config, tokenizer):
-    """Return training rows with the tokens of a query's candidates, evaluation rows with one candidate each, and the texts of these."""
-    tables = accel_ddp.data.load_rows(cfg)
-    cfg.check_columns(*tables)
-    form = accel_ddp.ranking.QueryFormat(tables[0], cfg)
-    loss = form.choose_loss(tables[0], cfg.loss)
-
-    def encode(rows):
-        return accel_ddp.ranking.encode(rows, form, loss, tokenizer, cfg, is_trained=True)
-
-    def encode_pairs(rows):
-        return accel_ddp.ranking.encode(rows, form, loss, tokenizer, cfg, is_trained=False)
-
-    depends_on = [accel_ddp.models.tokenizer_digest(tokenizer), form.identity, loss, cfg.max_length, cfg.max_candidates, cfg.seed]
-    parts = zip(tables, (encode, encode_pairs))
-    encoded = [accel_ddp.tokenization.map_once(rows, function, depends_on=depends_on, cfg=cfg) for rows, function in parts]
-    usable = accel_ddp.tokenization.report_truncated(accel_ddp.data.drop_broken(encoded, cfg), cfg.max_length)
-    accel_ddp.ranking.report_queries(usable[1], None if cfg.evaluate_only else usable[0])
-    return (*usable, accel_ddp.data.select_sources(tables[1], usable[1]), form, loss)
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -47,55 +47,52 @@ class Config(PairConfig):
         return {"accuracy": "max", "margin": "max", "loss": "min"}
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForSequenceClassification"  # for the estimate of memory, before the model is loaded
-    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
+class Task(accel_ddp.ChatTask):
+    model_class = "AutoModelForSequenceClassification"
+    checked_as = predicts = "rewards"
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        today = accel_ddp.chat.agree_on_today()
-        with accel_ddp.together("load the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "rewards")
-            rows, self.chosen = build_data(cfg, self.processor, today)
-            facts["the data"] = self.identify(*rows)
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class, rows)
-        with accel_ddp.together("load the model"):
-            head = {"num_labels": 1, "problem_type": "regression"}
-            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **head)
-            # The model finds the last token of a text by it. It is exported, so that others read the same score.
-            self.model.config.get_text_config().pad_token_id = self.processor.pad_token_id
-        self.eval_rows = rows[1]
-        self.use(*rows, self.pad(kind=accel_ddp.contrastive.ListCollate))
+    def format(self, rows):
+        return accel_ddp.ranking.RewardPairs(rows, self.processor, self.cfg, self.today)
 
-    def loss_sum(self, model, batch):
-        """Return the summed loss of pairs, and sums for the log."""
-        numbers = {name: values.sum() for name, values in self.numbers(model, batch)[1].items()}
-        return numbers.pop("loss"), numbers
+    def encode(self, tables):
+        made = super().encode(tables)
+        self.chosen = self.form.first_chosen(accel_ddp.data.select_sources(tables[1], made[1]), made[1])
+        return made
 
-    def numbers(self, model, batch):
-        """Return the scores of the pairs, and the loss, accuracy and margin of each pair."""
-        scores = accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
-        return scores, accel_ddp.ranking.preference_numbers(scores, batch["margin"], self.cfg.center_rewards)
+    def head(self):
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def build(self):
+        model = super().build()
+        # The model finds the last token of a text by it. It is exported, so that others read the same score.
+        model.config.get_text_config().pad_token_id = self.processor.pad_token_id
+        return model
+
+    def collate(self):
+        return self.pad(kind=accel_ddp.contrastive.ListCollate)
+
+    def outputs(self, model, batch):
+        return accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
+
+    def terms(self, model, batch, team):
+        return accel_ddp.ranking.preference_numbers(self.outputs(model, batch), batch["margin"], self.cfg.center_rewards)
 
     def count(self, batch):
         return len(batch["margin"])
 
     def measure(self, model, batch):
-        scores, numbers = self.numbers(model, batch)
-        return {"scores": scores, **numbers}
+        scores = self.outputs(model, batch)
+        return {"scores": scores, **accel_ddp.ranking.preference_numbers(scores, batch["margin"], self.cfg.center_rewards)}
 
-    def summarize(self, rows):
-        self.scores = rows["scores"]  # for `tables`
+    def metrics(self, table):
+        self.scores = table.pop("scores")  # for `tables`
         accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
-        return {name: rows[name].mean(dtype="float64") for name in ("accuracy", "margin", "loss")}
+        return super().metrics(table)
 
     def tables(self):
         chosen, rejected = self.scores.T
         rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
         return accel_ddp.preferences.make_tables(rows, self.cfg.log_predictions, self.decode)
-
-    def decode(self, items, text):
-        return [self.processor.decode(ids[text]) for ids in self.eval_rows[items]["input_ids"]]
 
     @property
     def example(self):
@@ -109,16 +106,13 @@ class Task(accel_ddp.Task):
         )
 
 
-def build_data(cfg: Config, tokenizer, today):
-    """Return rows with `input_ids` of the chosen and the rejected answer and `margin`, and the first chosen answer with its prompt."""
-    tables = accel_ddp.data.load_rows(cfg)
-    form = accel_ddp.ranking.RewardPairs(tables[0], tokenizer, cfg, today)
-    usable = form.finish(form.encode_tables(tables, cfg), cfg)
-    return usable, form.first_chosen(accel_ddp.data.select_sources(tables[1], usable[1]), usable[1])
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

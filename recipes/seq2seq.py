@@ -9,11 +9,10 @@ The loss is the mean over target tokens, however they are spread over ranks and 
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import ScoredConfig
 from accel_ddp.entry import run
 
@@ -22,10 +21,8 @@ from accel_ddp.entry import run
 class Config(ScoredConfig):
     model: str = "builtin:tiny-t5"
     dataset: str = "builtin:number_words"
-    source_column: str = option(
-        "source", "column of the input; translation.en is the key `en` of a column of dictionaries", group="data"
-    )
-    target_column: str = option("target", "column of the text to generate", group="data")
+    source_column: str = column("source", "column of the input; translation.en is the key `en` of a column of dictionaries")
+    target_column: str = column("target", "column of the text to generate")
     prefix: str = option("", "text before each source", group="data", also=("source_prefix",))
     max_length: int = option(128, "tokens per source; longer ones are truncated", group="data", at_least=1)
     max_target_length: int = option(128, "tokens per target; longer ones are truncated", group="data", at_least=1)
@@ -45,66 +42,71 @@ class Config(ScoredConfig):
     eval_every: int = 300
     best_metric: str = option("", "metric for --keep_best and early stopping; default: loss")
 
-    def check_columns(self, *tables):
-        columns = {"source_column": self.source_column, "target_column": self.target_column}
-        accel_ddp.data.require_columns(columns, *(rows.flatten() for rows in tables))  # keys of dictionaries become columns
-
     def metric_directions(self):
         own = {"loss": "min", "exact_match": "max", "bleu": "max", "chrf": "max", "rouge_l": "max"}
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForSeq2SeqLM"  # for the estimate of memory, before the model is loaded
+class Task(accel_ddp.TokenTask):
+    model_class = "AutoModelForSeq2SeqLM"
+    evaluated = ("source", "target", "max_length", "max_target_length")
 
-    def __init__(self, cfg: Config, accelerator):
+    def read(self):
+        self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts")
+        return super().read()
+
+    def items(self, rows):
+        return accel_ddp.generation_metrics.encode(rows, self.processor, self.cfg)
+
+    def report_truncated(self, tables):
+        accel_ddp.generation_metrics.report_truncated(tables, self.cfg)
+
+    def encode(self, tables):
+        made = super().encode(tables)
+        self.sources, self.targets = made[1]["source"][:], made[1]["target"][:]
+        self.more_metrics.try_out(self.targets, sources=self.sources)
+        return made
+
+    def adjust(self, model):
+        accel_ddp.generation_metrics.require_decoder(model, self.cfg)
+        options = (model.generation_config, self.cfg.max_new_tokens, self.cfg.num_beams)
+        model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
+
+    def collate(self):
         from transformers import DataCollatorForSeq2Seq
 
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "texts")
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForSeq2SeqLM")
-            self.processor.padding_side = "right"
-            train_rows, self.eval_rows = build_data(cfg, self.processor)
-            self.more_metrics.try_out(self.eval_rows["target"][:], sources=self.eval_rows["source"][:])
-            self.model = build_model(cfg, accelerator, self.processor)
-            facts["the data"] = self.identify(train_rows, self.eval_rows)
-        multiple = 8 if accelerator.device.type == "cuda" else None
-        collate = DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
-        train_rows, eval_rows = (rows.remove_columns(["source", "target"]) for rows in (train_rows, self.eval_rows))
-        lengths = partial(accel_ddp.stream.count_tokens, columns=("input_ids", "labels"))  # of sources and targets
-        self.use(train_rows, eval_rows, collate, lengths)
+        self.processor.padding_side = "right"
+        multiple = 8 if self.accelerator.device.type == "cuda" else None
+        return DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
 
-    def loss_sum(self, model, batch, reduction="sum"):
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    def lengths(self, dataset):
+        return accel_ddp.stream.count_tokens(dataset, ("input_ids", "labels"))
+
+    def outputs(self, model, batch):
         # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
-        inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        return accel_ddp.losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"], reduction)
-
-    def count(self, batch):
-        return (batch["labels"] != -100).sum()
+        decoder = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        return model(**inputs, decoder_input_ids=decoder, use_cache=False).logits
 
     def measure(self, model, batch):
         generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        return {"loss": self.loss_sum(model, batch, "rows"), "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
+        losses = accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"], "rows")
+        return {"loss": losses, "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
 
-    def summarize(self, rows):
-        outputs = accel_ddp.generation_metrics.decode(rows["generated"], self.processor)
-        sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        self.rows, self.outputs = rows, outputs  # for `tables`
-        loss = rows["loss"].sum(dtype="float64") / rows["tokens"].sum()
-        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(outputs, targets)}
-        return self.more_metrics.add_to(metrics, predictions=outputs, references=targets, sources=sources)
+    def metrics(self, table):
+        self.generated = accel_ddp.generation_metrics.decode(table["generated"], self.processor)
+        self.losses = table["loss"] / table["tokens"].clip(min=1)  # for `tables`
+        loss = table["loss"].sum(dtype="float64") / table["tokens"].sum()
+        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(self.generated, self.targets)}
+        return self.more_metrics.add_to(metrics, predictions=self.generated, references=self.targets, sources=self.sources)
 
     def tables(self):
-        sources, targets = self.eval_rows["source"][:], self.eval_rows["target"][:]
-        losses = self.rows["loss"] / self.rows["tokens"].clip(min=1)
-        shown = (self.cfg.log_predictions, sources, targets, self.outputs, losses, self.cfg.samples)
+        shown = (self.cfg.log_predictions, self.sources, self.targets, self.generated, self.losses, self.cfg.samples)
         return accel_ddp.generation_metrics.make_tables(*shown)
 
     @property
     def example(self):
-        source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.eval_rows[0]["source"]))
+        source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.sources[0]))
         # Adapters have no generation config.
         options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
         return (
@@ -114,41 +116,13 @@ class Task(accel_ddp.Task):
         )
 
 
-def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, and the texts `source` and `target`."""
-    train, test = (rows.flatten() for rows in accel_ddp.data.load_rows(cfg))  # keys of dictionaries become columns
-    columns = {"source_column": cfg.source_column, "target_column": cfg.target_column}
-    accel_ddp.data.require_texts(columns, train, test)
-
-    def encode(rows):
-        sources, targets = (accel_ddp.data.read_texts(rows, column) for column in columns.values())
-        prefixed = [cfg.prefix + source for source in sources]
-        inputs = tokenizer(prefixed, truncation=True, max_length=cfg.max_length)
-        labels = tokenizer(text_target=targets, truncation=True, max_length=cfg.max_target_length)["input_ids"]
-        return {
-            **{"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels},
-            **{"source": sources, "target": targets, "problem": accel_ddp.data.find_text_problems(rows, list(columns.values()))},
-            "max_length": accel_ddp.generation_metrics.find_truncated(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
-            "max_target_length": accel_ddp.generation_metrics.find_truncated(tokenizer, targets, labels, cfg.max_target_length),
-        }
-
-    depends_on = [columns, cfg.prefix, cfg.max_length, cfg.max_target_length]
-    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
-    return accel_ddp.generation_metrics.report_truncated(usable, cfg)
-
-
-def build_model(cfg: Config, accelerator, tokenizer):
-    from transformers import AutoModelForSeq2SeqLM
-
-    model = accel_ddp.models.load(AutoModelForSeq2SeqLM, cfg, tokenizer)
-    accel_ddp.generation_metrics.require_decoder(model, cfg)
-    options = (model.generation_config, cfg.max_new_tokens, cfg.num_beams)
-    model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
-    return accel_ddp.models.prepare(model, cfg, accelerator, lora_task="SEQ_2_SEQ_LM")
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

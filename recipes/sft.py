@@ -68,84 +68,80 @@ class Config(ChatConfig):
         return {"loss": "min", "perplexity": "min"}
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForCausalLM"  # for the estimate of memory, before the model is loaded
-    fits_memory = True  # it calls `fit_memory` itself, when the length of the rows is known
+class Task(accel_ddp.ChatTask):
+    model_class = "AutoModelForCausalLM"
+    per_token = ("labels",)
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        today = accel_ddp.chat.agree_on_today()
-        with accel_ddp.together("load the data") as facts:
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length, "AutoModelForCausalLM")
-            self.processor.padding_side = "right"
-            rows, self.samples, self.prompt, form, source = build_data(cfg, self.processor, today)
-            facts["the data"] = self.identify(*rows)
-        share_rows = form.kind == "texts" and not cfg.streaming
-        accel_ddp.fit_memory(cfg, accelerator, self.model_class, () if share_rows or cfg.streaming else rows)
-        with accel_ddp.together("load the model") as facts:
-            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor)
-            accel_ddp.generation_metrics.add_end_tokens(self.model, self.processor, rows[0])
-            if share_rows:
-                rows = accel_ddp.text_blocks.share_rows(rows, cfg, self.model, self.processor, accelerator.device)
-                facts["--packing"] = cfg.packing
-        collate = self.pad(per_token=("labels",))
-        self.use(*rows, collate)
-        if cfg.streaming:
-            self.train = accel_ddp.row_stream.RowStream(*source, rows[0], form, collate, cfg)
-        self.head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss without all logits
+    def format(self, rows):
+        return accel_ddp.chat.Format(rows, self.processor, self.cfg, self.today)
 
-    def loss_sum(self, model, batch):
-        return self.head.loss_sum(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
+    def read(self):
+        tables, *self.source = accel_ddp.row_stream.open_rows(self.cfg) if self.cfg.streaming else (super().read(),)
+        return tables
+
+    def encode(self, tables):
+        made, cfg = super().encode(tables), self.cfg
+        number = max(cfg.samples, cfg.log_predictions)
+        self.samples = self.form.select_samples(tables[1], number, max_tokens=cfg.max_length)
+        self.shares_rows = self.form.kind == "texts" and not cfg.streaming
+        return made
+
+    @property
+    def memory_rows(self):
+        return () if self.shares_rows or self.cfg.streaming else self.rows
+
+    def build(self):
+        model = super().build()
+        if self.shares_rows:
+            self.rows = accel_ddp.text_blocks.share_rows(self.rows, self.cfg, model, self.processor, self.accelerator.device)
+        self.output_head = accel_ddp.linear_cross_entropy.OutputHead(model)  # computes the loss without all logits
+        return model
+
+    def batches(self):
+        train, test = super().batches()
+        if self.cfg.streaming:
+            train = accel_ddp.row_stream.RowStream(*self.source, self.rows[0], self.form, self.collate(), self.cfg)
+        self.train = train
+        return train, test
+
+    def outputs(self, model, batch):
+        return model(**self.inputs(batch)).logits
+
+    def inputs(self, batch):
+        where = "position_ids" if "position_ids" in batch else "attention_mask"  # by positions documents of packed rows are found
+        return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
+
+    def terms(self, model, batch, team):
+        labels = accel_ddp.losses.next_tokens(batch["labels"])
+        return {"loss": (self.output_head.loss_sum(model, self.inputs(batch), labels, batch), self.count(batch))}
 
     def count(self, batch):
         return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
 
-    def evaluate(self, model):
-        metrics = super().evaluate(model)
-        self.answers = accel_ddp.evaluation.compute_on_main(self.accelerator, model, self.answer)  # on the main rank only
-        return metrics
-
-    def answer(self, model):
-        return accel_ddp.chat.generate(model, self.processor, [sample.ids for sample in self.samples], self.cfg.max_new_tokens)
-
     def measure(self, model, batch):
-        losses = self.head.row_losses(model, inputs_of(batch), accel_ddp.losses.next_tokens(batch["labels"]), batch)
-        return {"loss": losses, "tokens": (batch["labels"][:, 1:] != -100).sum(-1)}
+        labels = accel_ddp.losses.next_tokens(batch["labels"])
+        losses = self.output_head.row_losses(model, self.inputs(batch), labels, batch)
+        return {"loss": losses, "tokens": (labels != -100).sum(-1)}
 
-    def summarize(self, rows):
-        """Return the mean over the tokens of all items, not over rows or batches. This runs on the main rank."""
-        loss = float(rows["loss"].sum(dtype="float64") / rows["tokens"].sum())
+    def metrics(self, table):
+        loss = float(table["loss"].sum(dtype="float64") / table["tokens"].sum())  # over the tokens of all rows
         return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+
+    def generate(self, model):
+        prompts = [sample.ids for sample in self.samples]
+        self.answers = accel_ddp.chat.generate(model, self.processor, prompts, self.cfg.max_new_tokens)
 
     def tables(self):
         return accel_ddp.generation_metrics.make_answer_tables(self.samples, self.answers, self.processor)
 
-    @property
-    def example(self):
-        options = f"{accel_ddp.examples.literal(self.prompt)}, max_new_tokens={self.cfg.max_new_tokens}, do_sample=False"
-        return f'from transformers import pipeline; print(pipeline("text-generation", {{model}})({options})[0]["generated_text"])'
-
-
-def build_data(cfg: Config, tokenizer, today):
-    """Return rows with `input_ids`, `attention_mask` and `labels`, some prompts with their answers to print, and a prompt.
-
-    Return also the format of the rows, and with --streaming where they come from.
-    """
-    tables, *source = accel_ddp.row_stream.open_rows(cfg) if cfg.streaming else (accel_ddp.data.load_rows(cfg),)
-    form = accel_ddp.chat.Format(tables[0], tokenizer, cfg, today)
-    usable = form.finish(form.encode_tables(tables, cfg), cfg)
-    samples = form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
-    return usable, samples, form.first_prompt(tables[1]), form, source
-
-
-def inputs_of(batch):
-    """Return what the model is given. The documents of packed rows are found by their positions, if there is no mask."""
-    where = "position_ids" if "position_ids" in batch else "attention_mask"
-    return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
-
 
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import option
+from accel_ddp.config.options import column, option
 from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
 from accel_ddp.entry import run
 
@@ -24,100 +24,72 @@ class Config(ScoredConfig):
     train_file: tuple[str, ...] = option(
         (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
     )
-    tokens_column: str = option("tokens", "column with lists of words", group="data")
-    tags_column: str = option(
-        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", group="data"
+    tokens_column: str = column("tokens", "column with lists of words", kind="words")
+    tags_column: str = column(
+        "tags", "column with lists of tags: names (B-PER I-PER O, or another prefix scheme) or numbers", kind="tags"
     )
     max_length: int = option(128, "tokens per text; longer texts are truncated", group="data", at_least=1)
     global_batch_size: int = 16
     lr: float = 3e-4
     best_metric: str = option("", "metric for --keep_best and early stopping; default: f1")
 
-    def check_columns(self, *tables):
-        accel_ddp.data.require_columns({"tokens_column": self.tokens_column, "tags_column": self.tags_column}, *tables)
-
     def metric_directions(self):
         own = {"f1": "max", "precision": "max", "recall": "max", "accuracy": "max", "loss": "min"}
         return {**own, **accel_ddp.metrics.directions(self.metrics, "tags")}
 
 
-class Task(accel_ddp.Task):
-    model_class = "AutoModelForTokenClassification"  # for the estimate of memory, before the model is loaded
+class Task(accel_ddp.TokenTask):
+    model_class = "AutoModelForTokenClassification"
+    evaluated = ("first", "tags")
 
-    def __init__(self, cfg: Config, accelerator):
-        super().__init__(cfg, accelerator)
-        with accel_ddp.together("load the model and the data") as facts:
-            self.more_metrics = accel_ddp.metrics.MoreMetrics(cfg, "tags")
-            self.processor = accel_ddp.models.load_tokenizer(cfg, cfg.max_length)
-            self.processor = accel_ddp.tagging.prepare_for_words(self.processor, cfg.model)
-            train_rows, self.eval_rows, self.tags, self.eval_words = build_data(cfg, self.processor)
-            self.references = accel_ddp.tagging.reference_tags(self.eval_rows["tags"][:], self.tags.names)
-            self.more_metrics.try_out(self.references)
-            self.model = accel_ddp.models.build(self.model_class, cfg, accelerator, self.processor, **self.tags.model_config())
-            facts["the data"] = self.identify(train_rows, self.eval_rows)
-        rows = (rows.remove_columns(accel_ddp.tagging.WORD_COLUMNS) for rows in (train_rows, self.eval_rows))
-        self.use(*rows, self.pad(per_token=("labels",)))
+    def load_tokenizer(self):
+        return accel_ddp.tagging.prepare_for_words(super().load_tokenizer(), self.cfg.model)
 
-    def loss_sum(self, model, batch):
-        return accel_ddp.losses.of_tokens(logits(model, batch), batch["labels"])
+    def read(self):
+        tables = accel_ddp.data.load_columns(self.cfg, accel_ddp.tagging.load_words)
+        use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
+        self.use_labels(accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both=use_both))
+        return tables
 
-    def count(self, batch):
-        return (batch["labels"] != -100).sum()
+    def items(self, rows):
+        return accel_ddp.tagging.align(rows, self.cfg.tokens_column, self.labels, self.processor, self.cfg.max_length)
+
+    def report_truncated(self, tables):
+        accel_ddp.tagging.report_truncated(*tables, self.cfg.max_length)
 
     def measure(self, model, batch):
-        scores, labels = logits(model, batch), batch["labels"]
-        losses = accel_ddp.losses.of_tokens(scores, labels, "rows")
-        rows = {"loss": losses, "words": (labels != -100).sum(-1), "predictions": scores.argmax(-1)}
-        if self.cfg.log_predictions:
-            rows["confidence"] = (accel_ddp.tables.confidence(scores) * (labels != -100)).sum(-1)  # over words
-        return rows
+        return accel_ddp.tagging.measure(self.outputs(model, batch), batch["labels"], self.cfg.log_predictions)
 
-    def summarize(self, rows):
-        self.rows = rows  # for `tables`
-        answers = accel_ddp.tagging.predicted_tags(rows["predictions"], self.eval_rows["first"][:], self.tags.names)
-        scores, self.table = accel_ddp.tagging.score_entities(answers, self.references)
-        loss = rows["loss"].sum(dtype="float64") / max(rows["words"].sum(), 1)
+    def metrics(self, table):
+        self.table = table  # for `tables`
+        answers = accel_ddp.tagging.predicted_tags(table["predictions"], self.rows[1]["first"][:], self.labels.names)
+        scores, self.scores = accel_ddp.tagging.score_entities(answers, self.references)
+        loss = table["loss"].sum(dtype="float64") / max(table["words"].sum(), 1)
         return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
 
     def tables(self):
-        words = lambda items: self.eval_words[items][self.cfg.tokens_column]
-        tables = accel_ddp.tagging.make_tables(self.tags, self.rows, self.eval_rows, self.cfg.log_predictions, words)
-        return {"classes": self.table.as_table(), **tables}
+        words = lambda items: self.eval_texts[items][self.cfg.tokens_column]
+        made = accel_ddp.tagging.make_tables(self.labels, self.table, self.rows[1], self.cfg.log_predictions, words)
+        return {"classes": self.scores.as_table(), **made}
 
     def report(self):
-        return self.table.report(self.cfg.output_dir)
+        return self.scores.report(self.cfg.output_dir)
 
     @property
     def example(self):
-        text = accel_ddp.tagging.first_text(self.eval_words, self.cfg.tokens_column, self.tags)
+        text = accel_ddp.tagging.first_text(self.eval_texts, self.cfg.tokens_column, self.labels)
         use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
         row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
         return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
 
 
-def logits(model, batch):
-    return model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-
-
-def build_data(cfg: Config, tokenizer):
-    """Return rows with `input_ids`, `attention_mask`, `labels` and the words that the evaluation needs, the tags, and its words."""
-    train, test = accel_ddp.data.load_rows(cfg, reader=accel_ddp.tagging.load_words)
-    cfg.check_columns(train, test)
-    tags = accel_ddp.tagging.Tags.from_rows(train, test, cfg.tags_column, use_both=accel_ddp.labels.may_lack_classes(cfg, train))
-
-    def encode(rows):
-        return accel_ddp.tagging.align(rows, cfg.tokens_column, tags, tokenizer, cfg.max_length)
-
-    of_tags = [tags.column, tags.names, sorted(map(repr, tags.tag_ids.items()))]
-    depends_on = [cfg.tokens_column, cfg.max_length, *of_tags]
-    usable = accel_ddp.tokenization.encode_tables((train, test), encode, tokenizer, depends_on, cfg)
-    accel_ddp.tagging.report_truncated(*usable, cfg.max_length)
-    tags.report_classes(usable)
-    return (*usable, tags, accel_ddp.data.select_sources(test, usable[1]))
-
-
 def main(cfg: Config):
-    return accel_ddp.train(cfg, Task)
+    accelerator = accel_ddp.start(cfg)  # Accelerate's, set up by the config file of `accelerate launch`
+    task = Task(cfg, accelerator)  # its items: the tokens and tags of the rows
+    model = accel_ddp.load_model(task)
+    optimizer = accel_ddp.optim.build(model, cfg)
+    train, test = task.batches()
+    return accel_ddp.fit_and_export(accelerator, cfg, task=task, model=model, optimizer=optimizer, train=train, test=test)
 
 
 if __name__ == "__main__":

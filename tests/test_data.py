@@ -81,7 +81,7 @@ def test_the_check_before_a_run_finds_what_reading_the_data_finds(recipe, option
 
     def read() -> None:
         train, test = text_blocks.load_texts(cfg) if recipe == "pretrain_mlm" else data.load_rows(cfg)
-        cfg.check_columns(train, test)
+        data.check_columns(cfg, train, test)
 
     assert error(lambda: data.check_inputs(cfg)) == error(read)
 
@@ -504,7 +504,7 @@ def test_what_is_wrong_with_one_of_several_files_is_found_before_and_in_a_run(fo
     with contextlib.nullcontext() if needs_all_rows else pytest.raises(UserError, match=words):
         data.check_inputs(cfg)
     with pytest.raises(UserError, match=words):
-        cfg.check_columns(*data.load_rows(cfg))
+        data.check_columns(cfg, *data.load_rows(cfg))
 
 
 ROWS = {
@@ -544,7 +544,7 @@ def test_a_column_that_one_of_several_files_lacks_is_named_with_this_file(
     config = load_recipe(ROOT / "recipes" / f"{recipe}.py").Config
     cfg = config(train_file=["a.jsonl", "b.jsonl"], cache_dir=str(tmp_path / "cache"), **options)
     message = f"{option}: a.jsonl has this column, but b.jsonl does not. It has: {', '.join(second)}."
-    for check in (lambda: data.check_inputs(cfg), lambda: cfg.check_columns(*data.load_rows(cfg))):
+    for check in (lambda: data.check_inputs(cfg), lambda: data.check_columns(cfg, *data.load_rows(cfg))):
         with pytest.raises(UserError, match=re.escape(message)):
             check()
 
@@ -574,7 +574,7 @@ def test_every_recipe_reads_files_folders_compressed_and_saved_tables(recipe, tm
     cfg.validate()
     data.check_inputs(cfg)
     train, test = text_blocks.load_texts(cfg) if recipe == "pretrain_mlm" else data.load_rows(cfg)
-    cfg.check_columns(train, test)
+    data.check_columns(cfg, train, test)
     assert np.bincount(train.mixture.numbers).tolist() == [5, 4, 3]
     assert train.mixture.weights == (1.0, 2.0, 1.0)
     assert test.mixture.names == ("a", "saved")

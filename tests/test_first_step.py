@@ -12,11 +12,12 @@ from tests.conftest import PROGRAMS, run_ranks
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 WORDS = {
     "sum": ["no error"],
-    "mean": ["it is the mean of theirs. Return the sum", "--allow_inexact"],
+    "mean": ["it is the mean of theirs. Return the loss of each item", "--allow_inexact"],
     "mean, allowed": ["no error", "--allow_inexact: the loss of two items is"],
     "mean of one": ["no error"],  # a micro-batch of two may need too much memory
-    "broadcast": ["an item next to itself counts four times", "Add .squeeze(-1)"],
-    "neighbors": ["items change each other's loss", "accel_ddp.losses.WholeBatch"],
+    "broadcast": ["`terms` returned a loss of shape [2, 2] for 2 items. Return the loss of each item"],
+    "hidden broadcast": ["an item next to itself counts four times", "Add .squeeze(-1)"],
+    "neighbors": ["items change each other's loss", "`whole_batch` in docs/own_recipe.md"],
     "count": ["`count` returned 8 for two items together, and 8 and 8 for each alone"],
     "padded count": ["`count` returned 6 for two items together, and 3 and 2 for each alone", "without padding"],
     "padding": ["no error", "warning: the loss of two items is", "labels of -100"],
@@ -26,7 +27,7 @@ WORDS = {
     "counter": ["when it is computed again in eval mode: it depends on what no checkpoint contains"],
     "dropout": ["the model draws random numbers in eval mode", "`self.training`"],
     "generator": ["it depends on what no checkpoint contains"],
-    "whole batch": ["`losses` of WholeBatch returned a tensor of shape [] for 1 item"],
+    "whole batch": ["`losses` of GradCache returned a tensor of shape [] for"],
     "optimizer": ["the optimizer does not hold 4 trained parameters", "layers.0.weight", "--freeze layers"],
     "unused": ["no error", "2 trained parameters got no gradient in the first step: other.weight, other.bias.", "--freeze other"],
 }
@@ -36,7 +37,6 @@ BETWEEN_RANKS = {
     "frozen": ["the parameter head.bias is trained, torch.float32 [1] on rank 0, and frozen, torch.float32 [1] on rank 1"],
     "shape": ["the parameter layers.0.weight is", "[4, 4] on rank 0", "[5, 4] on rank 1"],
     "evaluation": ["the evaluation data have 20 items on rank 0 and 16 on rank 1"],
-    "unwrapped": ["has called the unwrapped model", "Call the `model` that the function is given"],
 }
 WARNED = [name for name, words in WORDS.items() if words[0] == "no error"]
 
@@ -56,8 +56,6 @@ def test_mistakes_are_found_before_the_first_step_and_named_on_every_rank(tmp_pa
     ended = run_ranks(ranks, PROGRAMS / "first_step.py", "--out", out, *options, **env).well()
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(ranks)]
     words = {**WORDS, **(BETWEEN_RANKS if ranks > 1 else {})}
-    if env:
-        words.pop("unwrapped")  # there is no other model than the one that is sharded
     for name, parts in words.items():
         last = f"rank {ranks - 1}"
         for part in parts:

@@ -629,7 +629,9 @@ def test_a_step_does_not_wait_for_the_device_even_if_it_is_skipped():
 
     from accel_ddp.config.train_config import TrainConfig
     from accel_ddp.engine.step import train_step
+    from accel_ddp.engine.terms import Terms
     from accel_ddp.training import optim
+    from tests.programs.base import Task
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)).cuda()
     accelerator, cfg = Accelerator(), TrainConfig(lr=0.1, on_nonfinite="skip")
@@ -638,7 +640,7 @@ def test_a_step_does_not_wait_for_the_device_even_if_it_is_skipped():
         batches = [torch.full((4, 8), float("inf") if step == 2 else 0.5 + row, device="cuda") for row in range(2)]
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step makes the state of the optimizer
         try:
-            stats = train_step(accelerator, cfg, model, optimizer, batches, lambda model, x: model(x).square().sum(), len)
+            stats = train_step(accelerator, cfg, Terms(model, Task()), optimizer, batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         losses.append(stats.loss)

@@ -232,28 +232,28 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_620,
-    "config": 1_434,
+    "(top)": 2_678,
+    "config": 1_465,
     "doctor": 3_552,
     "engine": 3_300,
     "exporting": 1_726,
     "launch": 4_187,
     "measure": 2_382,
-    "memory": 1_431,
+    "memory": 1_423,
     "nodes": 1_555,
     "observe": 2_403,
     "ranks": 1_672,
     "records": 762,
     "report": 1_621,
     "saving": 1_857,
-    "sources": 3_212,
-    "speed": 3_915,
-    "tasks": 5_300,
-    "training": 4_102,
+    "sources": 3_285,
+    "speed": 3_898,
+    "tasks": 5_604,
+    "training": 4_101,
     "watch": 2_494,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
-SHARED = {"this_rank": 257, "links": 178, "ending": 92}
+SHARED = {"this_rank": 257, "links": 177, "ending": 92}
 
 
 def test_no_package_grows_beyond_its_budget_or_its_size():

@@ -10,11 +10,13 @@ from accelerate import Accelerator
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import scaler
 from accel_ddp.engine.step import train_step
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.observe.hooks import LossSpikes
 from accel_ddp.records.incidents import read_incidents
 from accel_ddp.training import optim
 from tests.conftest import PROGRAMS, run_ranks
+from tests.programs.base import Task
 
 NONFINITE = PROGRAMS / "nonfinite.py"
 CASES = ["adamw", "sgd", "not fused", "own", "without norm"]
@@ -121,7 +123,8 @@ def test_fused_kernels_skip_without_the_host(monkeypatch, name):
             if step in bad:
                 batch[0, 0] = float("inf")
             if bad or step not in (0, 2, 3):
-                train_step(accelerator, cfg, model, optimizer, [batch], lambda model, x: model(x).pow(4).sum(), len)
+                terms = Terms(model, Task(lambda model, x: model(x).pow(4).sum(1)))
+                train_step(accelerator, cfg, terms, optimizer, [batch])
         assert not hasattr(optimizer, "found_inf")
         state = optimizer.state_dict()["state"]
         found.append([*model.state_dict().values(), *(value for one in state.values() for value in one.values())])
@@ -151,7 +154,7 @@ def test_a_cache_that_grows_in_the_forward_pass_is_no_error(monkeypatch, on_devi
     for value in (1.0, float("inf")):
         before = model.norm.running_mean.clone()
         batch = torch.tensor([[value, 1.0], [3.0, 2.0]])
-        train_step(Accelerator(cpu=True), cfg, model, optimizer, [batch], lambda model, x: model(x).sum(), len)
+        train_step(Accelerator(cpu=True), cfg, Terms(model, Task(lambda model, x: model(x).sum(1))), optimizer, [batch])
         assert torch.equal(before, model.norm.running_mean) == (value == float("inf"))
     assert len(model.cache) == 3
 

@@ -17,6 +17,7 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig, as_plain_di
 from accel_ddp.engine import scaler
 from accel_ddp.engine.step import train_step
 from accel_ddp.engine.step_sums import UpdateStats
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.exporting.export import files_of, from_checkpoint
 from accel_ddp.ranks.process import links
@@ -28,6 +29,7 @@ from accel_ddp.training import optim
 from accel_ddp.training.ema import Ema
 from accel_ddp.training.optim import hidden_matrices, lr_at, orthogonalize, set_lr
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_all, run_ranks
+from tests.programs.base import Task
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +106,7 @@ def test_a_skipped_step_changes_neither_weights_nor_optimizer_nor_average_on_the
                 if step in bad:
                     batch[0, 0] = float("inf")
                 if bad or step not in (2, 3):
-                    loss_sum = lambda model, x: model(x).pow(2).sum()
-                    stats = train_step(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len)
+                    stats = train_step(Accelerator(cpu=True), cfg, Terms(model, Task()), optimizer, [batch])
                     ema.update(step + 1, stats)
             state = [value for one in optimizer.state_dict()["state"].values() for value in one.values()]
             found.append([*model.state_dict().values(), *ema.averages.values(), *state])
@@ -127,8 +128,8 @@ def test_gradients_that_the_optimizer_clips_itself_give_the_same_steps(monkeypat
         for step in range(5):
             batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
             scale = 0.01 if step == 3 else 1.0  # step 3 clips nothing
-            loss_sum = lambda model, x, scale=scale: scale * model(x).pow(2).sum()
-            norms.append(float(train_step(Accelerator(cpu=True), cfg, model, optimizer, [batch], loss_sum, len).grad_norm))
+            terms = Terms(model, Task(lambda model, x, scale=scale: scale * model(x).pow(2).sum(1)))
+            norms.append(float(train_step(Accelerator(cpu=True), cfg, terms, optimizer, [batch]).grad_norm))
         found.append(([*model.state_dict().values()], norms))
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)
     assert min(found[0][1]) < 0.5 < max(found[0][1])

@@ -12,20 +12,26 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.terms import Terms
 from accel_ddp.speed import attach
 from accel_ddp.speed.row_model import RowModel
 from accel_ddp.training import padding_check
 from accel_ddp.training.stream import TrainBatches
 from tests.conftest import clean_environment
+from tests.programs.base import Task
 from tests.test_padding_free import KINDS, LENGTHS, POSITIONS, SHAPE, a_batch, loss_of
 
 
-def padding_difference(model, loss=loss_of, lengths=LENGTHS) -> str:
+def terms_of_tokens(model) -> Terms:
+    return Terms(model, Task(lambda model, batch: {"loss": (loss_of(model, batch), 1)}))
+
+
+def padding_difference(model, lengths=LENGTHS) -> str:
     """Return what the check before training finds for texts of these lengths."""
     rows = [{name: tensor[0, :length] for name, tensor in a_batch(lengths=[max(lengths)]).items()} for length in lengths]
     pad = lambda some, name: nn.utils.rnn.pad_sequence([row[name] for row in some], batch_first=True)
     collate = lambda some: {name: pad(some, name) for name in ("input_ids", "attention_mask", "labels")}
-    return padding_check.difference(Accelerator(cpu=True), TrainConfig(), model, TrainBatches(rows, collate), loss)
+    return padding_check.difference(Accelerator(cpu=True), TrainConfig(), terms_of_tokens(model), TrainBatches(rows, collate))
 
 
 class MixesPadding(nn.Module):
@@ -72,7 +78,7 @@ def test_weights_of_16_bits_are_compared_in_float32_one_at_a_time():
     assert "a different result" in padding_difference(MixesPadding(model, 2e-3))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
-    speed = attach.Speed(Accelerator(cpu=True), TrainConfig(), model, None, loss_of)
+    speed = attach.Speed(Accelerator(cpu=True), TrainConfig(), terms_of_tokens(model), None)
     layers = RowModel(model)
     layers.install()
     assert speed._compare(layers, batch) == ""
@@ -144,17 +150,3 @@ def test_the_padding_check_does_not_use_more_memory_than_there_is():
     padding_check._require_memory(1, torch.device("cpu"))
     with pytest.raises(MemoryError):
         padding_check._require_memory(2**60, torch.device("cpu"))
-
-
-def test_the_padding_check_compares_embeddings_of_a_loss_over_the_whole_batch():
-    from accel_ddp.engine.losses import WholeBatch
-
-    model = transformers.BertModel(transformers.BertConfig(**SHAPE, **POSITIONS))
-
-    def embed(model, batch, first=True):
-        hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
-        return hidden[:, 0] if first else hidden.mean(1)  # the second one averages over padding
-
-    for loss, expected in ((embed, ""), (lambda model, batch: embed(model, batch, first=False), "a different result")):
-        assert expected in padding_difference(model, WholeBatch(loss, None, None))
-        assert bool(padding_difference(model, WholeBatch(loss, None, None))) == bool(expected)

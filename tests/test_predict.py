@@ -8,7 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pexpect
@@ -18,9 +20,12 @@ import torch
 
 from accel_ddp import cli
 from accel_ddp.config.commands import parser_of
+from accel_ddp.config.options import column
+from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import chat_command, export, predict_command, predictors, trained_model
 from accel_ddp.exporting.predict_rows import InputRows
+from accel_ddp.recipe import facts_to_predict
 from tests.conftest import BIN, Running, clean_environment
 
 WORDS = ["a", "fine", "film", "about", "people", "who", "do", "not", "like", "films", "and", "dull", "long", "scenes"]
@@ -78,7 +83,7 @@ def folder_of(tiny_model, tokenizer, tmp_path_factory):
 
 
 CHOSEN = {"query_column": "query", "candidate_column": "passage"}
-RERANK = {"recipe": "rerank.py", "options": dict.fromkeys(CHOSEN, ""), "columns": CHOSEN}
+RERANK = {"predicts": "scores", "options": dict.fromkeys(CHOSEN, ""), "columns": CHOSEN}
 LABELS = {"id2label": {0: "O", 1: "B-X", 2: "I-X"}, "label2id": {"O": 0, "B-X": 1, "I-X": 2}}
 
 
@@ -134,7 +139,7 @@ def test_scores_of_rerankers_and_reward_models(folder_of, cache, tmp_path):
     model = LlamaForSequenceClassification(config).eval()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "accel_ddp.json").write_text(json.dumps({"recipe": "reward.py", "options": {"chosen_column": "chosen"}}))
+    (folder / "accel_ddp.json").write_text(json.dumps({"predicts": "rewards", "options": {"chosen_column": "chosen"}}))
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in TEXTS]
     with torch.no_grad():
         inputs = [tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=True) for chat in chats]
@@ -168,6 +173,21 @@ def test_vectors_and_masks_are_those_of_sentence_transformers_and_pipelines(fold
         assert row["prediction"] == [[one["token_str"] for one in mask] for mask in expected]
         assert np.allclose(row["score"], [[one["score"] for one in mask] for mask in expected], atol=1e-6)
         assert list(row) == ["text", "prediction", "score"]
+
+
+@dataclass(kw_only=True)
+class OwnRecipe(RecipeConfig):
+    review_column: str = column("review", "a text")
+    reply_column: str = column("", "a second one")
+
+
+def test_the_columns_of_an_own_recipe_are_known(folder_of, tmp_path):
+    folder = folder_of("BertForSequenceClassification", facts_to_predict(SimpleNamespace(cfg=OwnRecipe())))
+    rows = write(tmp_path / "rows.jsonl", [{"id": "one", "review": text} for text in TEXTS])
+    found = predict_here(tmp_path / "found.jsonl", folder, "--input", rows)
+    assert found == predict_here(tmp_path / "again.jsonl", folder, "--input", rows, "--text_column", "review")
+    facts = facts_to_predict(SimpleNamespace(cfg=OwnRecipe(reply_column="reply"), predicts="scores"))["accel_ddp.json"]
+    assert json.loads(facts) == {"predicts": "scores", "columns": {"text_column": "review", "text_pair_column": "reply"}}
 
 
 def test_answers_are_those_of_generate_and_samples_depend_on_the_row_only(cache, tmp_path):
@@ -281,7 +301,7 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     Path("run").mkdir()
     Path("run/config.json").write_text('{"lr": 1}')
     Path("run/log.jsonl").write_text("{}")
-    for name, facts in (("rerank", RERANK), ("reward", {"recipe": "reward.py"}), ("classify", {"recipe": "classify.py"})):
+    for name, facts in (("rerank", RERANK), ("reward", {"predicts": "rewards"}), ("classify", {"recipe": "classify.py"})):
         shutil.copytree(tiny_model, name)
         Path(name, "accel_ddp.json").write_text(json.dumps(facts))
     shutil.copytree(tiny_model, "no_weights", ignore=lambda *_: ["model.safetensors"])

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from accel_ddp.engine.losses import checked, numbers_of
+from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.engine.step_sums import LossNumbers
+from accel_ddp.engine.terms import checked, numbers_of
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.ranks.team import Team
@@ -100,22 +101,22 @@ def test_the_numbers_of_a_step_are_those_counted_by_hand():
 def test_the_probability_of_a_certain_answer_has_a_finite_gradient():
     policy = torch.zeros(1, 2, requires_grad=True)
     losses, _ = preference_losses.compute(options(loss="orpo"), policy, None, torch.ones(1, 2))
-    assert torch.autograd.grad(checked(losses.sum()), policy)[0].isfinite().all()
+    assert torch.autograd.grad(checked({"loss": losses}), policy)[0].isfinite().all()
 
 
 def test_numbers_of_a_loss_function_need_names_that_the_log_can_store():
-    loss = torch.ones((), requires_grad=True)
-    assert checked((loss, {"a": 1})) is loss
-    assert numbers_of((loss, {"a": 1, "b": (2, 3)})) == {"a": (1, None), "b": (2, 3)}
-    assert numbers_of(loss) == {}
+    loss = torch.ones(3, requires_grad=True)
+    assert checked({"loss": loss, "a": torch.ones(3)}) == 3
+    assert numbers_of({"loss": loss, "a": torch.ones(3), "b": (2, 3)}) == {"a": (3, 3), "b": (2, 3)}
+    assert numbers_of({"loss": loss}) == {}
     with pytest.raises(UserError, match="a number named 'lr', which the log cannot store"):
-        numbers_of((loss, {"lr": 1}))
+        numbers_of({"loss": loss, "lr": torch.ones(3)})
     found = LossNumbers(torch.float64, torch.device("cpu"))
     for value in (1, torch.tensor(2.0)):
-        found.add({"a": (value, None), "b": (value, 3)}, 4)
+        found.add({"a": (value, 4), "b": (value, 3)})
     assert found.sums.tolist() == [3, 3, 8, 6]
     with pytest.raises(UserError, match=r"the numbers a for a micro-batch and a, b for another one"):
-        found.add({"a": (1, None)}, 4)
+        found.add({"a": (1, 4)})
 
 
 # ---- rows
@@ -377,7 +378,6 @@ def texts(ids, mask, answers):
 @needs_trl
 @pytest.mark.slow
 def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file):
-    from accelerate import Accelerator
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
     from accel_ddp.speed.linear_cross_entropy import OutputHead
@@ -416,10 +416,11 @@ def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file
             return before(reference, batch)
 
     def kto(model):
-        loss = preferences.LabelLoss(options(loss="kto"), logps, old).for_step(Accelerator(cpu=True), model, [batch], 0, Team())
-        found, numbers = loss(model, batch)
-        assert numbers["kl"] > 0
-        return found / 6
+        loss = preferences.LabelLoss(options(loss="kto"), logps, old)
+        loss.prepare(model, [batch], Team(), lambda _: CurrentBatch(batch))
+        found = loss.terms(model, batch)
+        assert found["kl"][0] > 0
+        return found["loss"].mean()
 
     compare_with_trl(trainer, inputs, kto)
 

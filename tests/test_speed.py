@@ -18,13 +18,17 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.rehearsal import move_gradients
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
+from accel_ddp.recipe import load_model
 from accel_ddp.speed import attach, autobatch, flops, modules, padding_free
+from accel_ddp.training.evaluation import evaluate
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
 from tests.conftest import PROGRAMS, ROOT, clean_environment, rank_environments, run_all, run_ranks
+from tests.programs.base import Task
 from tests.test_files import expand
-from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute, loss_of
+from tests.test_padding_free import KINDS, LENGTHS, a_batch, compute
 
 # ------------------------------------------------------------------------------------------- the data stream
 
@@ -202,7 +206,7 @@ def test_the_longest_items_include_the_longest_source_and_the_longest_target():
 
 
 def a_speed(model=None, cfg=None, train=None) -> attach.Speed:
-    return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), model or nn.Linear(1, 1), train, loss_of)
+    return attach.Speed(Accelerator(cpu=True), cfg or TrainConfig(), Terms(model or nn.Linear(1, 1), Task()), train)
 
 
 def test_the_work_of_a_run_is_counted_in_tokens_and_layers():
@@ -471,12 +475,15 @@ def test_evaluation_of_a_recipe_is_padding_free(monkeypatch, cache, tiny_model):
         cfg = parse_config(classify.Config, ["--model", tiny_model, *options, padding_free_option])
         accelerator = Accelerator(cpu=True)
         task = classify.Task(cfg, accelerator)
-        attach.attach(accelerator, cfg, task.model, task.train, task.loss_sum, total_steps=1)
+        load_model(task)
+        task.batches()
+        terms = Terms(task.model, task)
+        attach.attach(accelerator, cfg, terms, task.train, total_steps=1)
         positions = []
         linear = next(m for name, m in task.model.named_modules() if name.endswith("layer.1.intermediate.dense"))
         linear.register_forward_hook(lambda module, inputs, output, seen=positions: seen.append(output.shape[:-1].numel()))
-        results[padding_free_option] = task.evaluate(task.model), positions
-        lengths = [len(ids) for ids in task.eval_rows["input_ids"]]
+        results[padding_free_option] = evaluate(accelerator, terms, task.eval_batches), positions
+        lengths = [len(ids) for ids in task.rows[1]["input_ids"]]
     batches = [lengths[start : start + 16] for start in range(0, 50, 16)]
     assert results["on"][1] == [sum(batch) for batch in batches]
     assert results["off"][1] == [len(batch) * max(batch) for batch in batches]

@@ -307,14 +307,15 @@ def collate(rows, calls=[]):
         while not os.path.exists("describing"): time.sleep(0.01)
         os._exit(5)
     return torch.zeros(1, 1)
-def loss(model, batch):
-    if torch.is_grad_enabled(): raise Bad  # not in the check before the first step
-    return model(batch).sum()
+class Task(accel_ddp.Task):
+    def terms(self, model, batch, team):
+        if torch.is_grad_enabled(): raise Bad  # not in the check before the first step
+        return {"loss": model(batch)}
 def main(cfg):
     model = torch.nn.Linear(1, 1)
     train = accel_ddp.TrainBatches(range(9), collate)
-    accel_ddp.fit(accel_ddp.start(cfg), cfg, model=model, optimizer=torch.optim.SGD(model.parameters()), train=train, loss_sum=loss,
-                  count=len, speedups=None)
+    accel_ddp.fit(accel_ddp.start(cfg), cfg, model=model, optimizer=torch.optim.SGD(model.parameters()), train=train, task=Task(),
+                  speedups=None)
 run(accel_ddp.TrainConfig, main)
 """
 

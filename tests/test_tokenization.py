@@ -66,10 +66,7 @@ def test_recipes_get_the_same_rows_from_shards(name, tmp_path, monkeypatch):
         monkeypatch.setattr(shard_map, "SHARD_ROWS", size)
         cfg = recipe.Config(cache_dir=str(tmp_path / str(size)), max_train_items=230)
         cfg.max_length = 64
-        tokenizer = recipe.accel_ddp.models.load_tokenizer(cfg, 64)
-        train, test = (
-            recipe.build_data(cfg, tokenizer, "2026-01-01")[0] if name == "sft" else recipe.build_data(cfg, tokenizer)[:2]
-        )
+        train, test = recipe.Task(cfg, None).rows
         numbers = [tokenization.row_numbers(rows).tolist() for rows in (train, test)]
         found.append((fingerprint(train), fingerprint(test), numbers))
         shards = {len(list(folder.glob("*.arrow"))) for folder in (tmp_path / str(size)).iterdir() if folder.is_dir()}

@@ -40,6 +40,9 @@ class Properties:
     below: float | None = None
     legacy: Any = None  # the value of runs that are older than the option, or than its default `auto`; None: the default
     also: tuple[str, ...] = ()  # names that users of other toolkits type; OTHER_NAMES has those of the options of every run
+    kind: str = ""  # of an option that names a column: what its cells are
+    needs: str = ""  # the option without which it has no effect
+    excludes: str = ""  # an option that it cannot be combined with
 
     def exceeded(self, value: Any) -> str:
         """Return the limit that a number exceeds, as the end of "must be", or "". NaN exceeds each."""
@@ -55,7 +58,8 @@ class Properties:
 def option(
     default: Any, help: str | None = None, *, group: str | None = None, affects_result: bool | None = None,
     per_node: bool | None = None, at_least: float | None = None, above: float | None = None, below: float | None = None,
-    legacy: Any = None, also: tuple[str, ...] | None = None,
+    legacy: Any = None, also: tuple[str, ...] | None = None, kind: str | None = None, needs: str | None = None,
+    excludes: str | None = None,
 ) -> Any:  # fmt: skip
     """Return a dataclass field for an option of a recipe. A field that overrides an inherited one keeps what is not given.
 
@@ -65,9 +69,30 @@ def option(
     - `at_least`: the smallest valid number. `above` and `below`: limits that are no valid numbers themselves.
     - `legacy`: the value of runs from before the option existed.
     - `also`: names of the option in other toolkits, for suggestions.
+    - `kind`: see `column`.
+    - `needs` and `excludes`: the name of an option without which, or with which, another value than the default is refused.
     """
     given = {name: value for name, value in locals().items() if name != "default" and value is not None}
     return dataclasses.field(default=default, metadata=given)
+
+
+def column(default: Any, help: str, *, kind: str = "text", **properties: Any) -> Any:
+    """Return an option that names a column of the rows; one whose default is a tuple names several. An empty name is not required.
+
+    A run without the column is refused before torch is imported. From `kind` follow the other checks, how a task reads the cells, and
+    the columns of `accel-ddp predict`: text, label, number, words, tags or image.
+    """
+    return option(default, help, group="data", kind=kind, **properties)
+
+
+def columns_of(cfg: Any, *kinds: str) -> list[tuple[str, str]]:
+    """Return the options that name columns of these kinds (default: of all), each with its column, once for each of several."""
+    found = []
+    for name, properties in properties_of(type(cfg)).items():
+        if properties.kind and (not kinds or properties.kind in kinds):
+            given = getattr(cfg, name)
+            found += [(name, one) for one in (given if isinstance(given, tuple) else (given,)) if one]
+    return found
 
 
 def of_group(group: str, **properties: Any) -> Callable[[C], C]:

@@ -64,6 +64,12 @@ class TrainConfig(RunConfig, OptimizerConfig):
         for name, properties in properties_of(type(self)).items():
             if limit := properties.exceeded(value := getattr(self, name)):
                 raise UserError(f"--{name} {value}: must be {limit}.")
+            is_given = bool(properties.needs or properties.excludes) and value != getattr(type(self), name)
+            text = f"--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+            if is_given and properties.needs and not getattr(self, properties.needs):
+                raise UserError(f"{text}: needs --{properties.needs}.")
+            if is_given and (other := getattr(self, properties.excludes, "")):
+                raise UserError(f"{text}: cannot be used with --{properties.excludes} {other}. Leave one of them out.")
         if self.steps == 0 and not 0 < self.epochs < float("inf"):
             raise UserError(f"--epochs {self.epochs}: must be a number above 0. Or give --steps instead.")
         for tokens, items in (("micro_batch_tokens", "micro_batch_size"), ("global_batch_tokens", "global_batch_size")):

@@ -11,37 +11,35 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import compat, phases
-from accel_ddp.engine.losses import LossSum, MicroBatch, depends_on
-from accel_ddp.engine.rehearsal import loss_in_trial, state_restored
+from accel_ddp.engine.losses import CurrentBatch, MicroBatch
+from accel_ddp.engine.scaler import state_restored
+from accel_ddp.engine.terms import checked, model_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.phases import OPTIMIZER, SYNC
-from accel_ddp.ranks.team import Team
 from accel_ddp.text import shorten
 
 
 class Gradients(Protocol):
     """The gradients of one step, which the ranks of a team sum."""
 
-    def micro_batch(self, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager: ...
+    def micro_batch(self, terms: nn.Module, is_last: bool) -> contextlib.AbstractContextManager: ...
 
     def begin_backward(self) -> None: ...
 
-    def end_backward(self, loss: Tensor) -> None: ...
+    def end_backward(self) -> None: ...
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor: ...
 
     def find_unused(self, counts: Tensor) -> list[nn.Parameter]: ...
 
 
-def begin_step(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch, loss_sum: LossSum, team: Team
-) -> Gradients:
+def begin_step(accelerator: Accelerator, terms: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch) -> Gradients:
     """Return the gradients of a step. `batch` is its first micro-batch."""
-    if lockstep := getattr(model, "_lockstep", None):
+    if lockstep := getattr(model_of(terms), "_lockstep", None):
         lockstep.begin_step()
         return lockstep
-    _settle_buckets(accelerator, model, optimizer, batch, loss_sum, team)
-    return DdpStep(accelerator, model, team)
+    _settle_buckets(accelerator, terms, optimizer, batch)
+    return DdpStep(accelerator, terms)
 
 
 class DdpStep:
@@ -52,52 +50,49 @@ class DdpStep:
     `--find_unused_parameters` searches the graph of every step. If no rank has used all, the host waits for the GPU in this step.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, team: Team):
-        self.accelerator, self.model, self.team = accelerator, model, team
-        self._times = compat.gradient_times(model)
-        self._completes = isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph)
-        if self._completes and not hasattr(model, "_trained_parameters"):
-            ignored = compat.ignored_by_ddp(model.module)
-            named = model.module.named_parameters()
-            model._trained_parameters = [(name, p) for name, p in named if p.requires_grad and name not in ignored]
-        self._trained: list[tuple[str, nn.Parameter]] = model._trained_parameters if self._completes else []  # in DDP's order
+    def __init__(self, accelerator: Accelerator, terms: nn.Module):
+        self.accelerator, self.wrapped, self.team = accelerator, terms, terms_of(terms).team
+        self._times = compat.gradient_times(terms)
+        self._completes = isinstance(terms, DistributedDataParallel) and not (terms.find_unused_parameters or terms.static_graph)
+        if self._completes and not hasattr(terms, "_trained_parameters"):
+            model = model_of(terms)
+            ignored = compat.ignored_by_ddp(model)
+            terms._trained_parameters = [
+                (name, p) for name, p in model.named_parameters() if p.requires_grad and name not in ignored
+            ]
+        self._trained: list[tuple[str, nn.Parameter]] = terms._trained_parameters if self._completes else []  # in DDP's order
         self._unused: set[nn.Parameter] = set()  # without a gradient on this rank
 
-    def micro_batch(self, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
+    def micro_batch(self, terms: nn.Module, is_last: bool) -> contextlib.AbstractContextManager:
         """Return a context for one micro-batch. Only the last one all-reduces gradients."""
-        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
+        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(terms)
 
     def begin_backward(self) -> None: ...
 
-    def end_backward(self, loss: Tensor) -> None:
-        """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums. `loss`: the last one."""
-        self.complete(loss)
+    def end_backward(self) -> None:
+        """Let DDP sum the buckets that wait for unused parameters. Other ranks are waiting for these sums."""
+        self.complete()
         phases.enter(OPTIMIZER)
 
-    def _require_gradients(self, loss: Tensor) -> None:
+    def _require_gradients(self) -> None:
         """Raise an error if the last backward pass of this step reached no parameter.
 
         This rank has then synchronized nothing, and DDP does not report it. The next collective of this rank would be matched with
         the gradients of another rank: gloo aborts the process if their sizes differ, and otherwise the numbers are mixed.
         """
-        if not self._times or (self.model.static_graph and not any(self._times)):
+        if not self._times or (self.wrapped.static_graph and not any(self._times)):
             return  # a static graph has no times of its first step, in which DDP learns the graph
-        if compat.gradient_times(self.model) == self._times:
-            if depends_on(loss, {*self.model.parameters()}):
-                raise UserError(
-                    "The loss function has called the unwrapped model, whose gradients DDP does not synchronize. Call the `model` that "
-                    "the function is given."
-                )
+        if compat.gradient_times(self.wrapped) == self._times:
             raise RuntimeError(
                 f"the backward pass of rank {dist.get_rank()} reached none of the trained parameters in the last micro-batch of this "
                 "step. Its loss does not depend on the model: it is detached, or a constant is returned for some batches. Instead of "
                 "a constant 0 return `0 * model(batch).sum()`."
             )
 
-    def complete(self, loss: Tensor) -> None:
-        self._require_gradients(loss)
+    def complete(self) -> None:
+        self._require_gradients()
         found: list[int] = []
-        while self._completes and (places := compat.without_gradient(self.model)):  # at most 100 at once
+        while self._completes and (places := compat.without_gradient(self.wrapped)):  # at most 100 at once
             missing = [self._trained[place][1] for place in places]
             if frozen := [name for name, p in map(self._trained.__getitem__, places) if not p.requires_grad]:
                 raise UserError(
@@ -147,7 +142,7 @@ def words_to_freeze(unused: list[str], used: list[str]) -> list[str]:
 
 
 def check_no_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UserError if the loss function has called `backward` itself, whose gradients would be added to those of the step.
+    """Raise UserError if the task has called `backward` itself, whose gradients would be added to those of the step.
 
     After the first step, two parameters of each group are enough: reading all of them takes 0.1 ms for 500 parameters.
     """
@@ -155,30 +150,28 @@ def check_no_gradients(optimizer: torch.optim.Optimizer) -> None:
     groups = [[*params[:1], *params[-1:]] for params in groups] if optimizer.state else groups
     if any(p.grad is not None for params in groups for p in params):
         raise UserError(
-            "Parameters have gradients before the backward pass of this update: the loss function calls backward() itself. Return the "
+            "Parameters have gradients before the backward pass of this update: `terms` calls backward() itself. Return the "
             "sum of all parts of the loss instead. For a gradient penalty use torch.autograd.grad(..., create_graph=True)."
         )
 
 
-def _settle_buckets(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch, loss_sum: LossSum, team: Team
-) -> None:
+def _settle_buckets(accelerator: Accelerator, terms: nn.Module, optimizer: torch.optim.Optimizer, batch: MicroBatch) -> None:
     """Do one extra backward pass in the first step of a process, so that a resumed run is bit-identical.
 
     DDP rebuilds its buckets after its first backward pass, and with three or more ranks the last bit of a sum depends on the
     position in a bucket. Without this, the first step after a restart would sum in a different order than the uninterrupted run.
     """
     least = 2 if accelerator.device.type == "cuda" else 3  # on a GPU, the place of a gradient decides how its norm is summed
-    if team.size < least or not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+    if terms_of(terms).team.size < least or not isinstance(terms, DistributedDataParallel) or terms.find_unused_parameters:
         return
-    if hasattr(model, "_buckets_are_settled"):
+    if hasattr(terms, "_buckets_are_settled"):
         return
-    model._buckets_are_settled = True
+    terms._buckets_are_settled = True
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # its error feedback includes every gradient
-    with state_restored(model):
-        loss = loss_in_trial(model, batch, loss_sum, in_plain_order=True)
+    with state_restored(terms):
+        loss = checked(terms(CurrentBatch(batch, in_plain_order=True)))
         check_no_gradients(optimizer)
-        settled = DdpStep(accelerator, model, team)
+        settled = DdpStep(accelerator, terms)
         loss.backward()
-        settled.complete(loss)
+        settled.complete()

@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp import phases
-from accel_ddp.engine.losses import LossSum, MicroBatch, WholeBatch
-from accel_ddp.engine.step import Carry, Count, UpdateStats, train_step
+from accel_ddp.engine.losses import MicroBatch
+from accel_ddp.engine.step import Carry, UpdateStats, train_step
+from accel_ddp.engine.terms import model_of
 from accel_ddp.phases import DATA, OTHER, phase
-from accel_ddp.ranks.team import Team
 from accel_ddp.seeds import mixed
 
 if TYPE_CHECKING:
@@ -69,16 +69,18 @@ class Run:
 
     accelerator: Accelerator
     cfg: "TrainConfig"
-    model: nn.Module  # with DDP around it, or sharded
+    terms: nn.Module  # what `prepare` has returned: `Terms`, or DDP around it
     optimizer: torch.optim.Optimizer
-    loss_sum: LossSum | WholeBatch
-    count: Count
-    team: Team
     schedule: Schedule
     set_lr: Callable[[int], float]  # sets the learning rate of a step (from 0), and returns it
     step: int = 0  # steps done
     is_done: bool = False  # a hook has ended the run
     is_stopping: bool = False  # a rank was asked to stop: all save, and stop after the same step
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without `Terms` and DDP, which may be sharded."""
+        return model_of(self.terms)
 
     @property
     def continues(self) -> bool:
@@ -106,9 +108,7 @@ def next_step(run: Run, batches: Iterator[list[MicroBatch]], carry: CarryOf, *wo
     with phase(DATA):
         own = next(batches)
     seed = mixed(run.cfg.seed, "step", run.step, *worker)
-    return train_step(
-        run.accelerator, run.cfg, run.model, run.optimizer, own, run.loss_sum, run.count, seed, carry(own), run.team
-    )
+    return train_step(run.accelerator, run.cfg, run.terms, run.optimizer, own, seed, carry(own))
 
 
 def one_step(run: Run, lr: float, batches: Iterator[list[MicroBatch]], carry: CarryOf) -> Known:

@@ -3,9 +3,11 @@
 With a fused optimizer on a GPU, its kernels read there whether they shall skip, so the host does not wait.
 """
 
+import contextlib
 import functools
 import inspect
 import math
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
@@ -119,6 +121,18 @@ def restore_buffers(model: nn.Module, copies: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for buffer, before in _pair_buffers(model, copies):
             buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Restore the gradients and the buffers at the end, such as the running statistics of batch norm."""
+    buffers, gradients = copy_buffers(model), [(p, p.grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        restore_buffers(model, buffers)
 
 
 def _pair_buffers(model: nn.Module, copies: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

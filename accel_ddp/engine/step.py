@@ -1,7 +1,7 @@
 """One optimizer step: micro-batches in, one update of the weights out.
 
 A micro-batch is what a rank computes in one forward and backward pass. The loss of a step is the sum over all micro-batches of all
-ranks, divided by their number of items. DDP wraps the model that `loss_sum` calls.
+ranks, divided by their number of items. DDP wraps `Terms`, whose forward pass is the loss of a task.
 
 In a run, only this module, `ddp`, `scaler` and `rehearsal` write the `.grad` of parameters, clip and step. On a GPU, with a fused
 optimizer, nothing here reads a device value on the host. The phases show the monitor where a rank is, and divide the time of a step.
@@ -12,31 +12,29 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from accel_ddp import phases
 from accel_ddp.engine import ddp
-from accel_ddp.engine.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, checked, numbers_of
+from accel_ddp.engine.losses import CurrentBatch, MicroBatch
 from accel_ddp.engine.scaler import Stepper
 from accel_ddp.engine.step_sums import NOTHING, Carry, ItemSums, LossNumbers, UpdateStats
 from accel_ddp.engine.step_times import sync_after_backward
+from accel_ddp.engine.terms import checked, numbers_of, terms_of
 from accel_ddp.phases import BACKWARD, FORWARD, OTHER, enter
-from accel_ddp.ranks.team import Team
 from accel_ddp.seeds import dropout_seed, seed_forward
 
 if TYPE_CHECKING:
     from accel_ddp.config.train_config import TrainConfig
 
-Count = Callable[[MicroBatch], Tensor | int]
-
 
 def train_step(
-    accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch],
-    loss_sum: LossSum | WholeBatch, count: Count, seed: int = 0, carry: Carry = NOTHING, team: Team | None = None,
-    pause: Callable[[int], None] | None = None,
+    accelerator: Accelerator, cfg: "TrainConfig", terms: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[MicroBatch],
+    seed: int = 0, carry: Carry = NOTHING, pause: Callable[[int], None] | None = None,
 ) -> UpdateStats:  # fmt: skip
-    """Do one optimizer step on the mean loss of all items in `batches` on all ranks of `team` (default: all).
+    """Do one optimizer step on the mean loss of all items in `batches` on all ranks of the team of `terms`.
 
+    `terms` is what `prepare` has returned, or `Terms` on a single rank.
     How the items are spread over micro-batches and ranks does not change the result. Dropout depends on `seed` and on the place of the
     micro-batch among those of all ranks, so it stays the same when the same micro-batches are spread over another number of ranks.
     Of `cfg` this reads `max_grad_norm` and `on_nonfinite`. `pause(i)` is called before micro-batch i, where weights and optimizer are
@@ -46,25 +44,28 @@ def train_step(
     returned numbers. With `on_nonfinite="skip"` the buffers are restored too, such as the running statistics of batch norm.
     """
     enter(FORWARD)
-    device, team = accelerator.device, team or Team(accelerator.num_processes, accelerator.process_index)
-    if hasattr(loss_sum, "for_step"):
-        loss_sum = loss_sum.for_step(accelerator, model, batches, seed, team)
-    gradients = ddp.begin_step(accelerator, model, optimizer, batches[0], loss_sum, team)
-    stepper = Stepper(accelerator, model, optimizer, keeps_buffers=cfg.on_nonfinite == "skip")
-    counts = [count(batch) for batch in batches]
+    plain, device = terms_of(terms), accelerator.device
+    team = plain.team
+
+    def seeded(i: int) -> CurrentBatch:
+        seed_forward(dropout_seed(seed, i, team.rank, team.size), device)
+        return CurrentBatch(batches[i])
+
+    plain.prepare(batches, seeded)
+    gradients = ddp.begin_step(accelerator, terms, optimizer, batches[0])
+    stepper = Stepper(accelerator, plain.model, optimizer, keeps_buffers=cfg.on_nonfinite == "skip")
+    counts = [plain.count(batch) for batch in batches]
     sums = ItemSums(sum(counts), carry, team, device)  # the reduce runs during the first forward pass
     numbers, weight = LossNumbers(sums.dtype, device), None
-    for i, batch in enumerate(batches):
+    for i in range(len(batches)):
         if pause:
             pause(i)
-        seed_forward(dropout_seed(seed, i, team.rank, team.size), device)
         is_last = i == len(batches) - 1
-        with gradients.micro_batch(model, is_last):
+        with gradients.micro_batch(terms, is_last):
             enter(FORWARD)
-            with CurrentBatch(batch):  # how a model that computes texts as one row knows where they begin
-                found = loss_sum(model, batch)
-            loss = checked(found)
-            numbers.add(numbers_of(found), counts[i])
+            found = terms(seeded(i))
+            loss = checked(found, counts[i])
+            numbers.add(numbers_of(found))
             if i == 0:
                 ddp.check_no_gradients(optimizer)
             # DDP averages gradients over ranks. We want their sum, hence the number of ranks.
@@ -77,7 +78,7 @@ def train_step(
             # Like `accelerator.backward`, but without its division by the number of micro-batches.
             (accelerator.scaler.scale(weighted) if accelerator.scaler else weighted).backward()
         numbers.add_loss(loss)
-    gradients.end_backward(weighted)
+    gradients.end_backward()
     grad_norm = stepper.clip(cfg.max_grad_norm)
     loss, means, unused = numbers.over_ranks(gradients, team)
     for parameter in unused:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accel_ddp import phases
-from accel_ddp.engine.losses import MOST_NUMBERS
 from accel_ddp.engine.step_sums import UpdateStats
+from accel_ddp.engine.terms import MOST_NUMBERS
 from accel_ddp.phases import Split, Timing
 
 # The fields of `RankSample` that describe the machine. They follow those of `Timing`.
@@ -77,7 +77,7 @@ class Numbers(NamedTuple):
     flops: float  # of the model for this update, forward and backward; 0 if they cannot be counted
     local_loss: float
     ranks: Sequence[RankSample] = ()  # of every rank, in steps that are logged
-    # Of the numbers that the loss function returned, over all items; the rows of each dataset so far.
+    # Of the numbers that the task returned with its loss, over all items; the rows of each dataset so far.
     means: dict[str, float] = {}
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a step sum: the number of items and what travels with it, and the numbers of the loss function."""
+"""What the ranks of a step sum: the number of items and what travels with it, and the numbers that a task returns with its loss."""
 
 import math
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ class UpdateStats(NamedTuple):
     flops: Tensor | float  # over all ranks
     local_loss: Tensor  # the sum of this rank, to identify the rank whose loss is not finite
     samples: Tensor | Sequence[float] = ()  # one `RankSample` after the other; empty in steps that are not logged
-    names: tuple[str, ...] = ()  # of the numbers that the loss function returned with its loss
-    means: Tensor | Sequence[float] = ()  # of these numbers, over all items of all ranks; NaN if no item counts
+    names: tuple[str, ...] = ()  # of the numbers that `terms` returned with the loss
+    means: Tensor | Sequence[float] = ()  # of these numbers, over all ranks; NaN if no item counts
 
 
 class Carry(NamedTuple):
@@ -86,7 +86,7 @@ def append_sample(numbers: Tensor, sample: Sequence[float], team: Team) -> Tenso
 
 
 class LossNumbers:
-    """A loss, and the numbers that its function returns with it, summed over micro-batches. Every rank has the same names."""
+    """A loss, and the numbers that a task returns with it, summed over micro-batches. Every rank has the same names."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.loss: Tensor | None = None
@@ -97,16 +97,16 @@ class LossNumbers:
         loss = loss.detach().to(self.sums.dtype)
         self.loss = loss if self.loss is None else self.loss + loss
 
-    def add(self, numbers: dict[str, tuple[Any, Any]], items: Tensor | float) -> None:
-        """Add the numbers of a micro-batch of `items`, without waiting for the device."""
+    def add(self, numbers: dict[str, tuple[Any, Any]]) -> None:
+        """Add the numbers of a micro-batch, without waiting for the device."""
         self.names = (*numbers,) if self.names is None else self.names
         if (*numbers,) != self.names:
             raise UserError(
-                f"The loss function returned the numbers {', '.join(numbers) or '(none)'} for a micro-batch and "
+                f"`terms` returned the numbers {', '.join(numbers) or '(none)'} for a micro-batch and "
                 f"{', '.join(self.names) or '(none)'} for another one. Return the same names for every micro-batch."
             )
         if numbers:
-            values = [value for value, _ in numbers.values()] + [items if n is None else n for _, n in numbers.values()]
+            values = [part for place in (0, 1) for part in (pair[place] for pair in numbers.values())]
             new = lambda value: self.sums.new_full((), value)  # copies nothing from the host
             row = torch.stack([v.detach().to(self.sums).reshape(()) if isinstance(v, Tensor) else new(v) for v in values])
             self.sums = self.sums + row if len(self.sums) else row

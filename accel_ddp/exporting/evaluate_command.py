@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
             return code
         metrics = (read_json(run / "evaluations.json") or {}).get(str(facts.get("step", 0) if "checkpoint" in facts else 0))
     if not metrics:
-        raise UserError(f"{script.name}: has no evaluation. Give `accel_ddp.train` a task with `evaluate`, or `fit` a function.")
+        raise UserError(f"{script.name}: has no evaluation. Give `fit` the items to evaluate: test=accel_ddp.EvalBatches(...).")
     before = facts.get("metrics", {}) if _has_same_rows(words, facts.get("options", {}), cfg) else {}
     print(*_describe(facts.get("checkpoint", place), metrics, before), sep="\n")
     if "output" in given:

@@ -65,8 +65,8 @@ def find(name: str, scratch: Path) -> TrainedModel:
         raise UserError(f"{name}: the folder has no weights (model.safetensors). Export it again, or copy them there.")
     template = read(place, "chat_template.jinja") or (read(place, "tokenizer_config.json") or {}).get("chat_template") or ""
     template = template if isinstance(template, str) else json.dumps(template)
-    facts, kind = checkpoint_format.read_facts(Path(place).parent if is_checkpoint else place), _kind(name, config, place)
-    kind = {"reward.py": "rewards", "rerank.py": "scores"}.get(facts.get("recipe", ""), kind)  # of chats, and of pairs
+    facts = checkpoint_format.read_facts(Path(place).parent if is_checkpoint else place)
+    kind = facts.get("predicts") or _kind(name, config, place)
     return TrainedModel(name, place, kind, config, base, facts, template)
 
 

@@ -17,9 +17,10 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.memory import fake_model, step_trace
-from accel_ddp.memory.fake_model import ASSUMED_LENGTH, LORA_TASKS, States, count_states
+from accel_ddp.memory.fake_model import ASSUMED_LENGTH, States, count_states
 from accel_ddp.memory.step_trace import ACTIVATIONS, CASTS_OF_LAYERS, CASTS_OF_REST, GRADIENTS_OF_LAYERS, GRADIENTS_OF_REST, LOSS
 from accel_ddp.nodes.sharding_plan import CONFIG, ONE_PER_NODE, ShardingPlan
+from accel_ddp.sources import models
 from accel_ddp.text import table
 
 GIB = 1 << 30
@@ -397,7 +398,7 @@ class Estimator:
         if cfg.optimizer == "adamw" and plan is None and find_spec("torchao") and not has_adapters:
             yield "--optimizer adamw8bit", ranks, plan, {"optimizer": "adamw8bit"}
         changes: list[dict[str, Any]] = []
-        if LORA_TASKS.get(self.model_class):
+        if models.LORA_TASKS.get(self.model_class):
             if not has_adapters:
                 changes += [ADAPTERS, NARROW_ADAPTERS, NARROW_ADAPTERS | smallest]
             if plan is None and cfg.quantize == "no":

@@ -112,15 +112,6 @@ def _count(parameters: list[nn.Parameter], size: Callable[[nn.Parameter], int]) 
     return Part(*elements, sum(map(size, parameters)), sum(p.numel() * p.element_size() for p in trained))
 
 
-# The PEFT task of each class. A class without one supports no adapters.
-LORA_TASKS = {
-    "AutoModelForCausalLM": "CAUSAL_LM",
-    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
-    "AutoModelForSequenceClassification": "SEQ_CLS",
-    "AutoModelForTokenClassification": "TOKEN_CLS",
-    "AutoModelForMaskedLM": "FEATURE_EXTRACTION",
-    "AutoModel": "FEATURE_EXTRACTION",
-}
 IMAGES = "AutoModelForImageClassification"
 ASSUMED_LENGTH = 2048  # tokens of a text, where --max_length auto has no data to look at
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -172,7 +163,7 @@ def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> Fa
         except ValueError as error:  # the class does not exist for this type of model
             raise UserError(f"--model {cfg.model}: cannot be built as {model_class}: {first_line(error)}") from error
         model._new_modules, model._adapters, model._new_tokens = [], None, range(num_new)  # which tokens changes no shapes
-        model = models.adapt(model, cfg, LORA_TASKS.get(model_class, ""))
+        model = models.adapt(model, cfg, models.LORA_TASKS.get(model_class, ""))
     dtypes: dict[nn.Parameter, torch.dtype] = {}
     if is_quantized:  # they are multiplied as 16 bits, without a copy that stays
         dtypes = dict.fromkeys(quantized_weights(model), NARROW.get(precision, torch.float32))

@@ -54,7 +54,7 @@ class Checkpoints:
         `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
         """
         self.accelerator, self.cfg, self.data, self.total_steps, self.files = accelerator, cfg, data, total_steps, files or {}
-        self.model = accelerator.unwrap_model(model)
+        self.model = model  # without DDP
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
         self.built = options_of(self.optimizer)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.config.option_values import split_weight
+from accel_ddp.config.options import columns_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, has_splits
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
@@ -32,12 +33,12 @@ SHOWN = 5  # rows of each kind of problem that an error message names
 def check_inputs(cfg: TrainConfig, quiet: bool = False) -> None:
     """Raise UserError if the model's folder, a file or a column is missing, without torch. A run would raise it a few seconds later.
 
-    This applies to recipes whose Config has `check_columns(*tables)`; others may read their files in another way. The names at the
+    This applies to recipes whose Config has columns, see `check_columns`; others may read their files in another way. The names at the
     beginning of a file, which take milliseconds, are enough if all columns are there. Otherwise the file is read. Errors of other
     types are left to the run. `quiet`: without warnings, because a run that follows prints them.
     """
     try:
-        if isinstance(cfg, RecipeConfig) and hasattr(cfg, "check_columns"):
+        if isinstance(cfg, RecipeConfig) and (hasattr(cfg, "check_columns") or columns_of(cfg)):
             _check_inputs(cfg, quiet)
     except UserError:
         raise
@@ -61,9 +62,9 @@ def _check_inputs(cfg: Any, quiet: bool) -> None:
     if not paths or any(ending_of(Path(path)) not in TABLES for path in paths):  # folders, and files that only a recipe reads
         return
     with suppress(Exception):
-        return cfg.check_columns(*(table_files.ColumnNames(*(path for _, path in found)) for found in files.values()))
+        return check_columns(cfg, *(table_files.ColumnNames(*(path for _, path in found)) for found in files.values()))
     read = lambda option: read_all(option, options[option], load_file, cfg.file_endings, cfg.cache_dir)
-    cfg.check_columns(*map(read, files))
+    check_columns(cfg, *map(read, files))
 
 
 def is_only_evaluated(cfg: RecipeConfig) -> bool:
@@ -112,6 +113,15 @@ def load_rows(
     if cfg.eval_fraction and len(test) < 2:
         warn(f"--eval_fraction {cfg.eval_fraction:g}: there is 1 evaluation row of {len(train) + 1:,}. Its metrics say little.")
     return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
+
+
+def load_columns(cfg: RecipeConfig, reader: Any = None) -> list["datasets.Dataset"]:
+    """Return the rows of `load_rows`, which have the columns of the options, with texts in those of texts."""
+    tables, texts = [open_columns(rows, cfg) for rows in load_rows(cfg, reader)], columns_of(cfg, "text")
+    check_columns(cfg, *tables)
+    for option, column in texts:
+        require_texts(dict(texts) | {option: column}, *tables)
+    return tables
 
 
 def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
@@ -292,6 +302,22 @@ def require_columns(columns: dict[str, str], *tables: "datasets.Dataset") -> Non
                 raise UserError(f"--{option} {column}: {lacking(rows)[column]}")
             if column and column not in rows.column_names:
                 raise UserError(f"--{option} {column}: there is no such column. {describe_columns(rows, columns)}")
+
+
+def check_columns(cfg: Any, *tables: "datasets.Dataset") -> None:
+    """Raise UserError if a table lacks a column of the options. A Config whose columns depend on each other checks them itself."""
+    if hasattr(cfg, "check_columns"):
+        return cfg.check_columns(*tables)
+    needed = columns_of(cfg)
+    tables = tuple(open_columns(rows, cfg) for rows in tables)
+    for option, column in needed:
+        require_columns(dict(needed) | {option: column}, *tables)
+    return None
+
+
+def open_columns(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
+    """Return the rows. If a column of texts is missing, keys of dictionaries become columns, such as translation.en."""
+    return rows if {name for _, name in columns_of(cfg, "text")} <= {*rows.column_names} else rows.flatten()
 
 
 def require_texts(columns: dict[str, str], *tables: "datasets.Dataset") -> None:

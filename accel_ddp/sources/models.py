@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,21 +233,31 @@ def _quantization_options(cfg: RecipeConfig) -> dict[str, Any]:
     return {"quantization_config": choice, "device_map": {"": torch.cuda.current_device()}}
 
 
+# The PEFT task of each class. A class without one supports no adapters.
 LORA_TASKS = {
     "AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSequenceClassification": "SEQ_CLS",
-    "AutoModelForTokenClassification": "TOKEN_CLS",
+    "AutoModelForTokenClassification": "TOKEN_CLS", "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM", "AutoModel": "FEATURE_EXTRACTION",
+    "AutoModelForMaskedLM": "FEATURE_EXTRACTION",
 }  # fmt: skip
 
 
-def build(name: str, cfg: RecipeConfig, accelerator: Accelerator, tokenizer: Any, **options: Any) -> nn.Module:
-    """Return the model of `--model` as this class of transformers, loaded and prepared. A head for other labels is replaced."""
+def build(
+    name: str, cfg: RecipeConfig, accelerator: Accelerator, tokenizer: Any, adjust: Callable[[nn.Module], Any] | None = None,
+    **options: Any,
+) -> nn.Module:  # fmt: skip
+    """Return the model of `--model` as this class of transformers, loaded and prepared. A head for other labels is replaced.
+
+    `adjust(model)` changes the model before it gets adapters and is sharded.
+    """
     import transformers
 
     if name == "AutoModelForSequenceClassification":
         options["pad_token_id"] = tokenizer.pad_token_id
-    if name != "AutoModelForCausalLM":
+    if name.endswith("Classification"):
         options["ignore_mismatched_sizes"] = True
     model = load(getattr(transformers, name), cfg, tokenizer, **options)
+    if adjust:
+        adjust(model)
     model = prepare(model, cfg, accelerator, lora_task=LORA_TASKS[name])
     if name == "AutoModelForCausalLM":
         model_kinds.require_causal(model, tokenizer, accelerator.device, cfg.model)

@@ -1,5 +1,6 @@
 """Rows as tokens, computed once and cached on disk, and padded to micro-batches."""
 
+import copy
 import hashlib
 import inspect
 import json
@@ -13,10 +14,11 @@ import numpy as np
 from accelerate import Accelerator
 
 from accel_ddp import phases
-from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.config.options import columns_of, properties_of
+from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.phases import TOKENIZE
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.data import drop_broken, row_numbers, with_row_numbers
+from accel_ddp.sources.data import drop_broken, find_text_problems, merge_problems, row_numbers, with_row_numbers
 from accel_ddp.sources.models import tokenizer_digest
 from accel_ddp.sources.places import Progress, warn, write_once
 from accel_ddp.sources.shard_map import NARROW, SOURCE, Function, let_pages_go, load_shards, write_shards
@@ -83,7 +85,7 @@ def _digest_of_code() -> str:
 
 
 def cache_key(rows: "datasets.Dataset", function: Callable, depends_on: Any, cache_dir: str = "") -> str:
-    parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(function), depends_on]
+    parts = [_digest_of_code(), fingerprint(rows, cache_dir), inspect.getsource(getattr(function, "func", function)), depends_on]
     return f"{mixed(0, json.dumps(parts, sort_keys=True)):016x}"
 
 
@@ -106,12 +108,46 @@ def map_once(
     return with_row_numbers(done.remove_columns(SOURCE), row_numbers(rows)[source])
 
 
-def encode_tables(
-    tables: Sequence["datasets.Dataset"], encode: Function, tokenizer: Any, depends_on: list[Any], cfg: TrainConfig
-) -> list["datasets.Dataset"]:
-    """Return the usable rows of training and evaluation tables as `encode` makes them with this tokenizer; see `map_once`."""
-    depends_on = [tokenizer_digest(tokenizer), *depends_on]
-    return drop_broken([map_once(rows, encode, depends_on=depends_on, cfg=cfg) for rows in tables], cfg)
+def encode_items(task: Any, tables: Sequence["datasets.Dataset"]) -> list["datasets.Dataset"]:
+    """Return the usable training and evaluation rows as `task.items(rows)` makes them with `task.processor`; see `map_once`.
+
+    `items` gets columns of some rows and returns columns; a task may have other `eval_items`. A column `problem` says why a row cannot
+    be used; texts that are empty or no texts are found here. The key of the cache has `task.identity`, the options that `items` reads
+    for the first row, and all options of data that the recipe itself declares, because other rows may need them.
+    """
+    cfg, texts = task.cfg, [column for _, column in columns_of(task.cfg, "text")]
+    names = ["items", "eval_items" if hasattr(task, "eval_items") else "items"]
+
+    def encode(name: str, rows: dict[str, list]) -> dict[str, list]:
+        made = getattr(task, name)(rows)
+        if SOURCE in made:
+            return made
+        problems = [find_text_problems(rows, texts)] if texts else []
+        problems += [made["problem"]] if "problem" in made else []
+        return {**made, "problem": merge_problems(*problems) if problems else [""] * len(next(iter(rows.values())))}
+
+    properties, shared = properties_of(type(cfg)), properties_of(RecipeConfig)
+    read = {name for name, found in properties.items() if found.group == "data" and name not in shared}
+
+    class Recording(type(cfg)):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    task.cfg = copy.copy(cfg)
+    task.cfg.__class__ = Recording
+    try:
+        for name, rows in zip(names, tables):
+            encode(name, rows[:1])
+    finally:
+        task.cfg = cfg
+    options = {name: repr(getattr(cfg, name)) for name in sorted(read & properties.keys())}
+    made = []
+    for name, rows in zip(names, tables):
+        code = inspect.getsource(getattr(type(task), name))
+        depends_on = [tokenizer_digest(task.processor), code, options, getattr(task, "identity", [])]
+        made.append(map_once(rows, partial(encode, name), depends_on=depends_on, cfg=cfg))
+    return drop_broken(made, cfg)
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.engine.losses import LossSum, WholeBatch, loss_of
 from accel_ddp.engine.rehearsal import rehearse
+from accel_ddp.engine.terms import Terms, checked
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import this_rank
@@ -47,22 +46,17 @@ NO_TEXTS = "its batches have no attention mask"
 NOT_CAPTURED = "layers are not captured as CUDA graphs: "  # and why not, for items of a fixed length
 
 
-def attach(
-    accelerator: Accelerator,
-    cfg: TrainConfig,
-    model: nn.Module,
-    train: TrainBatches,
-    loss_sum: LossSum | WholeBatch,
-    total_steps: int,
-) -> "Speed":
-    """Make `model` faster and return an object for the rest of the run. Call it on every rank, before `accelerator.prepare`.
+def attach(accelerator: Accelerator, cfg: TrainConfig, terms: Terms, train: TrainBatches, total_steps: int) -> "Speed":
+    """Make the model faster and return an object for the rest of the run. Call it on every rank, before `prepare`.
+
+    `terms` are `alone()`, because ranks try other micro-batches.
 
     It prints what is done, and why something is not. The decision is the same on all ranks.
     """
-    speed = Speed(accelerator, cfg, model, train, loss_sum, total_steps)
+    speed = Speed(accelerator, cfg, terms, train, total_steps)
     speed.remove_padding()
     if speed.padding_free and accelerator.device.type == "cuda":
-        modules.install(speed.padding_free.layers, is_sharded(model))
+        modules.install(speed.padding_free.layers, is_sharded(terms.model))
     train.cost = speed.cost
     speed.capture_layers()
     done = ["padding-free"] * bool(speed.padding_free and not speed.padding_free.is_fixed)
@@ -75,17 +69,9 @@ def attach(
 class Speed:
     """What was done to a model, and how much the model computes."""
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        cfg: TrainConfig,
-        model: nn.Module,
-        train: TrainBatches,
-        loss_sum: LossSum | WholeBatch,
-        total_steps: int = 0,
-    ):
-        self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
-        self.total_steps = total_steps
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, terms: Terms, train: TrainBatches, total_steps: int = 0):
+        self.accelerator, self.cfg, self.terms, self.train, self.total_steps = accelerator, cfg, terms, train, total_steps
+        self.model = model = terms.model
         self.compilation: Compilation | None = None
         self.compiled_from: int | None = None  # the first step with compiled layers; None: there is none
         self._is_warm = False  # whether they were compiled and have not been compiled again
@@ -111,11 +97,11 @@ class Speed:
 
     # ---- what `fit` calls
 
-    def choose_micro_batch_size(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Replace `--micro_batch_size auto` by a number. Call it after `accelerator.prepare` and after a restore."""
+    def choose_micro_batch_size(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace `--micro_batch_size auto` by a number. Call it after `prepare` and after a restore."""
         room = GRAPH_MEMORY if self.graphs else 1.0
         with self.plain_layers():
-            autobatch.choose(self.accelerator, self.cfg, model, optimizer, self.train, self.loss_sum, room)
+            autobatch.choose(self.accelerator, self.cfg, self.terms, optimizer, self.train, room)
 
     def choose_compilation(self, step: int) -> None:
         """Replace `--compile auto` by the step from which on layers are compiled, the same on all ranks, and prepare for it.
@@ -207,7 +193,7 @@ class Speed:
                 warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # users cannot act on it
                 seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
                 self._rehearse(batch)
-                rehearse(self.model, batch, self.loss_sum)  # the second pass captures the graphs
+                rehearse(self.terms, batch)  # the second pass captures the graphs
             self.compilation.store()
         except Exception as error:  # compilers fail in many ways, and two passes need more memory than a step
             if not sharded:
@@ -238,7 +224,7 @@ class Speed:
 
         def gradients() -> tuple[torch.Tensor | None, ...]:
             seed_torch(mixed(self.cfg.seed, "warm-up"), self.accelerator.device)
-            return rehearse(self.model, batch, self.loss_sum)
+            return rehearse(self.terms, batch)
 
         with together("compare captured layers with plain ones"):
             batch = self._warm_up_batch()
@@ -297,7 +283,7 @@ class Speed:
                 self._rehearse(batch)
             for _ in range(3 if measures else 0):  # the second pass captures graphs
                 began = time.monotonic()
-                rehearse(self.model, batch, self.loss_sum)
+                rehearse(self.terms, batch)
                 if self._on_gpu:
                     torch.cuda.synchronize(self.accelerator.device)
                 seconds = time.monotonic() - began
@@ -305,10 +291,10 @@ class Speed:
         return seconds * self.cfg.split(self.accelerator.num_processes)[1]
 
     def _rehearse(self, batch: Any) -> None:
-        """Do each kind of pass of a step. With several micro-batches, as many on every rank, a WholeBatch has one without gradients."""
-        if isinstance(self.loss_sum, WholeBatch) and self.cfg.split(self.accelerator.num_processes)[1] > 1:
-            rehearse(self.model, batch, self.loss_sum, with_gradients=False)
-        rehearse(self.model, batch, self.loss_sum)
+        """Do each kind of pass of a step. With several micro-batches, as many on every rank, `GradCache` has one without gradients."""
+        if self.terms.is_whole and self.cfg.split(self.accelerator.num_processes)[1] > 1:
+            rehearse(self.terms, batch, with_gradients=False)
+        rehearse(self.terms, batch)
 
     def _warm_up_batch(self) -> Any:
         return self.train.sample(self.cfg.split(self.accelerator.num_processes)[0], self.accelerator, self.cfg)
@@ -425,8 +411,7 @@ class Speed:
         alike, because each forward pass gathers weights.
         """
         model, exact = self.model, torch.float32
-        per_batch = self.loss_sum.embed if isinstance(self.loss_sum, WholeBatch) else self.loss_sum
-        loss = lambda batch: loss_of(per_batch(model, batch)).double().sum()
+        loss = lambda batch: checked(self.terms.trial(batch), needs_gradient=False).double()
         agreed = lambda found: next(filter(None, gather_everywhere(found)), "") if is_sharded(model) else found
         with padding_check.computed_exactly(model, exact):
             reason = agreed(layers.check(loss, batch))

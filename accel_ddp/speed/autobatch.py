@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.engine.losses import LossSum, WholeBatch
 from accel_ddp.engine.rehearsal import rehearse
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.process import links
@@ -26,10 +25,9 @@ LARGEST_ON_CPU = 8  # items; larger micro-batches are not faster there, and the 
 def choose(
     accelerator: Accelerator,
     cfg: TrainConfig,
-    model: nn.Module,
+    terms: Terms,
     optimizer: torch.optim.Optimizer,
     train: TrainBatches,
-    loss_sum: LossSum | WholeBatch,
     room: float,
 ) -> None:
     """Replace `cfg.micro_batch_size` by a number if it is "auto".
@@ -45,7 +43,7 @@ def choose(
     largest = max(size for size in sizes if size <= LARGEST_ON_CPU)
     how = f"at most {LARGEST_ON_CPU} on CPUs"
     if accelerator.device.type == "cuda":
-        module = accelerator.unwrap_model(model)
+        module = terms.model
         device = accelerator.device
 
         def load(size: int) -> float:
@@ -59,7 +57,7 @@ def choose(
             workers = len(links.team.workers) if cfg.sync_every else 1  # their weights are counted in `held`
             later = 0 if any(optimizer.state.values()) else share * state_bytes(module, cfg) * workers
             try:
-                rehearse(module, train.sample(size, accelerator, cfg, longest=True), loss_sum)
+                rehearse(terms, train.sample(size, accelerator, cfg, longest=True))
             finally:
                 torch.cuda.empty_cache()
             taken = torch.cuda.max_memory_allocated(device) - held

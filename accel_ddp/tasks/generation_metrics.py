@@ -7,6 +7,7 @@ import numpy as np
 
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
+from accel_ddp.sources import data
 from accel_ddp.sources.places import warn
 from accel_ddp.tasks import tables
 
@@ -16,16 +17,27 @@ if TYPE_CHECKING:
     from accel_ddp.tasks.chat import Sample
 
 
+def encode(rows: dict[str, list], tokenizer: Any, cfg: Any) -> dict[str, list]:
+    """Return the tokens of sources and targets, both texts, and whether they were truncated, under the names of the options."""
+    sources, targets = (data.read_texts(rows, column) for column in (cfg.source_column, cfg.target_column))
+    prefixed = [cfg.prefix + source for source in sources]
+    inputs = tokenizer(prefixed, truncation=True, max_length=cfg.max_length)
+    labels = tokenizer(text_target=targets, truncation=True, max_length=cfg.max_target_length)["input_ids"]
+    return {
+        **{"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"], "labels": labels},
+        **{"source": sources, "target": targets},
+        "max_length": find_truncated(tokenizer, prefixed, inputs["input_ids"], cfg.max_length),
+        "max_target_length": find_truncated(tokenizer, targets, labels, cfg.max_target_length),
+    }
+
+
 def find_truncated(tokenizer: Any, texts: list[str], rows: list[list[int]], max_length: int) -> list[bool]:
     """Return for each text whether its row of tokens was truncated to `max_length`."""
     return [len(row) == max_length and len(tokenizer(text)["input_ids"]) > max_length for text, row in zip(texts, rows)]
 
 
-def report_truncated(tables: list["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
-    """Return training and evaluation rows without the columns of `find_truncated`, and warn about truncated texts.
-
-    These columns have the names of the options `max_length` and `max_target_length`.
-    """
+def report_truncated(tables: list["datasets.Dataset"], cfg: Any) -> None:
+    """Warn about truncated texts."""
     columns = {"max_length": "sources", "max_target_length": "targets"}
     for option, texts in columns.items():
         for rows, name in zip(tables, ("training", "evaluation")):
@@ -34,7 +46,6 @@ def report_truncated(tables: list["datasets.Dataset"], cfg: Any) -> list["datase
     if number := sum(len(row) > cfg.max_new_tokens for row in tables[1]["labels"][:]):
         effect = f"{number:,} of {len(tables[1]):,} evaluation targets are longer and cannot be generated in full"
         warn(f"--max_new_tokens {cfg.max_new_tokens}: {effect}.")
-    return [rows.remove_columns(list(columns)) for rows in tables]
 
 
 def require_decoder(model: Any, cfg: Any) -> None:

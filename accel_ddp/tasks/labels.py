@@ -52,6 +52,14 @@ class Labels:
         return labels
 
     @property
+    def kind(self) -> str:
+        """Which `--metrics` there are."""
+        return "numbers" if self.is_regression else "classes"
+
+    def references(self, rows: Any) -> list:
+        return rows["labels"][:]
+
+    @property
     def identity(self) -> list[Any]:
         """What the encoded labels depend on, for the cache key of tokenized data."""
         return [self.column, self.names, self.problem_type, sorted(map(repr, self.class_ids.items()))]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from accel_ddp.engine.losses import cross_entropy
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.tokenization import PadCollate
@@ -98,6 +99,14 @@ def sum_by_row(values: Tensor, batch: Any) -> Tensor:
     flat = values.new_zeros(batch["labels"].numel())
     flat[batch["masked_positions"]] = values
     return flat.view(batch["labels"].shape).sum(-1)
+
+
+def measure(scores: Tensor, answers: Tensor, batch: Any, number: int) -> dict[str, Tensor]:
+    """Return the loss, the right and all masked tokens of each row, and to show `number` predictions also its first guess."""
+    losses = cross_entropy(scores, answers, reduction="none")
+    rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
+    sums = {name: sum_by_row(values, batch) for name, values in rows.items()}
+    return sums | (first_guesses(scores, losses, batch) if number else {})
 
 
 def first_guesses(scores: Tensor, losses: Tensor, batch: Any) -> dict[str, Tensor]:

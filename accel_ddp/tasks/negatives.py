@@ -29,7 +29,7 @@ from accel_ddp.sources.data import describe_columns, is_missing, place_of, row_n
 from accel_ddp.sources.many_files import read_all
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import load_file
-from accel_ddp.tasks.contrastive import NOTHING
+from accel_ddp.tasks.contrastive import MORE, NOTHING
 from accel_ddp.training.evaluation import EvalBatches
 from accel_ddp.training.padding_check import without_tf32
 from accel_ddp.training.sharding import gathered
@@ -38,7 +38,6 @@ from accel_ddp.training.stream import TrainBatches, count_tokens
 if TYPE_CHECKING:
     import datasets
 
-COLUMN = "texts of --negatives_file"  # a temporary column of the training rows
 BLOCK = 1 << 27  # scores that are computed at once
 SAME = 1e-4  # cosines that differ by less may belong to the same tokens
 
@@ -47,7 +46,7 @@ SAME = 1e-4  # cosines that differ by less may belong to the same tokens
 
 
 def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
-    """Return the training rows with a column COLUMN: the first `--num_negatives` texts of `--negatives_file` for their anchors.
+    """Return the training rows with a column MORE: the first `--num_negatives` texts of `--negatives_file` for their anchors.
 
     If the file has no column of anchors, it is a pool of texts, of which the seed and the anchor draw so many.
     """
@@ -87,7 +86,7 @@ def add_negatives(rows: "datasets.Dataset", cfg: Any) -> "datasets.Dataset":
         if lacking == len(found) and not any(found):
             raise UserError(f"--negatives_file {cfg.negatives_file}: has no negatives for any anchor of the training data.")
         warn(f"--num_negatives {number}: {lacking:,} of {len(found):,} training rows have fewer negatives, and get no others.")
-    return with_row_numbers(rows.add_column(COLUMN, found), row_numbers(rows))
+    return with_row_numbers(rows.add_column(MORE, found), row_numbers(rows))
 
 
 # ---- mined

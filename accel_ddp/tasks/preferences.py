@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp import phases
@@ -23,7 +22,6 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.team import Team
 from accel_ddp.records.eval_tables import Table
-from accel_ddp.seeds import dropout_seed, seed_forward
 from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
 from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
 from accel_ddp.speed.padding_free import shared_tokens
@@ -66,6 +64,10 @@ class Preferences(chat.Format):
 
     def first_prompt(self, rows: "datasets.Dataset") -> str | list[dict[str, Any]]:
         return chat.Format.first_prompt(self._sides()[0], rows)
+
+    def first_texts(self, rows: "datasets.Dataset") -> "datasets.Dataset":
+        some = rows[:1000]
+        return type(rows).from_dict({name: [item[0] for item in some[name]] for name in ("input_ids", "labels")})
 
     def _sides(self) -> list["Preferences"]:
         """Return the formats of the chosen and of the rejected answer, or of the labeled one."""
@@ -187,12 +189,6 @@ def _whole_chat(value: Any) -> list[Any]:
     return without_none(value) if isinstance(value, list) else []
 
 
-def first_texts(rows: "datasets.Dataset") -> "datasets.Dataset":
-    """Return the first texts of the first items, as rows of one text each."""
-    some = rows[:1000]
-    return type(rows).from_dict({name: [item[0] for item in some[name]] for name in ("input_ids", "labels")})
-
-
 class ItemCollate(PadCollate):
     """Pads items of two texts: both texts of item 0, then of item 1, ... together. For KTO, the second texts are apart (`other`)."""
 
@@ -251,69 +247,66 @@ def label_numbers(policy: Tensor, rewards: Tensor, good: Tensor, threshold: Tens
 
 
 class PairLoss:
-    """The loss of pairs, and their numbers for the log and for evaluations.
-
-    `logps` and `reference` return the summed log-probabilities of a micro-batch under the model and under its reference.
-    """
+    """The terms of pairs. `logps` and `reference` return summed log-probabilities of a micro-batch: the model's, its reference's."""
 
     def __init__(self, cfg: Any, logps: TextLogps, reference: LogpsOf | None):
         self.cfg, self.logps, self.reference = cfg, logps, reference
 
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-        sums = {name: values.sum() for name, values in self._of_pairs(model, batch).items()}
-        return sums.pop("loss"), sums
+    def prepare(self, model: nn.Module, batches: Sequence[Any], team: Team, seeded: Callable[[int], Any]) -> None:
+        """Add the log-probabilities of the reference, which changes weights of the model while it computes."""
+        for i, batch in enumerate(batches if self.reference else ()):
+            with seeded(i):
+                batch[COLUMN] = self.reference(model, batch)
 
-    def _of_pairs(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def terms(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         reference = self.reference(model, batch) if self.reference else None
         policy = self.logps(model, batch)
         losses, rewards = compute(self.cfg, policy, reference, answer_tokens(batch))
         return {"loss": losses, **pair_numbers(policy, rewards)}
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {METRICS.get(name, name): values for name, values in self._of_pairs(model, batch).items()}
+        return {METRICS.get(name, name): values for name, values in self.terms(model, batch).items()}
 
-    def summarize(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        return {name: float(values.mean(dtype="float64")) for name, values in rows.items()}
+    def metrics(self, table: dict[str, np.ndarray]) -> dict[str, float]:
+        return {name: float(values.mean(dtype="float64")) for name, values in table.items()}
 
 
 class LabelLoss(PairLoss):
-    """The loss of labeled answers. `z`, the same for all items of a step, is estimated from their second texts before the first one.
+    """The terms of labeled answers. `z`, the same for all items of a step, is estimated from their second texts before the first one.
 
     It is max(0, mean of log p - log p_reference) over the global batch, without gradient, so it depends neither on the number of ranks
     nor on the micro-batch size.
     """
 
-    def __call__(self, model: nn.Module, batch: Any, z: Tensor | float = 0.0, reference: Tensor | None = None) -> Any:
-        reference = self.reference(model, batch) if reference is None else reference
-        policy, good = self.logps.of_texts(model, batch), batch["good"]
-        losses, rewards = compute(self.cfg, policy, reference[:, 0], answer_tokens(batch)[:, 0], good, z)
-        return losses.sum(), {**label_numbers(policy, rewards, good, self.cfg.beta * z), "kl": z * len(good)}
-
     @torch.no_grad()
-    def for_step(self, accelerator: Accelerator, model: nn.Module, batches: Sequence[Any], seed: int, team: Team) -> Callable:
-        module, references = accelerator.unwrap_model(model), {}
-        total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    def prepare(self, model: nn.Module, batches: Sequence[Any], team: Team, seeded: Callable[[int], Any]) -> None:
+        super().prepare(model, batches, team, seeded)
+        total = torch.zeros(2, dtype=torch.float64, device=batches[0]["good"].device)
         for i, batch in enumerate(batches):
-            seed_forward(dropout_seed(seed, i, team.rank, team.size), accelerator.device)
-            with CurrentBatch(batch):
-                references[id(batch)] = self.reference(model, batch)
-                gap = self.logps.of_others(module, batch) - references[id(batch)][:, 1]
+            with seeded(i):
+                gap = self.logps.of_others(model, batch) - batch[COLUMN][:, 1]
             total += torch.stack([gap.sum(dtype=torch.float64), torch.full_like(total[0], len(gap))])
         if team.size > 1:
             with phases.phase(SYNC):
                 dist.all_reduce(total, group=team.group)
-        z = (total[0] / total[1]).clamp(min=0)
-        return lambda model, batch: self(model, batch, z, references[id(batch)])
+        for batch in batches:
+            batch["z"] = (total[0] / total[1]).clamp(min=0)
+
+    def terms(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        reference, z = self.reference(model, batch), batch.get("z", 0.0)
+        policy, good = self.logps.of_texts(model, batch), batch["good"]
+        losses, rewards = compute(self.cfg, policy, reference[:, 0], answer_tokens(batch)[:, 0], good, z)
+        return {"loss": losses, **label_numbers(policy, rewards, good, self.cfg.beta * z), "kl": (z * len(good), len(good))}
 
     def measure(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         reference, policy = self.reference(model, batch), self.logps(model, batch)
         return {"policy": policy, "reference": reference, "tokens": answer_tokens(batch), "good": batch["good"]}
 
-    def summarize(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        policy, reference, tokens, good = (torch.from_numpy(rows[n]).double() for n in ("policy", "reference", "tokens", "good"))
+    def metrics(self, table: dict[str, np.ndarray]) -> dict[str, float]:
+        policy, reference, tokens, good = (torch.from_numpy(table[n]).double() for n in ("policy", "reference", "tokens", "good"))
         z = (policy - reference)[:, 1].mean().clamp(min=0)
         losses, rewards = compute(self.cfg, policy[:, 0], reference[:, 0], tokens[:, 0], good, z)
-        rows["reward"] = rewards.numpy()
+        table["reward"] = rewards.numpy()
         numbers = label_numbers(policy[:, 0], rewards, good, self.cfg.beta * z)
         found = {METRICS[name]: float(value / number) for name, (value, number) in numbers.items()}
         found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]

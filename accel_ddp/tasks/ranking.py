@@ -4,7 +4,6 @@ The scores and relevances of a micro-batch are matrices with a row for each quer
 the relevance is NaN where there is none.
 """
 
-import json
 import random
 import re
 from itertools import pairwise
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
-from accel_ddp.saving.checkpoint_format import FACTS
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import describe_columns, merge_problems, number_problem, parse_number, require_columns, require_types
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, check_text
-from accel_ddp.tasks.contrastive import PER_TEXT, text_keys
+from accel_ddp.tasks.contrastive import INPUTS, PER_TEXT, text_keys
 from accel_ddp.tasks.metrics import regression_metrics
 from accel_ddp.tasks.preferences import Preferences
 from accel_ddp.text import counted
@@ -81,8 +79,7 @@ class QueryFormat:
         several = [name for some in (self.positives, self.negatives) if some[1:] for name in some]  # a row may have one of them
         self.needed = {option: column for option, column in needed.items() if column not in several}
         require_columns(self.needed, rows)
-        columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
-        self.files = {FACTS: json.dumps({"columns": columns}).encode()}  # `accel-ddp predict` reads it
+        self.columns = {"query_column": self.query, "candidate_column": "" if self.positives else self.candidate}
         self.identity = [self.query, self.candidate, list(self.positives), list(self.negatives), self.value, self.score]
 
     def choose_loss(self, rows: "datasets.Dataset", asked: str) -> str:
@@ -177,7 +174,7 @@ def encode(rows: dict[str, list], form: QueryFormat, loss: str, tokenizer: Any, 
 
 def score_texts(model: Any, batch: Any) -> Tensor:
     """Return the score of each text, in float32 or wider."""
-    scores = model(**{name: values for name, values in batch.items() if name not in ("relevance", "margin", "keys")}).logits[:, 0]
+    scores = model(**{name: batch[name] for name in INPUTS if name in batch}).logits[:, 0]
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 

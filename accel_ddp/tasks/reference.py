@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_ddp.config.choices import choose
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
 from accel_ddp.ranks.process import this_rank
@@ -29,7 +31,7 @@ from accel_ddp.sources.adapters import find_adapters
 from accel_ddp.sources.data import row_numbers, with_row_numbers
 from accel_ddp.speed.attach import Speed
 from accel_ddp.training.divergence import bits_of
-from accel_ddp.training.evaluation import EvalBatches, evaluate
+from accel_ddp.training.evaluation import EvalBatches, measure_all
 from accel_ddp.training.padding_check import forget_peak
 from accel_ddp.training.sharding import reshard
 from accel_ddp.training.stream import TrainBatches
@@ -132,7 +134,8 @@ class Reference:
                 if values is None:
                     if speed is None:
                         train = TrainBatches(self.rows[0], self._collate)
-                        speed = Speed(self.accelerator, cfg, model, train, lambda *given: self._logps(*given).sum())
+                        scores = SimpleNamespace(terms=lambda model, batch, team: {"loss": self._logps(model, batch).sum(-1)})
+                        speed = Speed(self.accelerator, cfg, Terms(model, scores), train)
                         speed.remove_padding()
                     values = self._compute(model, rows, file, what)
                 with together("store the log-probabilities of the reference"):
@@ -160,9 +163,8 @@ class Reference:
                 found: list[np.ndarray] = []  # on the main rank
                 with self.accelerator.autocast():  # which Accelerate adds to the model only later
                     measure = lambda model, batch: {"logps": self._logps(model, batch)}
-                    evaluate(
-                        self.accelerator, model, batches, measure, lambda rows, found=found: found.append(rows["logps"]) or {}
-                    )
+                    store = lambda table, found=found: found.append(table["logps"]) or {}
+                    measure_all(self.accelerator, model, batches, measure, store)
                 part = broadcast_object(found[0] if found else None)
                 if this_rank.is_main:
                     with contextlib.suppress(OSError):  # then there is nothing to read after a kill

@@ -21,9 +21,9 @@ from accel_ddp.tasks.tables import Row, ScoreTable, report_same
 
 if TYPE_CHECKING:
     import datasets
+    from torch import Tensor
 
 CONLL_SUFFIXES = (*SENTENCE_FILES, ".txt")
-WORD_COLUMNS = ["first", "tags"]  # columns of `align` that are used in evaluations and not by the model
 
 
 def load_words(option: str, path: str) -> "datasets.Dataset":
@@ -71,6 +71,7 @@ class Tags:
     names: list[str]
     tag_ids: dict[str | int, int]
     is_declared: bool = False  # whether the dataset declares the names
+    kind = "tags"  # of `--metrics`
 
     @classmethod
     def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Tags":
@@ -99,6 +100,14 @@ class Tags:
         """Warn about tags that may be mistakes. The tables have the column `tags` of `align`."""
         count = lambda rows: np.bincount([tag for row in rows["tags"][:] for tag in row], minlength=len(self.names))
         report_classes(f"--tags_column {self.column}", "words", self.names, *map(count, tables))
+
+    @property
+    def identity(self) -> list[Any]:
+        """What the encoded tags depend on, for the cache key of tokenized data."""
+        return [self.column, self.names, sorted(map(repr, self.tag_ids.items()))]
+
+    def references(self, rows: Any) -> list[list[str]]:
+        return reference_tags(rows["tags"][:], self.names)
 
     def model_config(self) -> dict[str, Any]:
         return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
@@ -176,6 +185,15 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
                 f"--max_length {max_length}: {sum(map(bool, unseen)):,} of {len(rows):,} {name} texts are longer; "
                 f"their last {sum(unseen):,} words {effect}."
             )
+
+
+def measure(scores: "Tensor", labels: "Tensor", number: int) -> dict[str, "Tensor"]:
+    """Return the loss, the number of words and the tags of each text, and to show `number` predictions also their confidence."""
+    from accel_ddp.engine.losses import of_tokens
+
+    is_word = labels != -100
+    rows = {"loss": of_tokens(scores, labels, "rows"), "words": is_word.sum(-1), "predictions": scores.argmax(-1)}
+    return rows | ({"confidence": (tables.confidence(scores) * is_word).sum(-1)} if number else {})
 
 
 def predicted_tags(predictions: np.ndarray, first: list[list[int]], names: list[str]) -> list[list[str]]:

@@ -291,8 +291,16 @@ class StreamedBlocks(Dataset):
         return np.unique(np.linspace(0, len(self) - 1, self.SAMPLES).astype(int)).tolist()
 
 
-def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[Dataset, Dataset, list[str]]:
-    """Return training blocks, evaluation blocks and a fingerprint of each, from `--train_file` and `--eval_file`.
+def make_blocks(cfg: Any, block_tokenizer: BlockTokenizer, tables: Sequence["datasets.Dataset"] | None) -> list[Any]:
+    """Return blocks of `input_ids` and `words` of the tables for training and evaluation, or with `--streaming` of the files."""
+    if tables is None:
+        return stream_blocks(cfg, block_tokenizer)
+    data.require_texts({"text_column": cfg.text_column}, *tables)
+    return [cut_into_blocks(rows, cfg.text_column, block_tokenizer, cfg) for rows in drop_other_values(tables, cfg)]
+
+
+def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> list[Dataset]:
+    """Return training and evaluation blocks with their `fingerprint`, from `--train_file` and `--eval_file`.
 
     Without `--eval_file`, the last hundredth of the blocks (at most 2,000) is set aside. From fewer than 10,000 blocks, 100 are set
     aside, but at most a tenth.
@@ -317,5 +325,6 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> tuple[D
     for option, part, its_blocks in (("max_train_items", train, blocks), ("max_eval_items", test, test_blocks)):
         drawn = data.draw_positions(len(part), option, cfg)
         parts.append(Subset(its_blocks, part if isinstance(drawn, range) else [part[i] for i in drawn]))
+        parts[-1].fingerprint = its_blocks.fingerprint
     data.record_evaluated(parts[1], None if len(parts[1]) == len(test_blocks) else np.array(parts[1].indices))
-    return (*parts, [blocks.fingerprint, test_blocks.fingerprint])
+    return parts

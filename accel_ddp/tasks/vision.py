@@ -16,6 +16,7 @@ import numpy as np
 import PIL
 import torch
 import transformers
+from accelerate import Accelerator
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import nn
 from torch.utils.data import Dataset
@@ -57,7 +58,7 @@ def load_images(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Datase
             if "x_test" in arrays:
                 cfg = dataclasses.replace(cfg, eval_file=cfg.train_file)
     tables = data.load_rows(cfg, read_images, IMAGE_FILES)
-    data.require_columns({"image_column": cfg.image_column, "label_column": cfg.label_column}, *tables)
+    data.check_columns(cfg, *tables)
     try:
         return tuple(rows.cast_column(cfg.image_column, datasets.Image(decode=False)) for rows in tables)
     except Exception as error:  # types of pyarrow and of datasets, which depend on the content of the column
@@ -290,6 +291,17 @@ def loading_code(cfg: RecipeConfig, images: CheckedImages) -> str:
         return f'from accel_ddp.sources import builtin; image = builtin.load_dataset({literal(cfg.dataset)})["validation"][0][{column}]'
     place = f"{', '.join(map(literal, cfg.dataset.split(':', 1)))}, split={literal(cfg.train_split)}"
     return f"from datasets import load_dataset; image = load_dataset({place})[0][{column}]"
+
+
+def build_model(cfg: Any, accelerator: Accelerator, labels: Labels, train: CheckedImages) -> tuple[nn.Module, Any]:
+    """Return the model and its image processor."""
+    if cfg.model == "mini-resnet":
+        model: Any = MiniResNetForImageClassification(MiniResNetConfig(norm=cfg.norm, **labels.model_config()))
+    else:  # a head for other labels is replaced
+        model = models.load(AutoModelForImageClassification, cfg, **labels.model_config(), ignore_mismatched_sizes=True)
+    processor = load_processor(cfg, model, train)
+    report_batch_norm(model, cfg)
+    return models.prepare(model, cfg, accelerator), processor
 
 
 def load_processor(cfg: RecipeConfig, model: nn.Module, train: CheckedImages) -> Any:

@@ -53,17 +53,16 @@ class ParameterCheck:
         self.passed: int | None = None  # the step of the last check that passed
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Tensor, Any]] = deque()
-        module = accelerator.unwrap_model(model)
-        ignored = compat.ignored_by_ddp(module)  # DDP does not keep these equal
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+        ignored = compat.ignored_by_ddp(model)  # DDP does not keep these equal
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
         self._trained = {name: p for name, p in trained.items() if name not in ignored}
-        self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(module) else this_rank.num_ranks)
+        self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(model) else this_rank.num_ranks)
         named = {name: p for name, p in self._trained.items() if local(p).numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
-        saved = {name for name, buffer in module.named_buffers() if buffer.numel()} & module.state_dict().keys()
-        norms = {name for name, one in module.named_modules() if compat.has_batch_norm(one) and not any(one.children())}
-        self._module, self._buffers = module, sorted(name for name in saved - ignored if name.rpartition(".")[0] not in norms)
+        saved = {name for name, buffer in model.named_buffers() if buffer.numel()} & model.state_dict().keys()
+        norms = {name for name, one in model.named_modules() if compat.has_batch_norm(one) and not any(one.children())}
+        self._module, self._buffers = model, sorted(name for name in saved - ignored if name.rpartition(".")[0] not in norms)
         is_copied = len(self._copies[0]) > 1 and bool(self._trained)
         self.is_on = cfg.check_every > 0 and this_rank.num_ranks > 1 and (is_copied or bool(self._buffers))
         if self.is_on:
@@ -270,7 +269,7 @@ class NonfiniteSteps(Hook):
         if numbers.items < 0 or (numbers.items == 0 and self.cfg.on_nonfinite == "stop"):
             raise UserError(
                 f"step {numbers.step}: `count` returned {numbers.items:g} items for the global batch, so its loss has no mean. "
-                "`count(batch)` must return how many items `loss_sum` adds up, for example len(batch) or the number of labels. If "
+                "`count(batch)` must return how many items the loss is of, for example len(batch) or the number of labels. If "
                 "some steps have no labels, --on_nonfinite skip leaves these out."
             )
         if math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm):

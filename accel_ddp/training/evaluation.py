@@ -20,6 +20,7 @@ from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.hook import Hook
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.terms import columns_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, is_any
@@ -27,6 +28,7 @@ from accel_ddp.ranks.failures import EvaluationStopped
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import counted, ranks_text, shorten
@@ -78,23 +80,39 @@ class EvalBatches:
             yield with_sizes(send_to_device(batch, self.device, non_blocking=True))
 
 
+def evaluate(accelerator: Accelerator, terms: nn.Module, batches: EvalBatches) -> dict[str, float]:
+    """Return the metrics of one pass over every item, which are the same for any number of ranks. `terms`: of `prepare`, or `Terms`.
+
+    `measure(model, batch)` of the task returns one row per item of a batch (predictions, labels, losses). `metrics(table)` gets the
+    rows of all items in the order of the data, on rank 0, and every rank returns its result. A task without them has the terms of
+    each item and their means. `generate(model)` is called after that, see `compute_on_main`.
+
+    Rows may have a different width in each batch (tags, generated tokens): shorter ones are filled with -100. If the items come from
+    several datasets, `loss/NAME` is the loss of each.
+    """
+    model, task = terms_of(terms).model, terms_of(terms).task
+    measure = getattr(task, "measure", lambda model, batch: columns_of(task.terms(model, batch, Team())))
+    found = measure_all(accelerator, model, batches, measure, getattr(task, "metrics", means_of))
+    if hasattr(task, "generate"):
+        compute_on_main(accelerator, model, task.generate)
+    return found
+
+
+def means_of(table: Rows) -> dict[str, float]:
+    return {name: float(values.mean(dtype="float64")) for name, values in table.items()}
+
+
 @torch.no_grad()
 @phases.phase(METRICS)
-def evaluate(
+def measure_all(
     accelerator: Accelerator,
-    model: nn.Module,
+    module: nn.Module,
     batches: EvalBatches,
     measure: Callable[[nn.Module, Any], dict[str, Tensor]],
     summarize: Callable[[Rows], dict[str, float]],
 ) -> dict[str, float]:
-    """Return the metrics of one pass over every item, which are the same for any number of ranks.
-
-    `measure` returns one row per item of a batch (predictions, labels, losses). `summarize` gets the rows of all items in the
-    order of the data, on rank 0, and every rank returns its result. Rows may have a different width in each batch (tags,
-    generated tokens): shorter ones are filled with -100. If the items come from several datasets, `loss/NAME` is the loss of each.
-    """
+    """Compute a model without DDP, because ranks may have different numbers of batches. See `evaluate`."""
     batches.require_equal_ranks()
-    module = accelerator.unwrap_model(model)  # without DDP, because ranks may have different numbers of batches
     if accelerator.num_processes > 1 and compat.has_batch_norm(module):
         for buffer in module.buffers():  # the running statistics of each rank differ, and those of rank 0 are saved
             dist.broadcast(buffer, src=0)
@@ -160,14 +178,13 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
 
     All ranks compute if the model is sharded, because each has a part of the weights. Otherwise only rank 0 does.
     """
-    module = accelerator.unwrap_model(model)
-    if not (accelerator.is_main_process or is_sharded(module)):
+    if not (accelerator.is_main_process or is_sharded(model)):
         return None
-    was_training = module.training
-    module.eval()
-    with gathered(module):
-        result = compute(module)
-    module.train(was_training)
+    was_training = model.training
+    model.eval()
+    with gathered(model):
+        result = compute(model)
+    model.train(was_training)
     return result if accelerator.is_main_process else None
 
 

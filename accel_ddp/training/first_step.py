@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.ddp import words_to_freeze
-from accel_ddp.engine.losses import CurrentBatch, LossSum, MicroBatch, WholeBatch, loss_of
-from accel_ddp.engine.rehearsal import state_restored
-from accel_ddp.engine.step import Count
+from accel_ddp.engine.losses import CurrentBatch, MicroBatch
+from accel_ddp.engine.scaler import state_restored
+from accel_ddp.engine.terms import checked, problem_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere
 from accel_ddp.ranks.reporting import warn_on_main
@@ -86,19 +86,11 @@ class Trial:
     For a sharded model each loss is a collective, whose value is that of rank 0: all ranks draw the same conclusions.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        cfg: TrainConfig,
-        model: nn.Module,
-        train: TrainBatches,
-        loss_sum: LossSum | WholeBatch,
-        count: Count,
-    ):
-        self.device, self.loss_sum, self._count = accelerator.device, loss_sum, count
-        self.model: nn.Module = accelerator.unwrap_model(model)
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, terms: nn.Module, train: TrainBatches):
+        self.device, self.terms = accelerator.device, terms_of(terms).alone()
+        self.model = self.terms.model
         self.is_sharded = is_sharded(self.model)
-        self.draws, self.problem = False, ""  # whether the model itself has drawn random numbers; what is wrong with a WholeBatch
+        self.draws, self.problem = False, ""  # whether the model itself has drawn random numbers; what is wrong with the terms
         self.places, self.seed = first_items(train, cfg), cfg.seed
         self._read = lambda items: train.read([(item, self.places[item]) for item in items], cfg.seed)
         self._to_device = lambda batch: train.to_device(batch, accelerator)
@@ -145,18 +137,18 @@ class Trial:
 
     def _compute(self, batch: MicroBatch, seed: int) -> float:
         seed_forward(seed, self.device)
-        with CurrentBatch(batch):
-            if not isinstance(self.loss_sum, WholeBatch):
-                return float(loss_of(self.loss_sum(self.model, batch)))
-            rows = self.loss_sum.embed(self.model, batch)
-        losses = self.loss_sum.losses(rows, self.loss_sum.keys(batch))
-        if losses.shape != rows.shape[:1]:
-            shapes = f"a tensor of shape {[*losses.shape]} for {counted(len(rows), 'item')}"
-            self.problem = f"`losses` of WholeBatch returned {shapes}. Return one loss for each item, without a sum or a mean."
-        return float(rows.double().abs().sum())  # a loss depends on the other items, and a row must not
+        count = self.terms.count(batch)
+        found = self.terms.trial(batch)
+        self.problem = self.problem or problem_of(found, float(count))
+        if self.problem:
+            return math.nan
+        if not (self.terms.is_whole and hasattr(self.terms.task, "outputs")):
+            return float(checked(found, needs_gradient=False))
+        with CurrentBatch(batch):  # a loss depends on the other items, and an output must not
+            return float(self.terms.task.outputs(self.model, batch).double().abs().sum())
 
     def count(self, items: list[int]) -> float:
-        return self._together(lambda: float(self._count(self.batch(items))))
+        return self._together(lambda: float(self.terms.count(self.batch(items))))
 
     def is_padded(self) -> bool:
         """Return whether the two items have tensors of different shapes, so that one is padded next to the other."""
@@ -177,13 +169,8 @@ class Trial:
         hooks.append(self.model.register_forward_hook(compare))
         self.model.eval()
         try:
-            with (
-                generators_kept(self.device),
-                state_restored(self.model),
-                gathered(self.model),
-                without_tf32(),
-                torch.no_grad(),
-            ):
+            kept = generators_kept(self.device), state_restored(self.model)
+            with kept[0], kept[1], gathered(self.model), without_tf32(), torch.no_grad():
                 yield
         finally:
             for hook in hooks:
@@ -194,7 +181,7 @@ class Trial:
 
 
 class _NotComputed(Exception):
-    """The loss function has raised an error, on some rank of a sharded model."""
+    """`terms` has raised an error, on some rank of a sharded model."""
 
 
 def require_sums(trial: Trial, cfg: TrainConfig) -> None:
@@ -211,7 +198,7 @@ def require_sums(trial: Trial, cfg: TrainConfig) -> None:
         log.info("the loss of the first items was not compared: %s", error)
     text, is_error = next((found for found in gather_everywhere(found) if found[0]), ("", False))
     if trial.problem:
-        raise UserError(trial.problem)
+        raise UserError(f"`terms` returned {trial.problem}.")
     if text and is_error and not cfg.allow_inexact:
         raise UserError(f"{text} Or add --allow_inexact to train anyway.")
     if text:
@@ -241,7 +228,8 @@ def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     items = [trial.count(some) for some in ([0], [1], [0, 1])]
     allowed, least = ALLOWED_IN_16_BITS if trial.is_narrow else ALLOWED, NO_LOSS * max(1.0, *items)
     is_near = lambda value, expected: abs(value - expected) <= allowed * max(abs(one) + abs(two), abs(expected)) + least
-    if not math.isfinite(two + both) or is_near(both, one + two):
+    is_whole = trial.terms.is_whole and not hasattr(trial.terms.task, "outputs")
+    if is_whole or not math.isfinite(two + both) or is_near(both, one + two):
         return _wrong_count(items), True
     if changing := [place for item, place in enumerate(trial.places) if not trial.is_repeated(item)]:
         return another_each_time(changing[0]), False
@@ -250,7 +238,8 @@ def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     values = f"the loss of two items is {both:.4g} together, and {one:.4g} and {two:.4g} alone"
     means = (one + two) / 2, (items[0] * one + items[1] * two) / (items[0] + items[1] or 1)
     if any(is_near(both, mean) for mean in means):
-        return f"{values}: it is the mean of theirs. Return the sum, which `update` divides by the items of all ranks.", True
+        advice = "Return the loss of each item, without a division: `train_step` divides by the items of all ranks."
+        return f"{values}: it is the mean of theirs. {advice}", True
     twice = trial.loss([0, 0])
     if is_near(twice, 2 * one) and trial.is_padded():
         advice = "Leave padded positions out of the loss: give them labels of -100, or multiply losses by the attention mask."
@@ -258,7 +247,7 @@ def find_problem(trial: Trial, has_two: bool) -> tuple[str, bool]:
     if is_near(twice, 4 * one):
         shapes = "tensors of the shapes (B, 1) and (B) were probably combined to (B, B)"
         return f"{values}, and an item next to itself counts four times: {shapes}. Add .squeeze(-1) to the first.", True
-    advice = "Sum losses that depend on one item each, or compare all items of a step with accel_ddp.losses.WholeBatch."
+    advice = "Return losses that depend on one item each, or compare all items of a step: `whole_batch` in docs/own_recipe.md."
     return f"{values}: items change each other's loss, so the number of ranks changes the result. {advice}", True
 
 
@@ -266,4 +255,4 @@ def _wrong_count(items: list[float]) -> str:
     if abs(items[2] - items[0] - items[1]) <= 1e-6 * abs(items[2]):
         return ""
     text = f"`count` returned {items[2]:g} for two items together, and {items[0]:g} and {items[1]:g} for each alone. Return the number "
-    return f"{text}of items that the loss sums over, without padding."
+    return f"{text}of items that the loss is of, without padding."

@@ -24,7 +24,7 @@ from torch.backends import cudnn
 from torch.overrides import TorchFunctionMode
 
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.engine.losses import CurrentBatch, LossSum, WholeBatch
+from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.process import this_rank
@@ -46,20 +46,18 @@ MOST_TEXTS = 8  # that are compared
 LIMITS = ("window", "chunk", "block", "stride", "segment", "original_max_position")  # in names of a config: a model changes there
 
 
-def require_independence(
-    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
-) -> None:
+def require_independence(accelerator: Accelerator, cfg: TrainConfig, terms: Terms, train: TrainBatches) -> None:
     """Raise UserError on every rank if the result of a text depends on its padding, unless `--allow_inexact` is given.
 
-    Call it on every rank, before `accelerator.prepare`. It costs two forward passes of at most three items for each of 3 to 8 texts,
+    Call it on every rank, before `prepare`. It costs two forward passes of at most three items for each of 3 to 8 texts,
     and as many in float64 if the results differ slightly.
     """
     is_single = cfg.split(accelerator.num_processes)[0] == 1 and cfg.micro_batch_size != "auto" and not cfg.micro_batch_tokens
     if all(gather_everywhere(is_single)) and getattr(cfg, "eval_batch_size", 1) == 1:
         return  # no text is padded
     # For a sharded model it is a collective, and so outside of the block.
-    with contextlib.nullcontext() if is_sharded(model) else together("compare a text with and without padding"):
-        reason = difference(accelerator, cfg, model, train, loss_sum)
+    with contextlib.nullcontext() if is_sharded(terms.model) else together("compare a text with and without padding"):
+        reason = difference(accelerator, cfg, terms, train)
     reasons = [found for found in gather_everywhere(reason) if found]
     if not reasons:
         return
@@ -78,15 +76,14 @@ def require_independence(
     )
 
 
-def difference(
-    accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
-) -> str:
+def difference(accelerator: Accelerator, cfg: TrainConfig, terms: Terms, train: TrainBatches) -> str:
     """Return "" if texts have the same result alone and next to the longest one, or else a sentence with the largest difference.
 
     Texts of equal length are never padded, and other items than texts are not compared. For a sharded model, this is a collective:
     all ranks compute the same items, and agree on whether they compute in float64 too.
     """
-    sharded, compute = is_sharded(model), _Compute(accelerator, cfg, model, train, loss_sum)
+    model, compute = terms.model, _Compute(accelerator, cfg, terms, train)
+    sharded = is_sharded(model)
     with together("read texts to compare them with and without padding") if sharded else contextlib.nullcontext():
         groups = _choose_texts(train, accelerator, cfg, _limits_of(model))
         for group in groups if sharded else ():
@@ -243,10 +240,8 @@ def _multiply_exactly(layer: nn.Module, x: Tensor) -> Tensor:
 class _Compute:
     """Computes some items as one micro-batch and returns what the model returns for the first of them, without padding."""
 
-    def __init__(
-        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, train: TrainBatches, loss_sum: LossSum | WholeBatch
-    ):
-        self.accelerator, self.cfg, self.model, self.train, self.loss_sum = accelerator, cfg, model, train, loss_sum
+    def __init__(self, accelerator: Accelerator, cfg: TrainConfig, terms: Terms, train: TrainBatches):
+        self.accelerator, self.cfg, self.terms, self.model, self.train = accelerator, cfg, terms, terms.model, train
         self._batches: dict[tuple[int, ...], Any] = {}
 
     def read(self, places: list[int]) -> Any:
@@ -268,10 +263,7 @@ class _Compute:
         outputs: list[Any] = []
         hook = self.model.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
-            with CurrentBatch(batch):
-                if isinstance(self.loss_sum, WholeBatch):
-                    return self.loss_sum.embed(self.model, batch)[:1].flatten()
-                self.loss_sum(self.model, batch)
+            self.terms.trial(batch)
         finally:
             hook.remove()
         has_decoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))

@@ -29,7 +29,7 @@ def finish(events: RunEvents) -> RunOutcome:
     phases.enter(END)
     if 0 < run.step == saved.skipped_in_a_row and not run.is_stopping:  # a run that is shorter than the limit
         events.nonfinite.refuse(run.step)
-    if not run.is_stopping and events.evaluate_model and not events.metrics:  # resumed after the last step
+    if not run.is_stopping and events.test and not events.metrics:  # resumed after the last step
         events.evaluate_once()
     if run.is_stopping and run.step and not cfg.evaluate_only:  # also if this process has done no step
         saved.save(run.step, is_last=True)

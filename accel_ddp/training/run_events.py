@@ -22,7 +22,7 @@ from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.run_folder import update_options
 from accel_ddp.training.divergence import NonfiniteSteps, ParameterCheck, weights_kept
 from accel_ddp.training.ema import Ema
-from accel_ddp.training.evaluation import broadcast_metrics
+from accel_ddp.training.evaluation import EvalBatches, broadcast_metrics, evaluate
 from accel_ddp.training.sharding import reshard
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.system_sample import SystemSample
@@ -41,20 +41,12 @@ class RunEvents:
         check: ParameterCheck,
         ema: Ema,
         speed: Any,
-        evaluate: Callable[[nn.Module], dict[str, float]] | None,
+        test: EvalBatches | Callable[[nn.Module], dict[str, float]] | None,
         hooks: Sequence[Hook],
     ):
-        """`speed` is a `speed.attach.Speed`, or None."""
-        self.run, self.cfg, self.train, self.saved, self.check, self.ema, self.speed = (
-            run,
-            run.cfg,
-            train,
-            saved,
-            check,
-            ema,
-            speed,
-        )
-        self.evaluate_model = evaluate
+        """`speed` is a `speed.attach.Speed`, or None. `test` is what the task evaluates, or a function of the model."""
+        self.run, self.cfg, self.train, self.saved = run, run.cfg, train, saved
+        self.check, self.ema, self.speed, self.test = check, ema, speed, test
         device = run.accelerator.device
         self.reader = LateReader(device, run.accelerator.num_processes)
         self.times = measure_steps(device, run.step)
@@ -155,16 +147,17 @@ class RunEvents:
         run = self.run
         with phase(METRICS):
             try:
-                module, what = run.accelerator.unwrap_model(run.model), f"the evaluation at step {run.step}"
-                with self.ema.applied(), contextlib.nullcontext() if self.keeps_weights else weights_kept(module, what):
-                    metrics = self.evaluate_model(run.model)
-                    reshard(run.model)  # an `evaluate` function of a user may have left weights gathered
+                what = f"the evaluation at step {run.step}"
+                with self.ema.applied(), contextlib.nullcontext() if self.keeps_weights else weights_kept(run.model, what):
+                    is_own = not isinstance(self.test, EvalBatches)
+                    metrics = self.test(run.model) if is_own else evaluate(run.accelerator, run.terms, self.test)
+                    reshard(run.model)  # a function of a user may have left weights gathered
             except EvaluationStopped:
                 run.is_stopping = True
                 ending.stop.is_agreed = True
                 return
             self.keeps_weights = run.step > self.first
-            # Ranks that compared different values would disagree on when to stop. A user's `evaluate` may return them.
+            # Ranks that compared different values would disagree on when to stop. A user's function may return them.
             self.metrics = broadcast_metrics(metrics)
             self.saved.evaluated(run.step, self.metrics)
             self.end_if(self.hooks.notify("on_evaluate", run.step, self.metrics))

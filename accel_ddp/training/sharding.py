@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from accel_ddp import compat, phases
+from accel_ddp.engine.terms import Terms, model_of
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
@@ -121,9 +123,9 @@ class Lockstep:
         self._trained = [param for param in self._params if param.sharded_param.requires_grad]
 
     @contextlib.contextmanager
-    def micro_batch(self, model: FSDPModule, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, terms: nn.Module, is_last: bool) -> Iterator[None]:
         """Compare the order of layers inside the block, which computes one micro-batch. `is_last`: of the step."""
-        _begin_micro_batch(model, is_last)
+        _begin_micro_batch(model_of(terms), is_last)
         self._place = 0
         if not self._is_compared:
             self._order = []
@@ -145,7 +147,7 @@ class Lockstep:
     def begin_backward(self) -> None:
         self._enter(self._names.index(BACKWARD))
 
-    def end_backward(self, loss: Tensor) -> None:
+    def end_backward(self) -> None:
         phases.enter(phases.OPTIMIZER)
 
     def counts(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -200,6 +202,7 @@ def shard(
         fully_shard(layer, mesh=mesh, reshard_after_forward=keep == "none", mp_policy=policy(narrow), offload_policy=offload)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy(None), offload_policy=offload)
     model._gathered_dtype, model._keeps = narrow, keep
+    model._within_forward = types.MethodType(compat.within_forward, model)  # how `Terms` calls parts of the model
     # With adapters, `generate` of the base model runs.
     for one in (model, model.get_base_model() if hasattr(model, "get_base_model") else model):
         compat.let_all_ranks_generate(one)
@@ -386,16 +389,18 @@ def recover(model: nn.Module) -> None:
 
 
 def prepare(
-    accelerator: Accelerator, cfg: "TrainConfig", model: nn.Module, optimizer: torch.optim.Optimizer
+    accelerator: Accelerator, cfg: "TrainConfig", task: Any, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return model and optimizer for `train_step`: wrapped with DDP, or sharded if the accelerate config asks for that."""
+    """Return `Terms` and optimizer for `train_step`: wrapped with DDP, or with a sharded model if the accelerate config asks for that.
+
+    Accelerate puts autocast around the model, so a loss is computed outside of it, and its settings of DDP around `Terms`.
+    """
     _check_optimizer(optimizer, cfg.lr)
     if hasattr(optimizer, "choose_kernel"):
         optimizer.choose_kernel(accelerator.device)
-    if cfg.sync_every:
-        return _prepare_worker(accelerator, model), optimizer
     if links.sharding is None:
-        return accelerator.prepare(model, optimizer)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        return _with_ddp(accelerator, Terms(model, task, links.team)), accelerator.prepare_optimizer(optimizer)
     plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         names = {id(p): name for name, p in model.named_parameters()}
@@ -417,16 +422,20 @@ def prepare(
             "accel_ddp.optim.build(model, cfg) after accel_ddp.models.prepare."
         )
     # This adds autocast and nothing else.
-    return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), optimizer
+    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    return Terms(model, task, links.team), optimizer
 
 
-def _prepare_worker(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return the model of a local worker, wrapped with DDP over the ranks of its team. Accelerate would take all ranks."""
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    if links.team.size == 1:
-        return model
-    devices = [accelerator.device.index] if accelerator.device.type == "cuda" else None
-    return DistributedDataParallel(model, devices, process_group=links.team.group, **accelerator.ddp_handler.to_kwargs())
+def _with_ddp(accelerator: Accelerator, terms: Terms) -> nn.Module:
+    """Return terms with DDP over the ranks of their team, which may be those of a local worker."""
+    if terms.team.size == 1 or not any(p.requires_grad for p in terms.parameters()):
+        return terms
+    terms._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in compat.ignored_by_ddp(terms.model)]
+    devices, handler = [accelerator.device.index] if accelerator.device.type == "cuda" else None, accelerator.ddp_handler
+    wrapped = DistributedDataParallel(terms, devices, process_group=terms.team.group, **handler.to_kwargs() if handler else {})
+    if handler:
+        handler.register_comm_hook(wrapped)
+    return wrapped
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:

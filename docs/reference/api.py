@@ -11,12 +11,14 @@ from reference import notice, table
 ROOT = Path(accel_ddp.__file__).parents[1]
 # The names that are no modules, in the order in which a reader needs them.
 GROUPS = {
-    "Run a recipe": ("run", "train", "Task", "ClassTask", "fit", "start"),
-    "Options": ("TrainConfig", "RecipeConfig", "option", "parse_config"),
+    "Run a recipe": (
+        "run", "train", "start", "load_model", "fit_and_export", "fit", "Task", "TextTask", "ClassTask", "TokenTask", "ChatTask",
+    ),
+    "Options": ("TrainConfig", "RecipeConfig", "option", "column", "parse_config"),
     "Data and evaluation": ("TrainBatches", "EvalBatches", "evaluate", "Table"),
     "Ranks and errors": ("together", "UserError"),
-    "Your own loop": ("prepare", "train_step", "attach", "fit_memory"),
-}
+    "Your own loop": ("Terms", "prepare", "train_step", "attach", "fit_memory"),
+}  # fmt: skip
 # Modules with code of single tasks. Their names are listed without types.
 TASKS = (
     "chat", "chat_rows", "contrastive", "generation_metrics", "labels", "linear_cross_entropy", "masking", "model_kinds", "negatives",

@@ -22,10 +22,13 @@ from torch import Tensor, nn
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.terms import Terms
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
+from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full
+from accel_ddp.ranks.team import Team
 from accel_ddp.saving import state_tensors
 from accel_ddp.training import padding_check, sharding
 from accel_ddp.training.stream import CountingCollate, with_sizes
@@ -224,7 +227,7 @@ def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Task:
-    """A task of one of the four kinds: the loss summed over items, and their number."""
+    """A task of one of the four kinds."""
 
     def __init__(self, kind: str, model: nn.Module):
         self.kind, self.model = kind, model
@@ -237,7 +240,10 @@ class Task:
             inputs["use_cache"] = False
         return model(**inputs).logits
 
-    def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def terms(self, model: nn.Module, batch: dict[str, Tensor], team: Team | None = None) -> dict[str, Any]:
+        return {"loss": (self.total(model, batch), self.count(batch))}
+
+    def total(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         scores, labels = self.scores(model, batch), batch["labels"]
         labels = accel_ddp.losses.next_tokens(labels) if self.kind == "tokens" else labels
         return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -252,7 +258,7 @@ def new_task(name: str) -> Task:
     kind, base, options = ALL[name]
     task = Task(kind, build(kind, base, options))
     trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
-    used = torch.autograd.grad(task.loss_sum(task.model, collate(rows(kind)[:4])), trained, allow_unused=True)
+    used = torch.autograd.grad(task.total(task.model, collate(rows(kind)[:4])), trained, allow_unused=True)
     for parameter, gradient in zip(trained, used):
         parameter.requires_grad_(gradient is not None)
     return task
@@ -272,7 +278,7 @@ def train_plainly(initial: Task) -> dict[str, Tensor]:
     for step in range(STEPS):
         batch = collate(items_of(step, task.kind))
         optimizer.zero_grad()
-        (task.loss_sum(task.model, batch) / task.count(batch)).backward()
+        (task.total(task.model, batch) / task.count(batch)).backward()
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
         optimizer.step()
     return weights(task.model)
@@ -292,7 +298,8 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
     """Return the weights after all updates on all ranks. With `is_resumed`, the state moves to a new model before the last one."""
     task, plain = copy_of(initial, accelerator.device if is_sharded else None)
     built = state_tensors.options_of(plain)
-    model, optimizer = (task.model, plain) if is_sharded else accelerator.prepare(task.model, plain)
+    prepare = lambda: accel_ddp.prepare(accelerator, TrainConfig(lr=0.02), task, task.model, plain)
+    terms, optimizer = (Terms(task.model, task, links.team), plain) if is_sharded else prepare()
     ranks, rank = accelerator.num_processes, accelerator.process_index
     for step in range(STEPS):
         if is_resumed and step == STEPS - 1:
@@ -304,11 +311,11 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
                 name, _, slot = key.rpartition("/")
                 state.setdefault(name, {})[slot] = tensor.clone()
             state_tensors.restore(plain, task.model, state)
-            model, optimizer = accelerator.prepare(task.model, plain)
+            terms, optimizer = prepare()
         items = items_of(step, task.kind)
         own = items[rank * len(items) // ranks : (rank + 1) * len(items) // ranks]
         batches = [collate(own[start : start + micro]) for start in range(0, len(own), micro)]
-        accel_ddp.train_step(accelerator, TrainConfig(max_grad_norm=1.0), model, optimizer, batches, task.loss_sum, task.count)
+        accel_ddp.train_step(accelerator, TrainConfig(max_grad_norm=1.0), terms, optimizer, batches)
     return weights(task.model)
 
 
@@ -327,7 +334,7 @@ def facts_of(accelerator, cfg, name: str) -> dict[str, Any]:
         "ranks": distance(train_plainly(initial), whole),
         "micro": distance(train(accelerator, initial, micro=1), whole),
         "resumed": distance(train(accelerator, initial, micro=8 // accelerator.num_processes, is_resumed=True), whole),
-        "padding": padding_check.difference(accelerator, cfg, copy.deepcopy(initial.model), data, initial.loss_sum),
+        "padding": padding_check.difference(accelerator, cfg, Terms(copy.deepcopy(initial.model), initial), data),
         **facts_without_padding(accelerator, cfg, initial, data),
     }
 
@@ -341,7 +348,7 @@ def facts_without_padding(accelerator, cfg, initial: Task, data: accel_ddp.Train
     task, plain = Task(initial.kind, copy.deepcopy(initial.model)), copy.deepcopy(initial.model).eval()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        accel_ddp.attach(accelerator, cfg, task.model, data, task.loss_sum, STEPS)
+        accel_ddp.attach(accelerator, cfg, Terms(task.model, task), data, STEPS)
     task.model.eval()
     items, name = items_of(0, task.kind), "pixel_values" if task.kind == "images" else "input_ids"
     other = -items[0][name] if task.kind == "images" else (items[0][name] + 7) % (VOCABULARY - 5) + 5
@@ -383,7 +390,7 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
         sharding.shard(model, ShardingPlan(), accelerator.device, precision)
         task = Task(initial.kind, model)
         try:
-            padding_check.require_independence(accelerator, cfg, model, data, task.loss_sum)
+            padding_check.require_independence(accelerator, cfg, Terms(model, task), data)
             facts[f"padding {precision}"] = ""
         except accel_ddp.UserError as error:
             facts[f"padding {precision}"] = str(error)
@@ -391,9 +398,9 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
         batch = collate(rows(initial.kind)[:4])
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
         stats = accel_ddp.train_step(
-            accelerator, TrainConfig(max_grad_norm=0.0), model, optimizer, [batch], task.loss_sum, task.count
+            accelerator, TrainConfig(max_grad_norm=0.0), Terms(model, task, links.team), optimizer, [batch]
         )
-        exact = initial.loss_sum(initial.model, batch) / task.count(batch)
+        exact = initial.total(initial.model, batch) / task.count(batch)
     facts["bf16"] = abs(float(stats.loss) - float(exact))
     return facts
 
@@ -406,8 +413,8 @@ def fit(accelerator, cfg, name: str) -> dict[str, list[str]]:
         changed = dataclasses.replace(cfg, output_dir=f"{cfg.output_dir}_{name}_{len(results)}", steps=1, **options)
         try:
             accel_ddp.fit(
-                accelerator, changed, model=task.model, optimizer=optimizer, train=accel_ddp.TrainBatches(rows(task.kind), collate),
-                loss_sum=task.loss_sum, count=task.count,
+                accelerator, changed, task=task, model=task.model, optimizer=optimizer,
+                train=accel_ddp.TrainBatches(rows(task.kind), collate),
             )  # fmt: skip
             error = ""
         except accel_ddp.UserError as raised:

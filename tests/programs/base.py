@@ -16,10 +16,29 @@ class Config(TrainConfig):
     lr: float = 0.05
 
 
-def fit(accelerator: Any, cfg: TrainConfig, model: Any, rows: list, loss_sum: Any = None, **more: Any) -> Any:
+class Task:
+    """A task of one function, `losses(model, batch)`, which returns the loss of each item, or all terms."""
+
+    def __init__(self, losses: Any = None, **methods: Any):
+        self.losses = losses or squares
+        vars(self).update(methods)  # such as `count`
+
+    def terms(self, model: Any, batch: Any, team: Any) -> dict[str, Any]:
+        found = self.losses(model, batch)
+        return found if isinstance(found, dict) else {"loss": found}
+
+
+def squares(model: Any, batch: Any) -> Any:
+    return model(batch).square().flatten(1).sum(1)
+
+
+def fit(accelerator: Any, cfg: TrainConfig, model: Any, rows: list, losses: Any = None, **more: Any) -> Any:
     """Train a model on tensors, and return what `accel_ddp.fit` returns. By default, the loss is the square of the outputs."""
     import torch
 
-    options = {"optimizer": accel_ddp.optim.build(model, cfg), "train": accel_ddp.TrainBatches(rows, torch.stack), "count": len}
-    squares = lambda model, batch: model(batch).square().sum()
-    return accel_ddp.fit(accelerator, cfg, model=model, loss_sum=loss_sum or squares, **{**options, **more})
+    options = {
+        "optimizer": accel_ddp.optim.build(model, cfg),
+        "train": accel_ddp.TrainBatches(rows, torch.stack),
+        "task": Task(losses),
+    }
+    return accel_ddp.fit(accelerator, cfg, model=model, **{**options, **more})

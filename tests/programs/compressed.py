@@ -42,11 +42,10 @@ def main(cfg: Config) -> None:
     accel_ddp.fit(
         accelerator,
         cfg,
+        task=base.Task(lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1)),
         model=model,
         optimizer=optimizer,
         train=accel_ddp.TrainBatches(list(zip(inputs, targets)), lambda rows: tuple(map(torch.stack, zip(*rows)))),
-        loss_sum=lambda model, batch: (model(batch[0]) - batch[1]).square().mean(1).sum(),
-        count=lambda batch: len(batch[0]),
         hooks=[hook],
     )
     if accelerator.is_main_process:

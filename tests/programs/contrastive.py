@@ -4,6 +4,7 @@ With --drop, the two passes over a micro-batch must draw the same dropout.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -46,11 +47,12 @@ def main(cfg: Config) -> None:
     collate = lambda some: {name: torch.stack([row[name] for row in some]) for name in ("texts", "keys")}
     sizes = (8, 4) if cfg.cut else ()
     losses = lambda rows, keys: in_batch_losses(rows, keys, 20.0, sizes)
+    cache = accel_ddp.losses.GradCache(lambda model, batch: model(batch["texts"]), lambda batch: batch["keys"], losses)
+    task = SimpleNamespace(terms=cache.terms, prepare=cache.prepare, whole_batch=True)
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        accelerator, cfg, task=task, model=model, optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(rows, collate),
-        loss_sum=accel_ddp.losses.WholeBatch(lambda model, batch: model(batch["texts"]), lambda batch: batch["keys"], losses),
-        count=lambda batch: len(batch["keys"]), hooks=accel_ddp.hooks.standard(accelerator, cfg),
+        hooks=accel_ddp.hooks.standard(accelerator, cfg),
     )  # fmt: skip
 
 

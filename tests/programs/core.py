@@ -54,15 +54,20 @@ def collate(items: list) -> dict[str, torch.Tensor]:
     return {"ids": pad(ids, batch_first=True), "labels": pad(labels, batch_first=True, padding_value=-100)}
 
 
-def loss_sum(model, batch):
-    """Return the loss, the number of right labels, and the mean logit of the class 0 over the tokens with this label."""
-    logits, labels = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten()
-    numbers = {"right": (logits.argmax(-1) == labels).sum(), "logit": (logits[labels == 0, 0].sum(), (labels == 0).sum())}
-    return F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), numbers
+class Task:
+    """Learns the labels of tokens."""
 
+    def count(self, batch):
+        return (batch["labels"] != -100).sum()
 
-def count(batch):
-    return (batch["labels"] != -100).sum()
+    def terms(self, model, batch, team):
+        """Return the loss, the share of right labels, and the mean logit of the class 0 over the tokens with this label."""
+        logits, labels, number = model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), self.count(batch)
+        numbers = {
+            "right": ((logits.argmax(-1) == labels).sum(), number),
+            "logit": (logits[labels == 0, 0].sum(), (labels == 0).sum()),
+        }
+        return {"loss": (F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), number), **numbers}
 
 
 def new_model(dtype: torch.dtype, dropout: float = 0.0, scale: float = 1.0) -> nn.Module:
@@ -75,7 +80,7 @@ def new_model(dtype: torch.dtype, dropout: float = 0.0, scale: float = 1.0) -> n
 
 
 class History(Hook):
-    """The loss, the gradient norm and the numbers of `loss_sum` of each step."""
+    """The loss, the gradient norm and the numbers of `terms` of each step."""
 
     def __init__(self):
         self.losses, self.norms, self.means = [], [], []
@@ -108,14 +113,16 @@ def count_tokens(dataset) -> np.ndarray:
     return np.array([len(ids) for ids, _ in dataset])
 
 
-def train(accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, lengths=None, cost=None, **changes):
+def train(
+    accelerator, cfg, dtype=torch.float64, dropout=0.0, scale=1.0, kind=list, lengths=None, cost=None, task=None, **changes
+):
     """Return the weights after the last step, and the losses and gradient norms of all steps."""
     cfg = dataclasses.replace(cfg, **changes)
     model, history = new_model(dtype, dropout, scale), History()
     data = TrainBatches(kind(rows()), collate, lengths=lengths)
     data.cost = cost or data.cost
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=optim.build(model, cfg), train=data, loss_sum=loss_sum, count=count,
+        accelerator, cfg, task=task or Task(), model=model, optimizer=optim.build(model, cfg), train=data,
         hooks=[history], **({"speedups": None} if cost else {}),
     )  # fmt: skip
     numbers = {"losses": history.losses, "norms": history.norms, "means": history.means, "rows": history.rows}
@@ -137,7 +144,7 @@ def evaluate(accelerator, cfg) -> dict[str, float]:
     """Return accuracy, macro F1 and loss over 101 items. 101 is a prime number, so only 1 rank divides it."""
     items = [(ids, (ids.sum() + i) % 3) for i, (ids, _) in enumerate(rows())]
     torch.manual_seed(3)
-    model = accelerator.prepare(nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 3)).double())
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 3)).double()
 
     def collate_pairs(items):
         ids, labels = zip(*items)
@@ -156,7 +163,8 @@ def evaluate(accelerator, cfg) -> dict[str, float]:
         return {**scores, "loss": rows["loss"].mean(), "items": len(rows["loss"])}
 
     batches = evaluation.EvalBatches(Mixed(items), collate_pairs, 1, accelerator, cfg)
-    return {**evaluation.evaluate(accelerator, model, batches, measure, summarize), "labels": labels}
+    task = base.Task(measure=measure, metrics=summarize)
+    return {**evaluation.evaluate(accelerator, accel_ddp.Terms(model, task), batches), "labels": labels}
 
 
 def main(cfg: Config) -> None:
@@ -197,9 +205,9 @@ def metrics_that_differ_between_ranks(accelerator, cfg):
 
         try:
             ended = accel_ddp.fit(
-                accelerator, dataclasses.replace(cfg, output_dir=f"{cfg.output_dir}_own{is_list}"), model=model,
-                optimizer=optim.build(model, cfg), train=TrainBatches(rows(), collate), loss_sum=loss_sum, count=count,
-                evaluate=measure, hooks=[accel_ddp.hooks.EarlyStopping(cfg)],
+                accelerator, dataclasses.replace(cfg, output_dir=f"{cfg.output_dir}_own{is_list}"), task=Task(), model=model,
+                optimizer=optim.build(model, cfg), train=TrainBatches(rows(), collate), test=measure,
+                hooks=[accel_ddp.hooks.EarlyStopping(cfg)],
             )  # fmt: skip
             found.append((ended.step, ended.metrics))
         except accel_ddp.UserError as error:

@@ -70,7 +70,7 @@ def main(cfg: Config) -> None:
             try:
                 base.fit(
                     accelerator, config, model, rows, train=accel_ddp.TrainBatches(rows, torch.stack, fingerprint), hooks=hooks,
-                    evaluate=evaluate, files={"note.txt": b"of the user"},
+                    test=evaluate, files={"note.txt": b"of the user"},
                 )  # fmt: skip
             except (UserError, accel_ddp.ranks.failures.Stopped) as problem:
                 error = str(problem)

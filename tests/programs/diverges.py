@@ -9,6 +9,7 @@ import os
 import signal
 from dataclasses import dataclass
 
+import base
 import torch
 from torch import nn
 
@@ -94,24 +95,24 @@ def main(cfg: Config) -> None:
     optimizer = accel_ddp.optim.build(model, cfg)
     evaluated: list[int] = []
 
-    def loss_sum(model, batch):
-        loss = (model(batch) - 1).square().sum()
-        loss_sum.calls += torch.is_grad_enabled()  # not in the check before the first step
+    def losses(model, batch):
+        loss = (model(batch) - 1).square().sum(1)
+        losses.calls += torch.is_grad_enabled()  # not in the check before the first step
         micro_batches = cfg.split(accelerator.num_processes)[1]
-        if cfg.how == "backward" and accelerator.is_last_process and loss_sum.calls == (cfg.at + 1) * micro_batches:
+        if cfg.how == "backward" and accelerator.is_last_process and losses.calls == (cfg.at + 1) * micro_batches:
             loss = loss.detach().requires_grad_()
         return loss
 
     def evaluate(model):
         evaluated.append(0)
         if cfg.how == "evaluation":
-            accelerator.unwrap_model(model).body.weight.data /= 2
+            model.body.weight.data /= 2
         return {"progress": float(len(evaluated))}  # each evaluation is the best one
 
-    loss_sum.calls = 0
+    losses.calls = 0
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=optimizer,
-        train=accel_ddp.TrainBatches(list(torch.randn(64, 4)), torch.stack), loss_sum=loss_sum, count=len, evaluate=evaluate,
+        accelerator, cfg, task=base.Task(losses), model=model, optimizer=optimizer,
+        train=accel_ddp.TrainBatches(list(torch.randn(64, 4)), torch.stack), test=evaluate,
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Fault(accelerator, cfg, model, optimizer)],
     )  # fmt: skip
 

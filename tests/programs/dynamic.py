@@ -50,8 +50,8 @@ def main(cfg: Config) -> None:
     torch.manual_seed(0)
     model = Heads(cfg.how).double()
     rows = list(torch.randn(64, 4, dtype=torch.float64))
-    loss_sum = lambda model, batch: (model(batch) - 1).square().sum()
-    base.fit(accelerator, cfg, model, rows, loss_sum, hooks=accel_ddp.hooks.standard(accelerator, cfg))
+    losses = lambda model, batch: (model(batch) - 1).square().sum(1)
+    base.fit(accelerator, cfg, model, rows, losses, hooks=accel_ddp.hooks.standard(accelerator, cfg))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
+
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.hook import Hook
@@ -74,7 +76,7 @@ def main(cfg: Config) -> None:
         model, calls = torch.nn.Linear(4, 1), []
         models.append(weakref.ref(model))
 
-        def loss_sum(model, batch):
+        def losses(model, batch):
             calls.extend([batch] * torch.is_grad_enabled())  # not in the check before the first step
             if len(calls) == 4 and ((cfg.how == "raise" and is_last) or (cfg.how == "stuck disk" and is_main)):
                 raise ValueError("a bug in the user's loss")
@@ -82,13 +84,13 @@ def main(cfg: Config) -> None:
                 raise accel_ddp.UserError("a mistake of the user")
             if len(calls) == 4 and (cfg.how == "all leave" or (cfg.how == "leave" and is_last)):
                 sys.exit(0)
-            return model(batch).square().sum()
+            return model(batch).square().sum(1)
 
         rows = list(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))  # the same on every rank
         return accel_ddp.fit(
-            accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
-            train=accel_ddp.TrainBatches(rows, torch.stack), loss_sum=loss_sum,
-            count=len, evaluate=lambda model: {"loss": 1.0} if is_main else {},
+            accelerator, config, task=base.Task(losses), model=model, optimizer=accel_ddp.optim.build(model, config), hooks=hooks,
+            train=accel_ddp.TrainBatches(rows, torch.stack),
+            test=lambda model: {"loss": 1.0} if is_main else {},
         ).step  # fmt: skip
 
     if cfg.how:

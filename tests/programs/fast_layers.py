@@ -6,6 +6,7 @@ fast_layers.py [quick] [KIND ...]   # quick: without compilation; a KIND may be 
 import json
 import sys
 
+import base
 import torch
 import transformers
 from accelerate import Accelerator
@@ -14,6 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
 from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.terms import Terms
 from accel_ddp.seeds import seed_torch
 from accel_ddp.speed import linear_cross_entropy
 from accel_ddp.speed.attach import attach
@@ -108,6 +110,7 @@ def compute(kind, padding_free, compile_option, dropout, times):
     head = linear_cross_entropy.OutputHead(model)
 
     def loss_sum(model, batch):
+        """Return the summed loss of a batch."""
         where = "position_ids" if kind == "packed" else "attention_mask"
         inputs = {name: batch[name] for name in ("pixel_values", "input_ids", where) if name in batch}
         if kind in ("bart", "t5"):
@@ -122,7 +125,8 @@ def compute(kind, padding_free, compile_option, dropout, times):
 
     cfg = TrainConfig(padding_free=padding_free, compile=compile_option)
     train = TrainBatches(Rows(kind), collate(kind))
-    speed = attach(accelerator, cfg, model, train, loss_sum, total_steps=1)
+    task = base.Task(lambda model, batch: {"loss": (loss_sum(model, batch), 1)}, count=lambda batch: 1)
+    speed = attach(accelerator, cfg, Terms(model, task), train, total_steps=1)
     if kind != "vit" and padding_free != "auto":
         assert (speed.padding_free is not None) == (padding_free == "on"), "the layers compute padding"
     model = accelerator.prepare(model)

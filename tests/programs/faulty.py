@@ -239,30 +239,26 @@ def main(cfg: Config) -> None:
         def on_update(self, numbers, pace):
             faults.step, faults.is_first_batch = numbers.step + 1, True
 
-    def loss_sum(model, batch):
-        injected = faults.inject_if_due()
-        time.sleep(cfg.step_seconds)
-        if injected == "skip":
-            return torch.zeros((), dtype=torch.float64, requires_grad=True) + 0
-        return model(batch).square().sum()
+    class Task(accel_ddp.Task):
+        def terms(self, model, batch, team):
+            injected = faults.inject_if_due()
+            time.sleep(cfg.step_seconds)
+            if injected == "skip":
+                return {"loss": torch.zeros(len(batch), dtype=torch.float64, requires_grad=True) + 0}
+            return {"loss": model(batch).square().squeeze(-1)}
 
-    def measure(model, batch):
-        time.sleep(cfg.eval_seconds / 10)
-        return {"loss": model(batch).square().squeeze(-1)}
-
-    def evaluate(model):
-        batches = accel_ddp.EvalBatches(Items(eval_file), torch.stack, 3, accelerator, cfg)
-        return accel_ddp.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
+        def measure(self, model, batch):
+            time.sleep(cfg.eval_seconds / 10)
+            return {"loss": model(batch).square().squeeze(-1)}
 
     accel_ddp.fit(
         accelerator,
         cfg,
+        task=Task(),
         model=model,
         optimizer=faults.optimizer,
         train=accel_ddp.TrainBatches(Items(data_file), torch.stack),
-        loss_sum=loss_sum,
-        count=len,
-        evaluate=evaluate if cfg.eval_every else None,
+        test=accel_ddp.EvalBatches(Items(eval_file), torch.stack, 3, accelerator, cfg) if cfg.eval_every else None,
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Steps()],
     )
 

@@ -17,8 +17,10 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import accel_ddp
+from accel_ddp.engine.terms import Terms
 from accel_ddp.entry import run
 from accel_ddp.errors import UserError
+from accel_ddp.ranks.team import Team
 from accel_ddp.seeds import generator_states
 from accel_ddp.training import first_step
 
@@ -63,16 +65,16 @@ class Changing:
 
 
 def squares(model, batch):
-    return (model(batch[:, :4]).squeeze(-1) - batch[:, 4]).square().sum()
+    return (model(batch[:, :4]).squeeze(-1) - batch[:, 4]).square()
 
 
 def noisy(model, batch):
-    return (model(batch[:, :4]) + torch.randn(len(batch), 1)).square().sum()
+    return (model(batch[:, :4]) + torch.randn(len(batch), 1)).square()
 
 
 def neighbors(model, batch):
     scores = model(batch[:, :4]) @ batch[:, 4:].T
-    return F.cross_entropy(scores, torch.arange(len(batch)), reduction="sum")
+    return F.cross_entropy(scores, torch.arange(len(batch)), reduction="none")
 
 
 def jittered(rows):
@@ -80,7 +82,11 @@ def jittered(rows):
 
 
 def padded(model, batch):
-    return (model(batch[..., None].expand(-1, -1, 4)) - 1).square().sum()
+    return (model(batch[..., None].expand(-1, -1, 4)) - 1).square().sum((1, 2))
+
+
+def named(rows):
+    return {"x": torch.stack(rows)}
 
 
 def unmasked(rows):
@@ -93,33 +99,35 @@ def main(cfg: base.Config) -> None:
     rows = list(torch.randn(32, 5, generator=torch.Generator().manual_seed(0)))
     texts = [torch.ones(2 + i % 5) for i in range(32)]
 
-    def message(name, loss_sum=squares, model=None, data=rows, collate=torch.stack, options=(), optimize=None, **more):
+    def message(name, losses=squares, model=None, data=rows, collate=torch.stack, options=(), optimize=None, test=None, **more):
         model, out = model or Net(), io.StringIO()
         own = replace(cfg, output_dir=f"{cfg.output_dir}/{name}".replace(" ", "_"), **dict(options))
         build = optimize or (lambda model: accel_ddp.optim.build(model, own))
         try:
             with contextlib.redirect_stdout(out):
                 train = accel_ddp.TrainBatches(data, collate)
-                more = {"count": len, **more}
-                accel_ddp.fit(accelerator, own, model=model, optimizer=build(model), train=train, loss_sum=loss_sum, **more)
+                task = base.Task(losses, **more)
+                accel_ddp.fit(accelerator, own, task=task, model=model, optimizer=build(model), train=train, test=test)
         except UserError as error:
             return str(error)
         return f"no error\n{out.getvalue()}"
 
-    mean = lambda model, batch: squares(model, batch) / len(batch)
+    mean = lambda model, batch: {"loss": (squares(model, batch).mean(), len(batch))}
+    numel = lambda model, batch: {"loss": (padded(model, batch).sum() * 0, batch.numel())}
     ragged = {"data": texts, "collate": unmasked}
-    whole = accel_ddp.losses.WholeBatch(
-        lambda model, batch: model(batch[:, :4]), lambda batch: batch[:, 4], lambda rows, keys: rows.mean()
+    whole = accel_ddp.losses.GradCache(
+        lambda model, batch: model(batch["x"][:, :4]), lambda batch: batch["x"][:, 4], lambda rows, keys: rows.mean()
     )
     found = {
         "sum": message("sum"),
         "mean": message("mean", mean),
         "mean, allowed": message("mean_allowed", mean, options={"allow_inexact": True}),
         "mean of one": message("mean_of_one", mean, options={"micro_batch_size": 1}),
-        "broadcast": message("broadcast", lambda model, batch: (model(batch[:, :4]) - batch[:, 4]).square().sum()),
+        "broadcast": message("broadcast", lambda model, batch: (model(batch[:, :4]) - batch[:, 4]).square()),
+        "hidden broadcast": message("hidden", lambda model, batch: (model(batch[:, :4]) - batch[:, 4]).square().sum(1)),
         "neighbors": message("neighbors", neighbors),
-        "count": message("count", count=lambda batch: 8),
-        "padded count": message("padded_count", lambda model, batch: padded(model, batch) * 0, count=torch.numel, **ragged),
+        "count": message("count", lambda model, batch: {"loss": (squares(model, batch).sum(), 8)}, count=lambda batch: 8),
+        "padded count": message("padded_count", numel, count=torch.numel, **ragged),
         "padding": message("padding", padded, **ragged),
         "noise": message("noise", noisy),
         "noise of collate": message("noise_of_collate", collate=jittered),
@@ -127,24 +135,21 @@ def main(cfg: base.Config) -> None:
         "counter": message("counter", model=Net("counter")),
         "dropout": message("dropout", model=Net("dropout")),
         "generator": message("generator", model=Net("generator")),
-        "whole batch": message("whole_batch", whole),
+        "whole batch": message("whole_batch", lambda model, batch: whole.terms(model, batch, Team()), collate=named, whole_batch=True),
         "optimizer": message("optimizer", optimize=lambda model: torch.optim.SGD(model.head.parameters(), lr=0.1)),
         "unused": message("unused", model=Net("unused")),
     }  # fmt: skip
     if accelerator.num_processes > 1:
         shifted = [row + is_last * (i == 31) for i, row in enumerate(rows)]
-        frozen, held = Net(), Net()
+        frozen = Net()
         frozen.head.bias.requires_grad_(not is_last)
         evaluated = accel_ddp.EvalBatches(rows[: 20 - 4 * is_last], torch.stack, 4, accelerator, cfg)
-        measure = lambda model, batch: {"loss": model(batch[:, :4]).squeeze(-1)}
-        evaluate = lambda model: accel_ddp.evaluate(accelerator, model, evaluated, measure, lambda rows: {"loss": 0.0})
         found |= {
             "length": message("length", data=rows[: 32 - 2 * is_last]),
             "content": message("content", data=shifted),
             "frozen": message("frozen", model=frozen),
             "shape": message("shape", model=Net(width=4 + is_last)),
-            "evaluation": message("evaluation", evaluate=evaluate),
-            "unwrapped": message("unwrapped", lambda model, batch: squares(held, batch), model=held),
+            "evaluation": message("evaluation", test=evaluated),
         }
     found["undisturbed"] = undisturbed(accelerator, cfg, rows)
     Path(f"{cfg.out}.{accelerator.process_index}").write_text(json.dumps(found))
@@ -155,7 +160,7 @@ def undisturbed(accelerator, cfg, rows) -> bool:
     model = Net()
     model.layers.eval()
     model.head.weight.grad = torch.ones(1, 4)
-    trial = first_step.Trial(accelerator, cfg, model, accel_ddp.TrainBatches(rows, torch.stack), squares, len)
+    trial = first_step.Trial(accelerator, cfg, Terms(model, base.Task(squares)), accel_ddp.TrainBatches(rows, torch.stack))
     state = lambda: (
         generator_states(),
         model.mean.tolist(),

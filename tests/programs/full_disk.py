@@ -54,7 +54,7 @@ def main(cfg: Config) -> None:
         hook.on_evaluate = lambda step, metrics: evaluated(output.getvalue) if step else None
         evaluate = (lambda model: {"loss": 1.0}) if options else None
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            outcome = base.fit(accelerator, config, model, list(torch.randn(40, 500)), hooks=hooks, evaluate=evaluate)
+            outcome = base.fit(accelerator, config, model, list(torch.randn(40, 500)), hooks=hooks, test=evaluate)
         problems = {path.name: checkpoint_format.find_problem(path) for path in checkpoint_format.list_checkpoints(folder)}
         partial = sorted(path.name for path in folder.iterdir() if path.name.startswith(".step"))
         return {"said": output.getvalue(), "whole": problems, "left": partial, "unsaved": outcome.unsaved}

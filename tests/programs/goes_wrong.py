@@ -7,6 +7,8 @@ import sys
 import time
 from dataclasses import dataclass
 
+import base
+
 import accel_ddp
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig
@@ -26,8 +28,8 @@ def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
     model = torch.nn.Linear(4, 1)
 
-    def loss_sum(model, batch):
-        loss = model(batch).square().sum()
+    def losses(model, batch):
+        loss = model(batch).square().sum(1)
         # Not in the checks before the first step, and not in the pass that settles the buckets of DDP.
         is_fifth = torch.is_grad_enabled() and phases.HERE.step == 4
         if is_fifth and accelerator.process_index == accelerator.num_processes - 1:
@@ -49,11 +51,10 @@ def main(cfg: Config) -> None:
     accel_ddp.fit(
         accelerator,
         cfg,
+        task=base.Task(losses),
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(list(torch.randn(64, 4)), torch.stack),
-        loss_sum=loss_sum,
-        count=len,
         hooks=accel_ddp.hooks.standard(accelerator, cfg),
     )
 

@@ -16,6 +16,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
+
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
@@ -49,11 +51,10 @@ def train(cfg: Config) -> None:
     accel_ddp.fit(
         accelerator,
         cfg,
+        task=base.Task(),
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(list(torch.randn(50, 64, generator=torch.Generator().manual_seed(1))), torch.stack),
-        loss_sum=lambda model, batch: model(batch).square().sum(),
-        count=len,
         hooks=[hook],
     )
 

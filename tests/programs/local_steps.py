@@ -48,7 +48,8 @@ def by_hand(cfg) -> dict[str, torch.Tensor]:
         for worker, (model, optimizer) in enumerate(zip(models, inner)):
             first = step * cfg.global_batch_size + worker * share
             batch = core.collate([items[place] for place in order[first : first + share]])
-            (core.loss_sum(model, batch)[0] / core.count(batch)).backward()
+            loss, count = core.Task().terms(model, batch, None)["loss"]
+            (loss / count).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -61,12 +62,13 @@ def by_hand(cfg) -> dict[str, torch.Tensor]:
     return whole.state_dict()
 
 
-def loss_with_a_bad_item(model, batch, loss_sum=core.loss_sum):
-    """Return a loss that is NaN if the batch has the item 7, which is seen once per epoch, and so by one worker of a step."""
-    loss, numbers = loss_sum(model, batch)
-    bad = core.rows()[7][0]
-    has_bad = any(len(row) >= len(bad) and torch.equal(row[: len(bad)], bad) for row in batch["ids"])
-    return loss * (float("nan") if has_bad else 1), numbers
+class BadItem(core.Task):
+    """A loss that is NaN if the batch has the item 7, which is seen once per epoch, and so by one worker of a step."""
+
+    def terms(self, model, batch, team):
+        found, bad = super().terms(model, batch, team), core.rows()[7][0]
+        has_bad = any(len(row) >= len(bad) and torch.equal(row[: len(bad)], bad) for row in batch["ids"])
+        return found | {"loss": (found["loss"][0] * (float("nan") if has_bad else 1), found["loss"][1])}
 
 
 def main(cfg: Config) -> None:
@@ -81,8 +83,7 @@ def main(cfg: Config) -> None:
     results["more workers"] = train(accelerator, cfg, "more", **common, **more)
     if cfg.saved:
         results["continued"] = train(accelerator, cfg, "continued", **common, resume=f"{cfg.saved}_resumed/step_00000006")
-    core.loss_sum = loss_with_a_bad_item
-    results["skipped"] = train(accelerator, cfg, "skipped", on_nonfinite="skip", steps=7)
+    results["skipped"] = train(accelerator, cfg, "skipped", task=BadItem(), on_nonfinite="skip", steps=7)
     if accelerator.is_main_process:
         torch.save(results, cfg.out)
 

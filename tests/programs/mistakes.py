@@ -18,13 +18,20 @@ from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 
 
+class Returned(base.Task):
+    """Returns what its function returns."""
+
+    def terms(self, model, batch, team):
+        return self.losses(model, batch)
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         yield torch.zeros(4)
 
 
 def squares(model, batch):
-    return model(batch).square().sum()
+    return model(batch).square().sum(1)
 
 
 def main(cfg: base.Config) -> None:
@@ -35,20 +42,24 @@ def main(cfg: base.Config) -> None:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
 
-    def message(name, loss_sum=squares, **more):
-        model = more.pop("model", None) or new_model()
+    def message(name, losses=squares, count=len, **more):
+        model, task = more.pop("model", None) or new_model(), more.pop("task", None) or base.Task(losses, count=count)
         try:
-            base.fit(accelerator, replace(cfg, output_dir=f"{cfg.output_dir}/{name}"), model, rows, loss_sum, **more)
+            base.fit(accelerator, replace(cfg, output_dir=f"{cfg.output_dir}/{name}"), model, rows, task=task, **more)
         except UserError as error:
             return str(error)
         return "no error"
+
+    def counted(each):
+        count = lambda batch: each * len(batch)
+        return lambda model, batch: {"loss": (squares(model, batch).sum(), count(batch))}, count
 
     def steps_scheduler(model, batch):
         scheduler.step()
         return squares(model, batch)
 
     def calls_backward(model, batch):
-        squares(model, batch).backward()
+        squares(model, batch).sum().backward()
         return squares(model, batch)
 
     def freezes(model, batch):
@@ -68,13 +79,14 @@ def main(cfg: base.Config) -> None:
         "scheduler": message("scheduler", steps_scheduler, model=scheduled, optimizer=own),
         "backward": message("backward", calls_backward),
         "frozen": message("frozen", freezes, model=frozen),
-        "vector": message("vector", lambda model, batch: model(batch).square()),
-        "float": message("float", lambda model, batch: squares(model, batch).item()),
+        "sum": message("sum", lambda model, batch: squares(model, batch).sum()),
+        "tensor": message("tensor", task=Returned(lambda model, batch: squares(model, batch))),
+        "float": message("float", lambda model, batch: squares(model, batch).sum().item()),
         "no_grad": message("no_grad", without_gradient),
-        "no items": message("no_items", count=lambda batch: 0),
-        "no items on the device": message("no_items_on_device", count=lambda batch: torch.zeros(())),
+        "no items": message("no_items", *counted(0)),
+        "no items on the device": message("no_items_on_device", *counted(torch.zeros(()))),
         "LBFGS": message("lbfgs", model=closure, optimizer=torch.optim.LBFGS(closure.parameters())),
-        "weights": message("weights", count=lambda batch: 0.01 * len(batch)),
+        "weights": message("weights", *counted(0.01)),
     }
     try:
         accel_ddp.TrainBatches(Endless(), torch.stack)

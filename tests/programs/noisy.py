@@ -76,21 +76,20 @@ def main(cfg: Config) -> None:
     logging.getLogger("early").addHandler(early)
     items = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 
-    def loss_sum(model, batch):
-        time.sleep(cfg.step_seconds)
-        return model(batch).square().sum()
+    class Task(accel_ddp.Task):
+        def terms(self, model, batch, team):
+            time.sleep(cfg.step_seconds)
+            return {"loss": model(batch).square().squeeze(1)}
 
-    def measure(model, batch):
-        time.sleep(0.3)
-        return {"error": model(batch).square().squeeze(1)}
+        def measure(self, model, batch):
+            time.sleep(0.3)
+            return {"error": model(batch).square().squeeze(1)}
 
     model = nn.Linear(4, 1)
     batches = accel_ddp.EvalBatches(items, torch.stack, 8, accelerator, cfg)
-    summarize = lambda rows: {"error": float(rows["error"].mean())}
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
-        train=accel_ddp.TrainBatches(items, torch.stack), loss_sum=loss_sum, count=len,
-        evaluate=lambda model: accel_ddp.evaluate(accelerator, model, batches, measure, summarize),
+        accelerator, cfg, task=Task(), model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(items, torch.stack), test=batches,
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Noise(cfg, accelerator)],
     )  # fmt: skip
     accelerator.print("trained")

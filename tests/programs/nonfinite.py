@@ -42,24 +42,23 @@ class Rough(torch.optim.Optimizer):
                 p -= group["lr"] / state["step"] * (state["average"] + 0.1 * p)
 
 
-class Loss:
-    """The summed loss of a micro-batch. It counts steps and not calls, because the first update on several ranks has one more call."""
+class Task:
+    """It counts steps and not calls, because the first update on several ranks has one more call."""
 
     def __init__(self, accelerator, bad):
         self.is_last, self.bad, self.steps = accelerator.is_last_process, bad, 0
 
-    def for_step(self, *_):
-        self.steps += 1
-        return self
+    def prepare(self, *_):
+        self.steps += torch.is_grad_enabled()  # not in the check before the first step
 
-    def __call__(self, model, batch):
+    def terms(self, model, batch, team):
         kind = self.bad.get(self.steps - 1) if self.is_last else None
-        loss = model(batch * float("nan") if kind == "data" else batch).square().sum()
+        loss = model(batch * float("nan") if kind == "data" else batch).square().sum(1)
         if kind == "constant":
             loss = loss + float("inf")  # its gradient is finite
         if kind == "gradient":
             loss = loss + (loss * 0).sqrt()  # is finite, and its gradient is not
-        return loss
+        return {"loss": loss}
 
 
 def new_model(has_norm: bool, dtype: torch.dtype) -> nn.Module:
@@ -92,15 +91,15 @@ def both_ways(accelerator, cfg, name, has_norm=True, dtype=torch.float64, bad=BA
     optimizer = new_optimizer(model, cfg, name)
     try:
         accel_ddp.fit(
-            accelerator, cfg, model=model, optimizer=optimizer, train=data, loss_sum=Loss(accelerator, bad), count=len, speedups=None
+            accelerator, cfg, task=Task(accelerator, bad), model=model, optimizer=optimizer, train=data, speedups=None
         )  # fmt: skip
     except accel_ddp.UserError as raised:
         error = str(raised)
     found = {"fit": state_of(model, optimizer), "error": error}
 
     model = new_model(has_norm, dtype)
-    prepared, optimizer = accelerator.prepare(model, new_optimizer(model, cfg, name))
-    updates, loss_sum = data.starting_at(0, accelerator, cfg), Loss(accelerator, {})
+    prepared, optimizer = accel_ddp.prepare(accelerator, cfg, Task(accelerator, {}), model, new_optimizer(model, cfg, name))
+    updates = data.starting_at(0, accelerator, cfg)
     last = min(bad) if cfg.on_nonfinite == "stop" else cfg.steps
     prepared.train()
     for step in range(last):
@@ -108,7 +107,7 @@ def both_ways(accelerator, cfg, name, has_norm=True, dtype=torch.float64, bad=BA
         if step not in bad:
             optim.set_lr(optimizer, optim.lr_at(step, cfg, cfg.steps))
             seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-            accel_ddp.train_step(accelerator, cfg, prepared, optimizer, batches, loss_sum, len, seed)
+            accel_ddp.train_step(accelerator, cfg, prepared, optimizer, batches, seed)
     found["loop"] = state_of(model, optimizer)
     return found
 
@@ -117,9 +116,9 @@ def main(cfg: Config) -> None:
     accelerator = accel_ddp.start(cfg)
     if cfg.bad_from >= 0:
         bad = dict.fromkeys(range(cfg.bad_from, cfg.steps), "constant")
-        model, loss_sum = new_model(False, torch.float64), Loss(accelerator, bad)
-        loss_sum.steps = cfg.stop_after if cfg.resume else 0
-        base.fit(accelerator, cfg, model, list(torch.ones(64, 8, dtype=torch.float64)), loss_sum, speedups=None)
+        model, task = new_model(False, torch.float64), Task(accelerator, bad)
+        task.steps = cfg.stop_after if cfg.resume else 0
+        base.fit(accelerator, cfg, model, list(torch.ones(64, 8, dtype=torch.float64)), task=task, speedups=None)
         return
     results = {}
     for name in ("adamw", "sgd", "not fused", "own"):

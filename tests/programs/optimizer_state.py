@@ -163,7 +163,7 @@ def train(accelerator, cfg, kind, options=None, rows=48, **changes) -> dict:
     optimizer, weights = build(kind, model, cfg, **(options or {})), Weights(model)
     data = torch.randn(rows, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     evaluate = lambda _: {"sum": sum(float(full(p.detach()).sum()) for p in model.parameters())}
-    ended = base.fit(accelerator, cfg, model, list(data), optimizer=optimizer, evaluate=evaluate, hooks=[weights], speedups=None)
+    ended = base.fit(accelerator, cfg, model, list(data), optimizer=optimizer, test=evaluate, hooks=[weights], speedups=None)
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
     return {
         "steps": weights.found, "model": {name: full(p.detach()).clone() for name, p in model.named_parameters()},

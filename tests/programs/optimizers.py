@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -89,8 +90,8 @@ def rows() -> TrainBatches:
     return TrainBatches(list(ids), torch.stack)
 
 
-def loss_sum(model, ids):
-    loss = F.cross_entropy(model(ids).flatten(0, 1).double(), (ids * 7 % 39).flatten(), reduction="sum")
+def losses(model, ids):
+    loss = F.cross_entropy(model(ids).flatten(0, 1).double(), (ids * 7 % 39).flatten(), reduction="none").view(ids.shape).sum(1)
     return loss * (math.inf if (ids == 39).any() else 1.0)
 
 
@@ -106,8 +107,8 @@ def train(accelerator, cfg, name, **changes) -> dict:
     optimizer, history = optim.build(model, cfg), History(model, cfg.ema_decay)
     evaluate = lambda _: {"sum": sum(float(p.detach().sum()) for p in model.parameters())}
     ended = accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=optimizer, train=rows(), loss_sum=loss_sum, count=len,
-        evaluate=evaluate, hooks=[history], speedups=None,
+        accelerator, cfg, task=base.Task(losses), model=model, optimizer=optimizer, train=rows(), test=evaluate,
+        hooks=[history], speedups=None,
     )  # fmt: skip
     broadcast_object(None)  # all ranks wait until the main rank has written the checkpoint
     last = Path(cfg.output_dir) / "step_00000006"
@@ -127,12 +128,12 @@ def train_sharded(accelerator, cfg, name) -> dict:
     cfg = dataclasses.replace(cfg, optimizer=name)
     links.sharding = ShardingPlan()
     model = new_model(name)
-    prepared, optimizer = accel_ddp.prepare(accelerator, cfg, model, optim.build(model, cfg))
+    prepared, optimizer = accel_ddp.prepare(accelerator, cfg, base.Task(losses), model, optim.build(model, cfg))
     ema, updates = accel_ddp.ema.Ema(model, cfg.ema_decay), rows().starting_at(0, accelerator, cfg)
     for step in range(cfg.steps):
         optim.set_lr(optimizer, optim.lr_at(step, cfg, cfg.steps))
         seed = accel_ddp.seeds.mixed(cfg.seed, "step", step)
-        stats = accel_ddp.train_step(accelerator, cfg, prepared, optimizer, next(updates), loss_sum, len, seed)
+        stats = accel_ddp.train_step(accelerator, cfg, prepared, optimizer, next(updates), seed)
         ema.update(step + 1, stats)
     with ema.applied():
         averages = {name: full(p.detach()).clone() for name, p in model.named_parameters()}

@@ -6,6 +6,8 @@ program gives the Accelerator a scaler of torch.
 
 from dataclasses import dataclass
 
+import base
+
 import accel_ddp
 from accel_ddp.config.options import option
 from accel_ddp.config.train_config import TrainConfig
@@ -26,9 +28,9 @@ def main(cfg: Config) -> None:
         accelerator.state._mixed_precision = "fp16"
     model, calls = torch.nn.Linear(8, 8), []
 
-    def loss_sum(model, batch):
+    def losses(model, batch):
         calls.extend([batch] * torch.is_grad_enabled())  # not in the check before the first step
-        loss = 100 * model(batch).square().sum()
+        loss = 100 * model(batch).square().sum(1)
         if 0 <= cfg.finite_steps < len(calls):
             loss = loss + (model(batch).float().sum() * 0).abs().sqrt()  # the square root of 0 has no finite gradient
         return loss
@@ -36,11 +38,10 @@ def main(cfg: Config) -> None:
     accel_ddp.fit(
         accelerator,
         cfg,
+        task=base.Task(losses),
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(list(torch.randn(64, 8)), torch.stack),
-        loss_sum=loss_sum,
-        count=len,
     )
     if accelerator.is_main_process:
         print("weights are finite" if all(p.isfinite().all() for p in model.parameters()) else "weights are not finite")

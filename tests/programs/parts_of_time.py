@@ -8,6 +8,9 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+
+import base
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
@@ -27,11 +30,10 @@ class Config(TrainConfig):
 def main(cfg: Config) -> None:
     import torch
     from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
     from torch.utils.checkpoint import checkpoint
 
     from accel_ddp import phases
-    from accel_ddp.engine.losses import WholeBatch
+    from accel_ddp.engine.losses import GradCache
     from accel_ddp.engine.step import train_step
     from accel_ddp.engine.step_times import measure_steps, sync_at_broadcast
 
@@ -62,39 +64,39 @@ def main(cfg: Config) -> None:
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False) if self.recomputes else self.inner(x)
 
-    loss_sum = lambda model, batch: model(batch).square().sum()
-    whole = WholeBatch(
-        lambda model, batch: model(batch), lambda batch: torch.arange(len(batch)), lambda rows, keys: rows.square().sum(-1)
-    )
+    squares = lambda rows, keys: rows.square().sum(-1)
+    cache = GradCache(lambda model, batch: model(batch["x"]), lambda batch: torch.arange(len(batch["x"])), squares)
+    plain, whole = base.Task(), SimpleNamespace(terms=cache.terms, prepare=cache.prepare, whole_batch=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    # name: micro-batches, loss, unused parameter, gradient checkpointing, scaler
+    # name: micro-batches, task, unused parameter, gradient checkpointing, scaler
     cases = {
-        "plain": (1, loss_sum, False, False, None),
-        "accumulation": (3, loss_sum, False, False, None),
+        "plain": (1, plain, False, False, None),
+        "accumulation": (3, plain, False, False, None),
         "whole batch": (1, whole, False, False, None),
         "whole batch in parts": (2, whole, False, False, None),
-        "unused": (2, loss_sum, True, False, None),
-        "checkpointing": (2, loss_sum, False, True, None),
-        "scaler": (2, loss_sum, False, False, scaler),
+        "unused": (2, plain, True, False, None),
+        "checkpointing": (2, plain, False, True, None),
+        "scaler": (2, plain, False, False, scaler),
     }
     measured = {}
-    for name, (count, loss, has_unused, recomputes, scaler) in cases.items():
+    for name, (count, task, has_unused, recomputes, scaler) in cases.items():
         model = Model(has_unused, recomputes)
-        if accelerator.num_processes > 1:
-            model = DistributedDataParallel(model, find_unused_parameters=has_unused)
         optimizer = torch.optim.SGD(model.parameters(), 1e-6)
         optimizer.register_step_pre_hook(lambda *_: time.sleep(OPTIMIZER))
         accelerator.scaler = scaler
         if scaler:  # Accelerate does the same with fp16, which it uses on GPUs only
             accelerator.unscale_gradients = scaler.unscale_
-        sync_at_broadcast(model)
+        accelerator.ddp_handler.find_unused_parameters = has_unused
+        terms, _ = accel_ddp.prepare(accelerator, cfg, task, model, optimizer)
+        sync_at_broadcast(terms)
         rows, times = [], measure_steps(accelerator.device)
         with phases.HERE.listening(times):
             for step in range(STEPS + 1):
                 with phases.phase(phases.DATA):
                     time.sleep(DATA)
                     batches = [torch.ones(2, 8, requires_grad=True) for _ in range(count)]
-                train_step(accelerator, cfg, model, optimizer, batches, loss, len)
+                    batches = [{"x": batch} for batch in batches] if task is whole else batches
+                train_step(accelerator, cfg, terms, optimizer, batches)
                 rows.append((time.perf_counter(), times.end_step(step + 1)[1:], time.perf_counter()))
         # of each step: the least and the most that its wall time can be, and its parts
         measured[name] = [

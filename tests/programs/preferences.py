@@ -42,11 +42,11 @@ def train(accelerator, cfg, steps, **changes) -> dict:
     """Return the weights, the numbers of each step, and the metrics."""
     cfg = dataclasses.replace(cfg, steps=steps, **changes)
     task, history = dpo.Task(cfg, accelerator), History()
-    outcome = accel_ddp.fit(
-        accelerator, cfg, model=task.model, optimizer=accel_ddp.optim.build(task.model, cfg), train=task.train,
-        loss_sum=task.loss_sum, count=task.count, evaluate=task.evaluate, hooks=[history],
-    )  # fmt: skip
-    trained = {name: shards.full(p.detach()).clone() for name, p in task.model.named_parameters() if p.requires_grad}
+    model = accel_ddp.load_model(task)
+    train, test = task.batches()
+    parts = {"task": task, "model": model, "optimizer": accel_ddp.optim.build(model, cfg), "train": train, "test": test}
+    outcome = accel_ddp.fit(accelerator, cfg, **parts, hooks=[history])
+    trained = {name: shards.full(p.detach()).clone() for name, p in model.named_parameters() if p.requires_grad}
     return {"weights": trained, "numbers": history.numbers, "metrics": outcome.metrics}
 
 

@@ -7,6 +7,7 @@ import resource
 import time
 from dataclasses import dataclass
 
+import base
 import torch
 from torch import nn
 
@@ -74,10 +75,10 @@ def main(cfg: Config) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(cfg.width, cfg.width) for _ in range(cfg.layers)]
         model = nn.Sequential(*layers, nn.Dropout(0.1))
+        losses = lambda model, batch: model(batch.repeat(1, cfg.rows, 1)).square().mean(dim=(1, 2))
         accel_ddp.fit(
-            accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config),
-            train=accel_ddp.TrainBatches(rows, torch.stack), count=len,
-            loss_sum=lambda model, batch: model(batch.repeat(1, cfg.rows, 1)).square().mean(dim=(1, 2)).sum(),
+            accelerator, config, task=base.Task(losses), model=model, optimizer=accel_ddp.optim.build(model, config),
+            train=accel_ddp.TrainBatches(rows, torch.stack),
             hooks=[*accel_ddp.hooks.standard(accelerator, config), *hooks],
         )  # fmt: skip
         found.setdefault(name, {key: value.double().sum().item().hex() for key, value in model.state_dict().items()})

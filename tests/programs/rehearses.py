@@ -1,20 +1,22 @@
 """Check that DDP with a static graph still synchronises gradients after a rehearsal. Each rank prints the result."""
 
+import base
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp.engine.rehearsal import rehearse
+from accel_ddp.engine.terms import Terms
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-ddp = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-loss_sum = lambda model, batch: model(batch).pow(2).sum()
-rehearse(ddp.module, torch.ones(3, 4), loss_sum)
+terms = Terms(model, base.Task())
+ddp = DistributedDataParallel(terms, static_graph=True, gradient_as_bucket_view=True)
+rehearse(terms, torch.ones(3, 4))
 assert all(p.grad is None for p in model.parameters())
 for _ in range(4):
-    loss_sum(ddp, torch.full((3, 4), 1.0 + dist.get_rank())).backward()
+    ddp(torch.full((3, 4), 1.0 + dist.get_rank()))["loss"].sum().backward()
     mine = torch.cat([p.grad.flatten() for p in model.parameters()])
     others = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(others, mine)

@@ -13,6 +13,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
+
 import accel_ddp
 from accel_ddp.config.options import option
 from accel_ddp.config.train_config import TrainConfig
@@ -90,9 +92,8 @@ def main(cfg: Config) -> None:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
                 outcome = accel_ddp.fit(
-                    accelerator, config, model=model, optimizer=accel_ddp.optim.build(model, config), count=len, hooks=[hook],
+                    accelerator, config, task=base.Task(), model=model, optimizer=accel_ddp.optim.build(model, config), hooks=[hook],
                     train=accel_ddp.TrainBatches(rows, torch.stack, "f"), files={"note.txt": b"of the user"},
-                    loss_sum=lambda model, batch: model(batch).square().sum(),
                 )  # fmt: skip
                 unsaved = outcome.unsaved
             except UserError as problem:

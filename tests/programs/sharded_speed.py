@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import sharded_branches  # in this folder
+import base  # in this folder
+import sharded_branches
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -18,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
-from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.engine.rehearsal import rehearse
 from accel_ddp.engine.step import train_step
+from accel_ddp.engine.terms import Terms
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
@@ -150,38 +151,40 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
         sharding.shard(model, case.plan, *sharding_options(accelerator, cfg))
     head = linear_cross_entropy.OutputHead(model)
 
-    def loss_sum(model, batch):
+    def compute(model, batch):
         given = model, inputs_of(batch), losses.next_tokens(batch["labels"]), batch
-        return -head.row_logps(*given).sum() if case.of_rows else head.loss_sum(*given)
+        return {"loss": (-head.row_logps(*given).sum() if case.of_rows else head.loss_sum(*given), count(batch))}
+
+    task = base.Task(compute, count=count)
+    alone = Terms(model, task)
 
     optimizer = optim.build(model, cfg)
-    speed = accel_ddp.attach(accelerator, cfg, model, train, loss_sum, STEPS)
+    speed = accel_ddp.attach(accelerator, cfg, alone, train, STEPS)
     facts["padding-free"] = speed.padding_free is not None
     facts["flops"] = speed._flops.count(100, 1000, 50, 4)
     if case.compiled:
         # Inductor needs a compiler, and minutes. The graph breaks and the guards are those of the other backend too.
         layers = speed.padding_free
         layers.calls = [torch.compile(call, dynamic=True, backend="aot_eager", fullgraph=True) for call in layers.calls]
-    model, optimizer = prepare(accelerator, cfg, model, optimizer)
+    terms, optimizer = prepare(accelerator, cfg, task, model, optimizer)
     if case.broken_compiler:
         facts["warm-up"] = warm_up_with_broken_compiler(speed)
     model.train()
     sample = train.batch_of(indices(0, this_rank.rank, 0), accelerator, cfg)
     if case.plan:
-        rehearse(model, sample, loss_sum)
-        with torch.no_grad(), CurrentBatch(sample):  # an evaluation
-            facts["loss"] = float(loss_sum(model, sample))
-        facts["failed"] = fails(model, sample, loss_sum)
+        rehearse(alone, sample)
+        with torch.no_grad():  # an evaluation
+            facts["loss"] = float(alone(sample)["loss"][0])
+        facts["failed"] = fails(alone, sample)
         sharding.reshard(model)
         facts["is sharded"] = all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for step in range(STEPS):
         own = [train.batch_of(indices(step, this_rank.rank, number), accelerator, cfg) for number in range(MICRO_BATCHES)]
         with collectives_counted() as facts["sent"]:
-            stats = train_step(accelerator, cfg, model, optimizer, own, loss_sum, count, seed=step)
+            stats = train_step(accelerator, cfg, terms, optimizer, own, seed=step)
     facts["grad norm"] = float(stats.grad_norm)
     sharding.reshard(model)
-    module = accelerator.unwrap_model(model)
-    return {name: full(p.detach()) for name, p in module.named_parameters() if p.requires_grad}, facts
+    return {name: full(p.detach()) for name, p in model.named_parameters() if p.requires_grad}, facts
 
 
 @contextlib.contextmanager
@@ -223,15 +226,14 @@ def warm_up_with_broken_compiler(speed) -> list[bool]:
     return gather_everywhere(speed.describe()["compiled"])
 
 
-def fails(model, batch, loss_sum) -> bool:
+def fails(terms, batch) -> bool:
     """Let a forward pass raise an error in its second layer, and make the model usable again. Return whether it did."""
-    layer = next(module for module in model.modules() if isinstance(module, nn.ModuleList))[1]
+    layer = next(module for module in terms.modules() if isinstance(module, nn.ModuleList))[1]
     hook = layer.mlp.register_forward_pre_hook(lambda *_: 1 / 0)
     try:
-        with CurrentBatch(batch):
-            loss_sum(model, batch)
+        terms(batch)
     except ZeroDivisionError:
-        sharding.recover(model)
+        sharding.recover(terms.model)
         return True
     finally:
         hook.remove()

@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+import base
+
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
@@ -22,10 +24,8 @@ def main(cfg: Config) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
 
     accelerator = accel_ddp.start(cfg)
-    prepare = accelerator.prepare
 
     def delayed(state, bucket):
         """Average a bucket. The future is complete `link_seconds` later. Meanwhile the rank can compute."""
@@ -37,26 +37,20 @@ def main(cfg: Config) -> None:
 
         return future.then(wait)
 
-    def prepare_with_hook(*objects):
-        prepared = prepare(*objects)
-        model = prepared[0] if isinstance(prepared, tuple) else prepared
-        if isinstance(model, DistributedDataParallel) and accelerator.num_processes > 1:
-            model.register_comm_hook(None, delayed)
-        return prepared
+    if accelerator.ddp_handler:
+        accelerator.ddp_handler.register_comm_hook = lambda wrapped: wrapped.register_comm_hook(None, delayed)
 
-    accelerator.prepare = prepare_with_hook
-
-    def loss_sum(model, batch):
+    def losses(model, batch):
         if cfg.most_items and len(batch) > cfg.most_items:
             raise torch.cuda.OutOfMemoryError(f"CUDA out of memory. Tried to allocate a batch of {len(batch)} items.")
         time.sleep(cfg.item_seconds * len(batch))
-        return model(batch).square().sum()
+        return model(batch).square().sum(1)
 
     model = nn.Linear(8, 1)
     data = torch.utils.data.TensorDataset(torch.randn(cfg.rows, 8, generator=torch.Generator().manual_seed(0)))
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
-        train=accel_ddp.TrainBatches(data, lambda rows: torch.stack([row[0] for row in rows])), loss_sum=loss_sum, count=len,
+        accelerator, cfg, task=base.Task(losses), model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(data, lambda rows: torch.stack([row[0] for row in rows])),
         hooks=accel_ddp.hooks.standard(accelerator, cfg),
     )  # fmt: skip
 

@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import base
+
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.entry import run
@@ -78,16 +80,16 @@ def main(cfg: Config) -> None:
     layers = [nn.Linear(cfg.width, cfg.width), *([nn.BatchNorm1d(cfg.width)] if cfg.batch_norm else [])]
     model = nn.Sequential(*layers, nn.Linear(cfg.width, cfg.width))
 
-    def loss_sum(model, batch):
+    def losses(model, batch):
         delay("loss")
         time.sleep(cfg.pause)
         if cfg.slow == "items":
             time.sleep(cfg.seconds * len(batch) * (3 if accelerator.is_last_process else 1))
-        return model(Delayed.apply(batch.clone().requires_grad_())).square().sum()
+        return model(Delayed.apply(batch.clone().requires_grad_())).square().sum(1)
 
     accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
-        train=accel_ddp.TrainBatches(Items(), torch.stack), loss_sum=loss_sum, count=len,
+        accelerator, cfg, task=base.Task(losses), model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(Items(), torch.stack),
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Slow()],
     )  # fmt: skip
     if slept:

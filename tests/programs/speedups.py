@@ -51,14 +51,11 @@ def train(accelerator, cfg: Config, name: str, speedups=None) -> dict:
         lambda module, inputs, output: positions.append(output.shape[:-1].numel())
     )
     batches = accel_ddp.EvalBatches(rows(), collate, 4, accelerator, cfg)
-    measure = lambda model, batch: {"right": logits(model, batch).argmax(-1) == batch["labels"]}
+    losses = lambda model, batch: accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"], "none")
+    measure = lambda model, batch: {"accuracy": logits(model, batch).argmax(-1) == batch["labels"]}
     outcome = accel_ddp.fit(
-        accelerator, cfg, model=model, optimizer=accel_ddp.optim.build(model, cfg),
-        train=accel_ddp.TrainBatches(rows(), collate), count=lambda batch: len(batch["labels"]), speedups=speedups,
-        loss_sum=lambda model, batch: accel_ddp.losses.cross_entropy(logits(model, batch), batch["labels"]),
-        evaluate=lambda model: accel_ddp.evaluate(
-            accelerator, model, batches, measure, lambda rows: {"accuracy": float(rows["right"].mean())}
-        ),
+        accelerator, cfg, task=base.Task(losses, measure=measure), model=model, optimizer=accel_ddp.optim.build(model, cfg),
+        train=accel_ddp.TrainBatches(rows(), collate), test=batches, speedups=speedups,
     )  # fmt: skip
     return {"before": before, "weights": model.state_dict(), "positions": positions, "accuracy": outcome.metrics["accuracy"]}
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import base
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset, default_collate
@@ -53,13 +54,11 @@ def main(cfg: Config):
     return accel_ddp.fit(
         accelerator,
         cfg,
+        task=base.Task(lambda model, batch: (model(batch[0]) - batch[1]).square().squeeze(1), tables=tables),
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(data, default_collate),
-        loss_sum=lambda model, batch: (model(batch[0]) - batch[1]).square().sum(),
-        count=lambda batch: len(batch[0]),
-        evaluate=evaluate,
-        tables=tables,
+        test=evaluate,
         hooks=[FailingHook(), *hooks, LastHook()],
     )
 

@@ -67,22 +67,28 @@ def main(cfg: Config) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, cfg.width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(cfg.width, 1)).double()
 
-    def loss_sum(model, batch):
-        time.sleep(cfg.step_seconds)
-        loss = model(batch).square() * (1e3 if cfg.wrong == "count" else 1)  # gradients that are always clipped
-        return loss.mean() if cfg.wrong == "mean" else loss.sum()
+    class Task(accel_ddp.Task):
+        began = False  # an evaluation
 
-    def measure(model, batch):
-        if not measure.began:
-            measure.began = True
-            accelerator.print("evaluating", flush=True)
-        time.sleep(cfg.eval_seconds / 10)
-        return {"loss": model(batch).square().squeeze(-1)}
+        def terms(self, model, batch, team):
+            time.sleep(cfg.step_seconds)
+            loss = model(batch).square() * (1e3 if cfg.wrong == "count" else 1)  # gradients that are always clipped
+            wrong = {"mean": (loss.mean(), len(batch)), "count": (loss.sum(), 1)}
+            return {"loss": wrong.get(cfg.wrong, loss.squeeze(1))}
 
-    def evaluate(model):
-        measure.began = False
-        batches = accel_ddp.EvalBatches(Items(), torch.stack, 3, accelerator, cfg)
-        return accel_ddp.evaluate(accelerator, model, batches, measure, lambda rows: {"loss": float(rows["loss"].mean())})
+        def count(self, batch):
+            return 1 if cfg.wrong == "count" else len(batch)
+
+        def measure(self, model, batch):
+            if not self.began:
+                self.began = True
+                accelerator.print("evaluating", flush=True)
+            time.sleep(cfg.eval_seconds / 10)
+            return {"loss": model(batch).square().squeeze(-1)}
+
+        def metrics(self, table):
+            self.began = False
+            return super().metrics(table)
 
     class Fails(accel_ddp.hooks.Hook):
         def on_update(self, numbers, pace):
@@ -92,12 +98,11 @@ def main(cfg: Config) -> None:
     accel_ddp.fit(
         accelerator,
         cfg,
+        task=Task(),
         model=model,
         optimizer=accel_ddp.optim.build(model, cfg),
         train=accel_ddp.TrainBatches(Items(), torch.stack),
-        loss_sum=loss_sum,
-        count=(lambda batch: 1) if cfg.wrong == "count" else len,
-        evaluate=evaluate,
+        test=accel_ddp.EvalBatches(Items(), torch.stack, 3, accelerator, cfg),
         hooks=[*accel_ddp.hooks.standard(accelerator, cfg), Fails()],
     )
 

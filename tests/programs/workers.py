@@ -59,6 +59,8 @@ def compare(accelerator, cfg: Config, name: str, options: dict, method: str) -> 
     recipe = importlib.import_module(name.split(",")[0])
     plain = recipe.Config(**{**SMALL, **options}, num_workers=0)
     task = recipe.Task(plain, accelerator)
+    accel_ddp.load_model(task)
+    task.batches()
     by_workers = dataclasses.replace(plain, num_workers=1, worker_start=method)
     expected = task.train.starting_at(0, accelerator, plain)
     found = task.train.starting_at(0, accelerator, by_workers)

@@ -19,13 +19,9 @@ class Config(TrainConfig):
     hidden: int = 16
 
 
-def loss_sum(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    loss: torch.Tensor = model(batch["x"]).square().sum()
-    return loss
-
-
-def count(batch: Any) -> int:
-    return len(batch["x"])
+class Task(accel_ddp.Task):
+    def terms(self, model: torch.nn.Module, batch: Any, team: Any) -> dict[str, Any]:
+        return {"loss": model(batch["x"]).square()}
 
 
 def evaluate(model: torch.nn.Module) -> dict[str, float]:
@@ -42,8 +38,7 @@ def main(cfg: Config) -> None:
     optimizer = accel_ddp.optim.build(model, cfg)
     hooks = accel_ddp.hooks.standard(accelerator, cfg)
     outcome = fit(
-        accelerator, cfg, model=model, optimizer=optimizer, train=train, loss_sum=loss_sum, count=count, evaluate=evaluate,
-        hooks=hooks,
+        accelerator, cfg, task=Task(cfg), model=model, optimizer=optimizer, train=train, test=evaluate, hooks=hooks,
     )  # fmt: skip
     assert_type(outcome.metrics, dict[str, float])
 
