@@ -232,7 +232,7 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_678,
+    "(top)": 2_679,
     "config": 1_465,
     "doctor": 3_552,
     "engine": 3_300,
@@ -242,18 +242,18 @@ LINES: dict[str, int] = {
     "memory": 1_423,
     "nodes": 1_555,
     "observe": 2_403,
-    "ranks": 1_672,
+    "ranks": 1_675,
     "records": 762,
     "report": 1_621,
-    "saving": 1_857,
+    "saving": 1_861,
     "sources": 3_285,
     "speed": 3_898,
-    "tasks": 5_604,
-    "training": 4_101,
+    "tasks": 5_606,
+    "training": 4_108,
     "watch": 2_494,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
-SHARED = {"this_rank": 257, "links": 177, "ending": 92}
+SHARED = {"this_rank": 251, "links": 162, "ending": 92}
 
 
 def test_no_package_grows_beyond_its_budget_or_its_size():

@@ -19,9 +19,10 @@ from accel_ddp.config.choices import KEPT, keep, reasons
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import Moment, ending, links, this_rank
+from accel_ddp.ranks.process import Moment, ending, this_rank
 from accel_ddp.ranks.reporting import warn
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, pieces, restart_record, resume
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
@@ -44,6 +45,7 @@ class Checkpoints:
         data: dict[str, Any] | None = None, total_steps: int = 0, files: dict[str, bytes] | None = None,
         averages: Callable[[], dict[str, Tensor]] = dict, momentum: dict[str, Tensor] | None = None,
         states: Callable[[], Iterable[str]] = lambda: ("",), before_save: Callable[[int], None] = lambda step: None,
+        team: Team | None = None,
     ):  # fmt: skip
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
@@ -51,10 +53,11 @@ class Checkpoints:
         weights of local workers (see `engine.local_steps`). Both are saved and restored in place. `states` lets the optimizer have
         the state of each worker of this rank in turn, and yields what the names of its tensors end with.
 
-        `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
+        `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved. `team` are the ranks
+        that compute a step; default: all.
         """
         self.accelerator, self.cfg, self.data, self.total_steps, self.files = accelerator, cfg, data, total_steps, files or {}
-        self.model = model  # without DDP
+        self.model, self.team = model, team or Team.of(accelerator)  # without DDP
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
         self.built = options_of(self.optimizer)
@@ -85,7 +88,7 @@ class Checkpoints:
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
         if self.in_parts:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
-            stores = any(map(is_first_copy, self.model.parameters())) if self.is_sharded else links.team.rank == 0
+            stores = any(map(is_first_copy, self.model.parameters())) if self.is_sharded else self.team.rank == 0
             facts = gather_everywhere((this_rank.rank, this_rank.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
             self._partial = pieces.PartialSave(nonce, 0, self._writers, "", 0)
@@ -113,7 +116,7 @@ class Checkpoints:
             groups = {group: own_pieces(tensors) for group, tensors in groups.items()}
         values: dict[str, dict[str, Any]] = {}
         for suffix, (tensors, more) in captured.items():
-            groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if links.team.rank == 0 or not suffix else {}
+            groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if self.team.rank == 0 or not suffix else {}
             values |= more
         for others in gather_everywhere(values) if self.in_parts and not self.is_sharded else ():
             values |= others
@@ -322,7 +325,7 @@ class Checkpoints:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")
         optimizer = None if self.cfg.evaluate_only else self.optimizer
-        resume.load(self.accelerator, self.model, optimizer, self.kept, self.states, path, run, source)
+        resume.load(self.accelerator, self.model, optimizer, self.kept, self.states, path, run, source, self.team.num_workers)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():

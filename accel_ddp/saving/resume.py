@@ -19,7 +19,7 @@ from accel_ddp.config.choices import take_saved
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.restarts import read_earlier_run
 from accel_ddp.ranks.shards import is_sharded, local, region, sharded_like
@@ -243,7 +243,7 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 
 def load(
     accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor],
-    states: Callable[[], Iterable[str]], path: Path, run: dict[str, Any], source: int,
+    states: Callable[[], Iterable[str]], path: Path, run: dict[str, Any], source: int, num_workers: int = 1,
 ) -> None:  # fmt: skip
     """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
@@ -284,19 +284,20 @@ def load(
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
     _load_states(
-        accelerator.device, model, optimizer, states, there[OPTIMIZER], run, functools.partial(receive, OPTIMIZER), reads_alone
-    )
+        accelerator.device, model, optimizer, states, there[OPTIMIZER], run, functools.partial(receive, OPTIMIZER), reads_alone,
+        num_workers,
+    )  # fmt: skip
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])
 
 
 def _load_states(
     device: torch.device, model: "nn.Module", optimizer: torch.optim.Optimizer, states: Callable[[], Iterable[str]],
-    there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
+    there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool, num_workers: int = 1,
 ) -> None:  # fmt: skip
     """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
     # The last two: the number of workers was changed (--allow_config_change). Else a worker has not stepped yet.
-    is_same = links.team.num_workers > 1 and run["config"].get("local_workers") == links.team.num_workers
+    is_same = num_workers > 1 and run["config"].get("local_workers") == num_workers
     found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
     on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank
     parameters = dict(model.named_parameters())
