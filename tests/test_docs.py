@@ -320,6 +320,7 @@ def test_options_in_the_text_exist():
     names |= {"recipe", "output"}  # of evaluate
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"max_lora_rank", "template"}  # of vllm, ollama
+    names |= {"short", "before"}  # of benchmarks/vs_trainer.py
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs
     names |= {
         "partition",
