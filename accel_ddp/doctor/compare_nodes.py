@@ -21,6 +21,7 @@ _CODES = {  # of the groups of facts
     "environment": "W_ENVIRONMENT", "driver": "W_DRIVER",
 }  # fmt: skip
 FACT_GROUPS = tuple(_CODES)
+_HUB_COMMIT = "hub commit"
 _MAY_LACK = ("code", "accelerate")  # groups: there may be no git, or a setting has its default
 _CLOCK_SECONDS = 5.0
 _MANY = 3  # if more nodes than this cannot reach a node, they share one finding
@@ -121,9 +122,6 @@ def compare_facts(members: list[Hello]) -> tuple[list[Finding], list[str]]:
     columns = columns[:8] if len(members) > 8 else list(range(len(members)))
     header = ["differs", *[f"{members[i]['node']} {members[i]['host']}" for i in columns], ""]
     return found, table([header, *([label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows)])
-
-
-_HUB_COMMIT = "hub commit"
 
 
 def _differ(group: str, name: str, values: list[str]) -> bool:

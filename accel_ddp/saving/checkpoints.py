@@ -1,4 +1,7 @@
-"""The saves of a run in the background. Data order, learning rate and dropout are functions of step and seed, not saved."""
+"""The saves of a run in the background: weights, optimizer, loss scaler and the step.
+
+Nothing else needs to be saved, because data order, learning rate and dropout are functions of the step and the seed.
+"""
 
 import contextlib
 import secrets
@@ -298,7 +301,10 @@ class Checkpoints:
     # ---- restoring: on every rank together
 
     def restore(self, begins_training: bool = True) -> int:
-        """Return the step to continue from, or 0. A caller that compiles first records a restart later (`begins_training`)."""
+        """Load the checkpoint that `--resume` means. Return the step to continue from, or 0 if there is none.
+
+        At a restart this is printed and recorded, unless `begins_training` is False because the caller compiles the model first.
+        """
         step = self._load()
         if begins_training:
             restart_record.begin_training(self.cfg, step, self.resumed_from)

@@ -143,9 +143,6 @@ def memory_limit(folders: list[Path]) -> int:
     return limit if limit < 1 << 60 else 0  # the number that means no limit in version 1
 
 
-_OF_MACHINE = Path("/proc/vmstat")
-
-
 def _cgroup_files(pid: int) -> list[Path]:
     files = []
     with contextlib.suppress(OSError):
@@ -168,6 +165,7 @@ def _count_kills(file: Path) -> int:
     return 0
 
 
+_OF_MACHINE = Path("/proc/vmstat")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py")

@@ -15,8 +15,6 @@ from accel_ddp.watch.slowness import Notice, Slowness, neighbours
 
 SLOW_RATE = 5e6  # bytes per second
 MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result
-
-
 FLOW_SAMPLES = 12  # heartbeats over which the rate of a collective is measured
 GAP_SECONDS = 2.0  # between two heartbeats with bytes; they are only sent while a rank is late
 
