@@ -248,7 +248,7 @@ LINES: dict[str, int] = {
     "saving": 1_867,
     "sources": 3_285,
     "speed": 3_898,
-    "tasks": 5_606,
+    "tasks": 5_608,
     "training": 4_108,
     "watch": 2_490,
 }

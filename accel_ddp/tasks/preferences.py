@@ -278,12 +278,13 @@ class LabelLoss(PairLoss):
     nor on the micro-batch size.
     """
 
-    @torch.no_grad()
     def prepare(self, model: nn.Module, batches: Sequence[Any], team: Team, seeded: Callable[[int], Any]) -> None:
+        if not torch.is_grad_enabled():  # the check before the first step compares items, each of which would have its own z
+            return
         super().prepare(model, batches, team, seeded)
         total = torch.zeros(2, dtype=torch.float64, device=batches[0]["good"].device)
         for i, batch in enumerate(batches):
-            with seeded(i):
+            with seeded(i), torch.no_grad():
                 gap = self.logps.of_others(model, batch) - batch[COLUMN][:, 1]
             total += torch.stack([gap.sum(dtype=torch.float64), torch.full_like(total[0], len(gap))])
         if team.size > 1:

@@ -205,8 +205,9 @@ class ChatTask(TextTask):
 
     def encode(self, tables: Any) -> Any:
         self.form = self.format(tables[0])
+        made = self.form.finish(self.form.encode_tables(tables, self.cfg), self.cfg)
         self.prompt = self.form.first_prompt(tables[1])
-        return self.form.finish(self.form.encode_tables(tables, self.cfg), self.cfg)
+        return made
 
     @property
     def memory_rows(self) -> Any:

@@ -38,7 +38,7 @@ def main(cfg: Config) -> None:
         return future.then(wait)
 
     if accelerator.ddp_handler:
-        accelerator.ddp_handler.register_comm_hook = lambda wrapped: wrapped.register_comm_hook(None, delayed)
+        type(accelerator.ddp_handler).register_comm_hook = lambda handler, wrapped: wrapped.register_comm_hook(None, delayed)
 
     def losses(model, batch):
         if cfg.most_items and len(batch) > cfg.most_items:
