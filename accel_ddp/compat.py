@@ -108,6 +108,13 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def real_tensors() -> Any:
+    """Return a context of tensors with values, inside a `fake_mode`. Tested with torch 2.13."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 # ---- operators
 
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Collate
 from accel_ddp.engine.terms import Terms
 from accel_ddp.speed.attach import attach
 from accel_ddp.training.stream import TrainBatches
@@ -77,28 +77,29 @@ class Items(torch.utils.data.Dataset):
         return self.rows[i]
 
 
-def collate(kind: str, tiny: bool) -> Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]:
-    def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        classes = torch.tensor([len(ids) % 2 for ids in rows])
+def collate(kind: str, tiny: bool) -> Callable[[list[torch.Tensor]], Any]:
+    def made(texts: list[torch.Tensor]) -> Any:
         if kind == "vit":
             side = 32 if tiny else 224
-            return {"pixel_values": torch.randn(len(rows), 3, side, side), "labels": classes}
-        pad = lambda some, value: torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=value)
-        labels = classes if kind in CLASSES else pad([ids[: len(ids) // (4 if kind in SEQ2SEQ else 1)] for ids in rows], -100)
-        return {"input_ids": pad(rows, 0), "attention_mask": pad([torch.ones_like(ids) for ids in rows], 0), "labels": labels}
+            return {
+                "pixel_values": torch.randn(len(texts), 3, side, side),
+                "labels": torch.tensor([len(ids) % 2 for ids in texts]),
+            }
+        labels = [len(ids) % 2 if kind in CLASSES else ids[: len(ids) // (4 if kind in SEQ2SEQ else 1)] for ids in texts]
+        is_causal = kind not in (*CLASSES, *SEQ2SEQ)
+        rows = Collate(("labels",) * is_causal, 0 if tiny else 8, is_causal, target="labels" * (kind in SEQ2SEQ))
+        return rows([{"input_ids": ids, "labels": of_text} for ids, of_text in zip(texts, labels)])
 
-    return padded
+    return made
 
 
 def loss_sum(kind: str) -> Callable[[Any, Any], torch.Tensor]:
     def of_batch(model: Any, batch: Any) -> torch.Tensor:
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        if kind == "vit":
+            return losses.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
         if kind in CLASSES:
-            return losses.cross_entropy(model(**inputs).logits, batch["labels"])
-        if kind in SEQ2SEQ:
-            inputs["decoder_input_ids"] = batch["labels"].roll(1, 1).clamp(min=0)
-        labels = batch["labels"] if kind in SEQ2SEQ else losses.next_tokens(batch["labels"])
-        return losses.of_tokens(model(**inputs, use_cache=False).logits, labels)
+            return losses.cross_entropy(model(batch).logits, batch["labels"])
+        return losses.cross_entropy(model(batch).logits[0], batch.get("target", batch)["labels"])
 
     return of_batch
 
@@ -124,8 +125,7 @@ def measure(kind: str, mode: str, options: argparse.Namespace) -> tuple[float, f
     for step in range(4 * options.rounds):
         began = time.monotonic()
         batch = batches[step % 4]
-        with CurrentBatch(batch):
-            value = loss(model, batch)
+        value = loss(model, batch)
         accelerator.backward(value)
         model.zero_grad()
         if accelerator.device.type == "cuda":

@@ -16,13 +16,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_ddp import TrainBatches, TrainConfig, attach, losses
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Collate
 from accel_ddp.engine.terms import Terms
 from accel_ddp.training.step_plan import Cost, StepPlan
 from accel_ddp.training.stream import Shuffle
@@ -34,17 +33,11 @@ KINDS = {
 }  # log-normal lengths, and the longest
 
 
-def collate(rows):
-    width = max(len(row["input_ids"]) for row in rows)
-    pad = lambda name, value: torch.stack(
-        [F.pad(torch.tensor(row[name]), (0, width - len(row[name])), value=value) for row in rows]
-    )
-    return {"input_ids": pad("input_ids", 0), "attention_mask": pad("attention_mask", 0), "labels": pad("input_ids", -100)}
+collate = Collate(("labels",), 8 if torch.cuda.is_available() else 0, is_causal=True)
 
 
 def loss_sum(model, batch):
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return losses.of_tokens(logits, losses.next_tokens(batch["labels"]))
+    return losses.cross_entropy(model(batch).logits[0], batch["labels"])
 
 
 def print_planned(kind: str, lengths: np.ndarray, ranks: int, steps: int) -> None:
@@ -68,8 +61,7 @@ def seconds(model, batch, device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter() if device.type == "cuda" else time.process_time()
-        with CurrentBatch(batch):
-            loss_sum(model, batch).backward()
+        loss_sum(model, batch).backward()
         if device.type == "cuda":
             torch.cuda.synchronize()
         spent = (time.perf_counter() if device.type == "cuda" else time.process_time()) - began
@@ -104,7 +96,8 @@ def main() -> None:
             for ranks in given.ranks:
                 print_planned(kind, lengths, ranks, given.planned)
             continue
-        rows = Dataset.from_list([{"input_ids": drawn.integers(0, 500, n).tolist(), "attention_mask": [1] * n} for n in lengths])
+        texts = [drawn.integers(0, 500, n).tolist() for n in lengths]
+        rows = Dataset.from_dict({"input_ids": texts, "labels": texts})
         model, train = LlamaForCausalLM(config), TrainBatches(rows, collate)
         cfg = TrainConfig(global_batch_size=given.batch, micro_batch_size=given.micro, compile="auto")
         task = SimpleNamespace(terms=lambda model, batch, team: {"loss": (loss_sum(model, batch), 1)}, count=lambda batch: 1)

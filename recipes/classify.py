@@ -56,7 +56,7 @@ class Task(accel_ddp.ClassTask):
         return {**self.tokens(rows), "labels": self.labels.encode(rows), "problem": self.labels.find_problems(rows)}
 
     def outputs(self, model, batch):
-        return model(**self.inputs(batch)).logits
+        return model(batch).logits
 
     def terms(self, model, batch, team):
         return {"loss": self.losses(self.outputs(model, batch), batch["labels"], self.weights)}

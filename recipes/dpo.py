@@ -65,7 +65,7 @@ class Task(accel_ddp.ChatTask):
         return made
 
     def collate(self):
-        return self.pad(self.per_token, accel_ddp.preferences.ItemCollate)
+        return self.make_rows(self.per_token, accel_ddp.preferences.ItemCollate, is_causal=True, shares=True)
 
     def batches(self):
         logps, reference = accel_ddp.preferences.TextLogps(accel_ddp.linear_cross_entropy.OutputHead(self.model)), None
@@ -84,9 +84,6 @@ class Task(accel_ddp.ChatTask):
 
     def terms(self, model, batch, team):
         return self.loss.terms(model, batch)
-
-    def count(self, batch):
-        return len(batch["good"]) if "good" in batch else len(batch["input_ids"]) // 2
 
     def measure(self, model, batch):
         return self.loss.measure(model, batch)

@@ -129,9 +129,6 @@ class Task(accel_ddp.TextTask):
         self.more_files = accel_ddp.contrastive.sentence_transformers_files(dimension, cfg.pooling, cfg.max_length, prompts)
         return model
 
-    def collate(self):
-        return self.pad(kind=accel_ddp.contrastive.ListCollate)
-
     def batches(self):
         cfg, losses = self.cfg, accel_ddp.contrastive.in_batch_losses
         compare = lambda rows, keys: losses(rows, keys, cfg.scale, self.sizes)
@@ -160,9 +157,6 @@ class Task(accel_ddp.TextTask):
         if self.whole_batch:
             return self.in_batch.terms(model, batch, team)
         return {"loss": accel_ddp.contrastive.score_losses(self.outputs(model, batch), batch["scores"], self.sizes)}
-
-    def count(self, batch):
-        return len(batch["keys"])
 
     def measure(self, model, batch):
         if self.whole_batch:

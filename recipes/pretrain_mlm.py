@@ -61,10 +61,11 @@ class Task(accel_ddp.TextTask):
         if self.cfg.lora_r and not has_head:
             reason = f"{self.cfg.model} has no masked language model head, and adapters do not train a new one"
             raise UserError(f"--lora_r {self.cfg.lora_r}: {reason}. Leave --lora_r out.")
-        accel_ddp.masking.compute_masked_logits_only(model)
 
-    def collate(self):
-        return self.pad(self.per_token, accel_ddp.masking.MaskedCollate)
+    def build(self):
+        model = super().build()
+        self.output_head = accel_ddp.linear_cross_entropy.OutputHead(model)  # computes the loss of masked tokens only
+        return model
 
     def batches(self):
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, self.cfg.mask_share, seed)
@@ -72,16 +73,16 @@ class Task(accel_ddp.TextTask):
         return self.use(masked(self.rows[0], None), self.eval_masked, self.collate())
 
     def outputs(self, model, batch):
-        return accel_ddp.masking.masked_logits(model, batch)[0]
+        return self.output_head.logits(model, batch)  # of each masked token
 
     def terms(self, model, batch, team):
-        return {"loss": accel_ddp.losses.cross_entropy(*accel_ddp.masking.masked_logits(model, batch), reduction="none")}
+        return {"loss": (self.output_head.loss_sum(model, batch), batch.targets)}
 
     def count(self, batch):
-        return len(batch["masked_positions"])
+        return batch.targets  # masked tokens
 
     def measure(self, model, batch):
-        return accel_ddp.masking.measure(*accel_ddp.masking.masked_logits(model, batch), batch, self.cfg.log_predictions)
+        return accel_ddp.masking.measure(self.outputs(model, batch), batch, self.cfg.log_predictions)
 
     def metrics(self, table):
         self.table, tokens = table, max(1, table["tokens"].sum())

@@ -106,9 +106,6 @@ class Task(accel_ddp.TextTask):
         model.config.sentence_transformers = {"activation_fn": activation}
         return model
 
-    def collate(self):
-        return self.pad(kind=accel_ddp.contrastive.ListCollate)
-
     def outputs(self, model, batch):
         return accel_ddp.ranking.score(model, batch)
 
@@ -117,7 +114,7 @@ class Task(accel_ddp.TextTask):
         return {"loss": (losses(self.outputs(model, batch), batch["relevance"], self.loss).sum(), self.count(batch))}
 
     def count(self, batch):
-        return len(batch["relevance"] if self.is_listwise else batch["input_ids"])  # queries, or candidates
+        return batch.items if self.is_listwise else batch.texts  # queries, or candidates
 
     def measure(self, model, batch):
         scores, relevance = self.outputs(model, batch)[:, 0], batch["relevance"][:, 0]

@@ -68,17 +68,11 @@ class Task(accel_ddp.ChatTask):
         model.config.get_text_config().pad_token_id = self.processor.pad_token_id
         return model
 
-    def collate(self):
-        return self.pad(kind=accel_ddp.contrastive.ListCollate)
-
     def outputs(self, model, batch):
         return accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
 
     def terms(self, model, batch, team):
         return accel_ddp.ranking.preference_numbers(self.outputs(model, batch), batch["margin"], self.cfg.center_rewards)
-
-    def count(self, batch):
-        return len(batch["margin"])
 
     def measure(self, model, batch):
         scores = self.outputs(model, batch)

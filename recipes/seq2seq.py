@@ -73,25 +73,15 @@ class Task(accel_ddp.TokenTask):
         model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
 
     def collate(self):
-        from transformers import DataCollatorForSeq2Seq
-
-        self.processor.padding_side = "right"
-        multiple = 8 if self.accelerator.device.type == "cuda" else None
-        return DataCollatorForSeq2Seq(self.processor, pad_to_multiple_of=multiple)  # without the model, for data workers
+        return self.make_rows(target="labels")
 
     def lengths(self, dataset):
         return accel_ddp.stream.count_tokens(dataset, ("input_ids", "labels"))
 
-    def outputs(self, model, batch):
-        # With the inputs of its decoder, the model does not need the labels and computes no loss itself.
-        decoder = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        return model(**inputs, decoder_input_ids=decoder, use_cache=False).logits
-
     def measure(self, model, batch):
-        generated = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        losses = accel_ddp.losses.of_tokens(self.outputs(model, batch), batch["labels"], "rows")
-        return {"loss": losses, "tokens": (batch["labels"] != -100).sum(-1), "generated": generated}
+        ids = batch.pad(batch.tokens, self.processor.pad_token_id)
+        generated = model.generate(input_ids=ids, attention_mask=batch.grid.mask.long())
+        return {**super().measure(model, batch), "generated": generated}
 
     def metrics(self, table):
         self.generated = accel_ddp.generation_metrics.decode(table["generated"], self.processor)

@@ -104,24 +104,20 @@ class Task(accel_ddp.ChatTask):
         self.train = train
         return train, test
 
-    def outputs(self, model, batch):
-        return model(**self.inputs(batch)).logits
+    def collate(self):
+        return self.make_rows(self.per_token, is_causal=True)  # nothing predicts the first token of a text
 
-    def inputs(self, batch):
-        where = "position_ids" if "position_ids" in batch else "attention_mask"  # by positions documents of packed rows are found
-        return {"input_ids": batch["input_ids"], where: batch[where], "use_cache": False}
+    def outputs(self, model, batch):
+        return model(batch).logits[0]  # of each token
 
     def terms(self, model, batch, team):
-        labels = accel_ddp.losses.next_tokens(batch["labels"])
-        return {"loss": (self.output_head.loss_sum(model, self.inputs(batch), labels, batch), self.count(batch))}
+        return {"loss": (self.output_head.loss_sum(model, batch), batch.targets)}
 
     def count(self, batch):
-        return (batch["labels"][:, 1:] != -100).sum()  # nothing predicts the first token of a row
+        return batch.targets  # tokens with a label
 
     def measure(self, model, batch):
-        labels = accel_ddp.losses.next_tokens(batch["labels"])
-        losses = self.output_head.row_losses(model, self.inputs(batch), labels, batch)
-        return {"loss": losses, "tokens": (labels != -100).sum(-1)}
+        return {"loss": self.output_head.item_losses(model, batch), "tokens": batch.sum((batch["labels"] != -100).long())}
 
     def metrics(self, table):
         loss = float(table["loss"].sum(dtype="float64") / table["tokens"].sum())  # over the tokens of all rows

@@ -58,7 +58,7 @@ class Task(accel_ddp.TokenTask):
         accel_ddp.tagging.report_truncated(*tables, self.cfg.max_length)
 
     def measure(self, model, batch):
-        return accel_ddp.tagging.measure(self.outputs(model, batch), batch["labels"], self.cfg.log_predictions)
+        return accel_ddp.tagging.measure(self.outputs(model, batch), batch, self.cfg.log_predictions)
 
     def metrics(self, table):
         self.table = table  # for `tables`

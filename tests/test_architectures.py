@@ -31,7 +31,7 @@ PADDED = {
     "ConvBert": "a text in a row changes the result of the others in convbert.encoder.layer.0.attention.self",
     "Doge": "DogeAttention of layer 0 passes attention_mask to its attention, which would be ignored",
     "Falcon": "a text in a row changes the result of the others in transformer.h.0.self_attention",
-    "FNet": "its attention mask is not the mask of the batch",
+    "FNet": "a text in a row changes the result of the others in fnet.encoder.layer.0.fourier.self",
     "Funnel": "its layers cannot compute without padding",
     "MiniMaxM3VL": "MiniMaxM3VLAttention of layer 1 passes block_indices to its attention, which would be ignored",
     "Mpt": "its layers cannot compute without padding",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ddp import compat
+from accel_ddp.engine.rows import Rows
 from accel_ddp.records.run_log import read_log
 from accel_ddp.speed import compilation, padding_free
 from accel_ddp.speed.compilation import COMPILE_SECONDS, Compilation, choose_step, read_code, write_code
@@ -193,10 +194,8 @@ def test_layers_are_compiled_once_for_rows_and_texts_of_all_lengths():
     assert counter.frame_count == 1
 
     def attend(longest: int) -> tuple[Tensor, None]:
-        mask, starts = torch.ones(2, 4, dtype=torch.bool), torch.tensor([0, 4, 8, 8], dtype=torch.int32)
-        at = padding_free.segments_of(padding_free.Row(mask, 8, longest), is_flash=False)
-        states = torch.ones(1, 2, 8, 4)
-        return call(SimpleNamespace(is_causal=True), *[states] * 3, None, segments=at._replace(starts=starts), sliding_window=3)
+        at = padding_free.segments_of(Rows.join({}, torch.tensor([4, 4])), is_flash=False)._replace(longest=longest)
+        return call(SimpleNamespace(is_causal=True), *[torch.ones(1, 2, 8, 4)] * 3, None, segments=at, sliding_window=3)
 
     counter = CompileCounter()
     call = torch.compile(functools.partial(padding_free.attention, None), dynamic=True, backend=counter)

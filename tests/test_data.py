@@ -28,7 +28,7 @@ from accel_ddp.saving.resume import check_options
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import data
 from accel_ddp.sources.many_files import hash_rows
-from accel_ddp.sources.tokenization import fingerprint, map_once, pad_collate
+from accel_ddp.sources.tokenization import fingerprint, map_once
 from accel_ddp.tasks import text_blocks
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches
 from tests.conftest import PROGRAMS, ROOT, clean_environment, run_ranks
@@ -274,18 +274,6 @@ def test_slow_tokenizing_is_done_by_one_rank_and_outlasts_the_process_group_time
     assert ended.text.count("tokenized 3 rows") == 1
     assert ended.text.count("received [1, 2, 3]") == 2
     assert "waiting for another process to tokenize" in ended.text
-
-
-def test_labels_stay_with_their_tokens_whichever_side_a_tokenizer_pads(tiny_model):
-    from accelerate import Accelerator
-    from transformers import AutoTokenizer
-
-    rows = [{"input_ids": [5, 6, 7], "labels": [1, 2, 3]}, {"input_ids": [8], "labels": [4]}]
-    for side in ("left", "right"):
-        tokenizer = AutoTokenizer.from_pretrained(tiny_model, padding_side=side)
-        batch = pad_collate(tokenizer, Accelerator(cpu=True), per_token=("labels",))(rows)
-        for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
-            assert {i: label for i, label in zip(ids, labels) if label != -100} in ({5: 1, 6: 2, 7: 3}, {8: 4})
 
 
 def test_losses_of_half_precision_are_summed_in_float32():

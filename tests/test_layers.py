@@ -232,24 +232,24 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_679,
+    "(top)": 2_686,
     "config": 1_465,
     "doctor": 3_550,
     "engine": 3_300,
     "exporting": 1_726,
     "launch": 4_187,
     "measure": 2_382,
-    "memory": 1_423,
+    "memory": 1_412,
     "nodes": 1_555,
     "observe": 2_403,
     "ranks": 1_675,
     "records": 762,
     "report": 1_621,
     "saving": 1_867,
-    "sources": 3_285,
-    "speed": 3_898,
-    "tasks": 5_608,
-    "training": 4_108,
+    "sources": 3_254,
+    "speed": 3_649,
+    "tasks": 5_563,
+    "training": 4_043,
     "watch": 2_490,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.

@@ -10,8 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine.losses import cross_entropy
+from accel_ddp.engine.rows import Collate, accept_rows
 from accel_ddp.errors import UserError
 from accel_ddp.seeds import seed_host
+from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.tasks import masking, text_blocks
 from accel_ddp.training.stream import _SeededItems
 
@@ -150,15 +153,16 @@ def test_logits_of_masked_tokens_are_the_same_as_among_all_logits(tokenizer, blo
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), **shape)).eval()
     items = masking.MaskedBlocks(blocks, tokenizer, 0.15, seed=0)
-    batch = masking.MaskedCollate(tokenizer, None, ("labels",))([items[i] for i in (0, len(blocks) - 1, 1)])
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    hidden = batch["labels"] != -100
-    whole = model(**inputs).logits
-    scores, answers = masking.masked_logits(masking.compute_masked_logits_only(model), batch)
-    assert torch.equal(answers, batch["labels"][hidden])
-    torch.testing.assert_close(scores, whole[hidden])
-    assert masking.sum_by_row(torch.ones(len(answers)), batch).tolist() == hidden.sum(-1).tolist()
-    torch.testing.assert_close(model(**inputs).logits, whole, msg="without positions the model is unchanged")
+    rows = Collate(("labels",))([items[i] for i in (0, len(blocks) - 1, 1)])
+    accept_rows(model)
+    learned = rows["labels"] != -100
+    whole = model(rows).logits[0]
+    found = masking.measure(OutputHead(model).logits(model, rows), rows, 1)
+    torch.testing.assert_close(found["loss"], rows.sum(cross_entropy(whole, rows["labels"], "none")))
+    assert found["tokens"].tolist() == rows.sum(learned.long()).tolist()
+    assert found["right"].tolist() == rows.sum((whole.argmax(-1) == rows["labels"]).long()).tolist()
+    texts = [text[0] for text in (learned.nonzero()[:, :1].split(found["tokens"].tolist()))]
+    assert found["position"].tolist() == [int(rows["positions"][first]) for first in texts]
 
 
 AWKWARD = {

@@ -230,10 +230,11 @@ def test_pairs_count_as_two_texts_and_a_copy_of_the_trained_weights_as_states(mo
     assert copied.reference == copied.gradients > 0
     assert copied.states - stored.states == copied.total - stored.total == copied.reference
     fake = fake_model.FakeModel(None, CAUSAL, None, cfg, [np.array([[9, 8], [3, 30], [1, 2]]), None])
-    assert fake_model.make_batch(fake, cfg, 2).sizes[:2] == (4, 50)
+    rows = fake_model.make_batch(fake, cfg, 2)
+    assert (rows.items, rows.texts, rows.used) == (2, 4, 50)
     lists = fake._replace(lengths=[np.array([9, 30]), np.array([[7], [5]])])  # of 1 or 2 candidates, and evaluated one by one
-    assert fake_model.make_batch(lists, cfg, 2).sizes[0] == 4
-    assert fake_model.make_batch(lists, cfg, 2, True).sizes[:2] == (2, 12)
+    assert fake_model.make_batch(lists, cfg, 2).texts == 4
+    assert fake_model.make_batch(lists, cfg, 2, True).used == 12
 
 
 UNEVEN = [64] * 30 + [256] * 4 + [512] * 4
@@ -245,11 +246,10 @@ def test_rows_that_are_shorter_than_max_length_are_estimated_as_they_are(model, 
     fake = fake_model.FakeModel(None, CAUSAL, None, estimator.cfg, [np.array(UNEVEN), np.array([70])])
     for long, width, tokens in ((600, 512, 3072), (300, 300, 8 * 300 - 4 * 44)):
         cfg = sft(model, "--max_length", str(long))
-        batch = fake_model.make_batch(fake, cfg, 8)
-        assert (batch["input_ids"].shape, batch.sizes.tokens, batch.sizes.targets) == ((8, width), tokens, tokens)
-        assert fake_model.make_batch(fake, cfg, 3, True).sizes[:5] == (3, 210, 3 * 70**2, 70, 210), (
-            "rows come again in the next epoch"
-        )
+        rows = fake_model.make_batch(fake, cfg, 8)
+        assert (rows.texts, rows.width, rows.used, rows.targets) == (8, -(-width // 8) * 8, tokens, tokens)
+        again = fake_model.make_batch(fake, cfg, 3, True)
+        assert (again.texts, again.used, again.squares) == (3, 210, 3 * 70**2), "rows come again in the next epoch"
 
     monkeypatch.setattr(links, "memory", {})
     rows = [datasets.Dataset.from_dict({"input_ids": [[5] * length for length in some]}) for some in (UNEVEN, [70])]

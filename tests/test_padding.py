@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.rows import Collate, accept_rows
 from accel_ddp.engine.terms import Terms
 from accel_ddp.speed import attach
 from accel_ddp.speed.row_model import RowModel
@@ -28,9 +29,9 @@ def terms_of_tokens(model) -> Terms:
 
 def padding_difference(model, lengths=LENGTHS) -> str:
     """Return what the check before training finds for texts of these lengths."""
-    rows = [{name: tensor[0, :length] for name, tensor in a_batch(lengths=[max(lengths)]).items()} for length in lengths]
-    pad = lambda some, name: nn.utils.rnn.pad_sequence([row[name] for row in some], batch_first=True)
-    collate = lambda some: {name: pad(some, name) for name in ("input_ids", "attention_mask", "labels")}
+    tokens = a_batch(lengths=[max(lengths)]).tokens
+    rows = [{"input_ids": tokens[:length], "labels": tokens[:length]} for length in lengths]
+    collate = Collate(("labels",))
     return padding_check.difference(Accelerator(cpu=True), TrainConfig(), terms_of_tokens(model), TrainBatches(rows, collate))
 
 
@@ -41,9 +42,10 @@ class MixesPadding(nn.Module):
         super().__init__()
         self.model, self.part = model, part
 
-    def forward(self, **inputs):
-        out = self.model(**inputs)
-        return type(out)(logits=out.logits + self.part * out.logits.mean(1, keepdim=True))
+    def forward(self, rows):
+        out = self.model(rows)
+        logits = rows.pad(out.logits[0])
+        return type(out)(logits=rows.unpad(logits + self.part * logits.mean(1, keepdim=True))[None])
 
 
 def test_a_dependence_on_padding_is_found_and_rounding_is_not():
@@ -64,13 +66,13 @@ def test_weights_of_16_bits_are_compared_in_float32_one_at_a_time():
     """A dependence below the rounding of 16 bits is found, and this rounding is no reason to pad texts."""
     torch.manual_seed(0)
     model, batch = KINDS["llama"]().bfloat16().eval(), a_batch()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    accept_rows(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
-        narrow = model(**inputs).logits
+        narrow = model(batch).logits
         with padding_check.in_float32(model):
-            exact = model(**inputs).logits
-        wide = copy.deepcopy(model).float()(**inputs).logits
+            exact = model(batch).logits
+        wide = copy.deepcopy(model).float()(batch).logits
     assert exact.dtype == torch.float32
     assert torch.allclose(exact, wide, rtol=1e-6, atol=1e-7)
     assert (narrow - wide).abs().max() > 1e-3 * wide.abs().max()
@@ -94,10 +96,10 @@ class DependsAt(MixesPadding):
         super().__init__(model, 0.1)
         self.config, self.length = transformers.PretrainedConfig(**config), length
 
-    def forward(self, **inputs):
-        plain, mixed = self.model(**inputs), super().forward(**inputs)
-        is_mixed = inputs["attention_mask"].sum(1) == self.length
-        return type(plain)(logits=torch.where(is_mixed[:, None, None], mixed.logits, plain.logits))
+    def forward(self, rows):
+        plain, mixed = self.model(rows), super().forward(rows)
+        is_mixed = rows.unpad((rows.grid.mask.sum(1) == self.length)[:, None].expand(rows.grid.mask.shape))
+        return type(plain)(logits=torch.where(is_mixed[:, None], mixed.logits, plain.logits))
 
 
 def test_a_dependence_on_padding_of_texts_of_some_lengths_is_found():

@@ -7,14 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
 
 from accel_ddp import compat
 from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.engine import losses
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine import ddp, losses
+from accel_ddp.engine.rows import DOCUMENTS, Collate, Rows, accept_rows
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
 from accel_ddp.speed import flops, linear_cross_entropy, padding_free
@@ -22,7 +20,6 @@ from accel_ddp.speed.layer_stacks import SmallTable
 from accel_ddp.speed.packed_layers import PackedLayers
 from accel_ddp.speed.row_model import FixedModel, RowModel
 from accel_ddp.training import isolation
-from accel_ddp.training.stream import Batch, CountingCollate, with_sizes
 from tests.conftest import ROOT
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 100}
@@ -130,55 +127,53 @@ def without_padding(model):
     return RowModel(model)
 
 
-def a_batch(side="right", lengths=LENGTHS, seed=0) -> Batch:
-    drawn, width = torch.Generator().manual_seed(seed), max(lengths)
-    ids = torch.randint(5, 100, (len(lengths), width), generator=drawn)
-    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
-    mask = mask.flip(1) if side == "left" else mask
-    rows = {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-    return with_sizes(CountingCollate(lambda _: rows)([]))
+def a_batch(lengths=LENGTHS, seed=0, multiple=0) -> Rows:
+    drawn = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(5, 100, (length,), generator=drawn).tolist() for length in lengths]
+    return Collate(("labels",), multiple)([{"input_ids": text, "labels": text} for text in texts])
 
 
-def loss_of(model, batch):
-    scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+def loss_of(model, rows):
+    scores = model(rows).logits
     if scores.ndim == 2:
         return losses.cross_entropy(scores, torch.arange(len(scores)) % scores.shape[1])
-    labels = batch["labels"]
-    return losses.of_tokens(scores, torch.where(labels < 0, -100, labels % scores.shape[-1]))
+    labels = rows["labels"]
+    return losses.cross_entropy(scores[0], torch.where(labels < 0, -100, labels % scores.shape[-1]))
 
 
 def inputs_of(model):
     """Return a micro-batch for this model, and its loss."""
-    batch = a_batch()
+    rows = a_batch()
     if model.main_input_name == "pixel_values":
-        rows = {
+        images = {
             "pixel_values": torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
             "labels": torch.arange(5) % 2,
         }
-        return rows, lambda model, batch: losses.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
+        return images, lambda model, batch: losses.cross_entropy(
+            model(pixel_values=batch["pixel_values"]).logits, batch["labels"]
+        )
     if not model.config.is_encoder_decoder:
-        return batch, loss_of
+        return rows, loss_of
     if model.get_output_embeddings() is None:  # it reads the last token
-        batch["input_ids"][batch["input_ids"] == 2] = 3
-        batch["input_ids"][torch.arange(5), batch["attention_mask"].sum(1) - 1] = 2
-        return batch, loss_of
-    places = torch.arange(max(TARGETS)) < torch.tensor(TARGETS)[:, None]
-    batch["labels"] = torch.where(places, a_batch(seed=3)["input_ids"][:, :12].clamp(min=5), -100)
-    batch["labels"][2, 3] = -100  # a token that is not learned, but read
+        rows.tokens[rows.tokens == 2] = 3
+        rows.tokens[rows.starts[1:].long() - 1] = 2
+        return rows, loss_of
+    labels = [text[:length] for text, length in zip(texts_of(a_batch(lengths=[12] * 5, seed=3)), TARGETS)]
+    labels[2][3] = -100  # a token that is not learned, but read
+    items = [{"input_ids": text, "labels": target} for text, target in zip(texts_of(rows), labels)]
+    rows = Collate(target="labels")(items)
+    return rows, lambda model, rows: losses.cross_entropy(model(rows).logits[0], rows["target"]["labels"])
 
-    def loss(model, batch):
-        ids = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "decoder_input_ids": ids}
-        return losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"])
 
-    return with_sizes(CountingCollate(lambda _: dict(batch))([])), loss
+def texts_of(rows):
+    return [text.tolist() for text in rows.tokens[: rows.used].split(rows.lengths)]
 
 
 def compute(model, batch, loss=loss_of):
     """Return the loss and the gradient of each parameter."""
+    accept_rows(model)
     model.zero_grad()
-    with CurrentBatch(batch):
-        value = loss(model, batch)
+    value = loss(model, batch)
     value.backward()
     return value.item(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -190,17 +185,15 @@ def difference(a, b):
     return max(abs(a[0] - b[0]) / abs(a[0]), *(float((a[1][n] - b[1][n]).abs().max()) / sizes[n] for n in a[1]))
 
 
-def a_batch_of_pairs(prompts=(7, 2, 11), answers=((4, 9), (12, 1), (3, 3))) -> Batch:
+def a_batch_of_pairs(prompts=(7, 2, 11), answers=((4, 9), (12, 1), (3, 3)), shares=True, multiple=0) -> Rows:
     """Two texts each, which begin with the same prompt. The answers of the last pair begin with the same token too."""
-    batch = a_batch(lengths=[prompt + answer for prompt, pair in zip(prompts, answers) for answer in pair])
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    for i, prompt in enumerate(prompts):
-        ids[2 * i + 1, :prompt] = ids[2 * i, :prompt]
-        ids[2 * i + 1, prompt] = 3  # no other text has this token
-    ids[5, prompts[2]], ids[5, prompts[2] + 1] = ids[4, prompts[2]], 3
-    rows = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-    rows["shared"] = padding_free.shared_tokens(ids, mask)
-    return with_sizes(CountingCollate(lambda _: rows)([]))
+    drawn, items = torch.Generator().manual_seed(0), []
+    for prompt, pair in zip(prompts, answers):
+        first = torch.randint(5, 100, (prompt,), generator=drawn).tolist()
+        texts = [first + torch.randint(5, 100, (length,), generator=drawn).tolist() for length in pair]
+        texts[1][prompt] = texts[0][prompt] if pair == (3, 3) else 3
+        items.append({"input_ids": texts, "labels": [[-100] * prompt + text[prompt:] for text in texts]})
+    return Collate(("labels",), multiple, is_causal=True, shares=shares)(items)
 
 
 def tokens_per_layer(layers, model, batch):
@@ -261,6 +254,37 @@ def test_families_compute_without_padding_and_can_be_captured(kind):
     assert difference(padded, compute(model, batch, loss)) == 0
 
 
+def outputs_of(model, rows):
+    """Return what the model says about rows, and the gradients of its sum with fixed factors."""
+    model.zero_grad()
+    found = model(rows)
+    found = found.logits if "logits" in found else found.last_hidden_state
+    (found * torch.linspace(-1, 1, found[0, 0].numel() if found.ndim > 2 else found.shape[1])).sin().sum().backward()
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "modernbert", "deberta", "gpt-neo", "llama, texts", "llama, base", "bert, base"])
+def test_a_model_that_is_called_with_rows_gives_the_same_with_and_without_padding(kind):
+    torch.manual_seed(0)
+    more = {
+        "llama, texts": of("LlamaForSequenceClassification", "LlamaConfig", **SHAPE, **GROUPS, pad_token_id=0, num_labels=3),
+        "llama, base": of("LlamaModel", "LlamaConfig", **SHAPE, **GROUPS),
+        "bert, base": of("BertModel", "BertConfig", **SHAPE, **POSITIONS),
+    }
+    model = (KINDS | FAMILIES | MORE_FAMILIES | more)[kind]().eval()
+    rows = a_batch()
+    accept_rows(model)
+    padded, before = outputs_of(model, rows)
+    layers = without_padding(model)
+    layers.install()
+    found, after = outputs_of(model, rows)
+    layers.remove()
+    assert found.shape[:-1] in ((len(LENGTHS),), (1, sum(LENGTHS)))
+    torch.testing.assert_close(found, padded, rtol=1e-5, atol=1e-6)
+    assert after.keys() == before.keys()
+    assert difference((1.0, before), (1.0, after)) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EXCEPTIONS)
 def test_the_reason_why_other_families_are_padded(kind):
@@ -300,7 +324,11 @@ def test_no_module_has_another_forward_beside_mixers_and_all_is_undone(kind):
     if "adapters" in kind:
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])).eval()
     batch, loss = inputs_of(getattr(model, "base_model", model) if "adapters" in kind else model)
-    before = {name: (type(module), {*vars(module)}) for name, module in model.named_modules()}
+    accept_rows(model)
+    state = lambda: {
+        name: (type(m), {*vars(m)}, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()
+    }
+    before = state()
     layers = without_padding(model)
     layers.install()
     assert layers.check(lambda batch: loss(model, batch), batch) == ""
@@ -311,9 +339,7 @@ def test_no_module_has_another_forward_beside_mixers_and_all_is_undone(kind):
     assert {id(m) for m in layers.layers} <= {id(m) for m in changed.values()}
     assert {id(m) for m in changed.values()} <= {id(m) for m in (*layers.layers, *attentions)}
     layers.remove()
-    after = {name: (type(module), {*vars(module)}) for name, module in model.named_modules()}
-    assert after == before
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert state() == before
 
 
 JAMBA = {**SHAPE, **GROUPS, "num_experts": 2, "mamba_d_state": 4, "attn_layer_period": 3, "attn_layer_offset": 1}
@@ -337,17 +363,11 @@ def test_a_model_that_is_called_twice_below_checkpointing_computes_each_call_wit
         )
     other = a_batch(seed=4, lengths=[7, 2, 19])
 
-    def loss(model, batch):
-        return losses.of_tokens(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits,
-                                batch["labels"])  # fmt: skip
-
     def several(model, batch):
-        padded = loss(model, other)  # is not announced
-        found = padded + loss(model, batch)
-        with CurrentBatch(other):
-            found = found + loss(model, other)
+        padded = model(input_ids=other.pad(other.tokens), attention_mask=other.grid.mask.long(), use_cache=False).logits
+        found = losses.cross_entropy(other.unpad(padded), other["labels"]) + loss_of(model, batch) + loss_of(model, other)
         with torch.no_grad():
-            loss(model, other)
+            loss_of(model, other)
         return found
 
     wanted = compute(model, batch, several)
@@ -380,13 +400,10 @@ def test_texts_in_one_row_do_not_attend_to_each_other():
     layers = without_padding(model)
     layers.install()
     first, second = a_batch(seed=0), a_batch(seed=1)
-    second["input_ids"][1] = first["input_ids"][1]
+    second.tokens[3:20] = first.tokens[3:20]
     with torch.no_grad():
-        scores = []
-        for batch in (first, second):
-            with CurrentBatch(batch):
-                scores.append(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
-    assert torch.equal(scores[0][1, :17], scores[1][1, :17])
+        scores = [model(rows).logits[0].split(LENGTHS) for rows in (first, second)]
+    assert torch.equal(scores[0][1], scores[1][1])
     assert not torch.equal(scores[0][3], scores[1][3])
 
 
@@ -400,40 +417,33 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
     model = PACKED[kind]().double().eval()
     lengths = [2, 7, 24, 3, 11, 5, 9, 20, 1, 4]
     documents = [torch.randint(5, 100, (length,)).tolist() for length in lengths]
-    labels = [[-100, *ids[1:]] for ids in documents]
-    packed = tokenization.pack_documents(
-        {"input_ids": documents, "labels": labels, "attention_mask": [[1] * n for n in lengths]}, 24
-    )
+    packed = tokenization.pack_documents({"input_ids": documents, "labels": documents}, 24)
     rows = [dict(zip(packed, values)) for values in zip(*packed.values())]
-    in_rows = [*itertools.chain(*packed[tokenization.LENGTHS])]
+    in_rows = [*itertools.chain(*packed[DOCUMENTS])]
     assert sorted(in_rows) == sorted(lengths)
     assert [len(row["input_ids"]) for row in rows] == [14, 24, 24, 24], "they do not fill their rows"
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"x": 0})), pad_token="x")
-    batch = with_sizes(CountingCollate(tokenization.PadCollate(tokenizer, 8, ("labels",)))(rows))
-    assert batch.sizes[:5] == (10, sum(lengths), sum(n * n for n in lengths), 24, sum(lengths) - 10)
+    batch = Collate(("labels",), is_causal=True)(rows)
+    assert (batch.items, batch.texts, batch.used, batch.squares) == (4, 10, sum(lengths), sum(n * n for n in lengths))
+    assert (batch.width, batch.targets) == (24, sum(lengths) - 10)
+    assert batch.sum(batch.tokens).tolist() == [sum(row["input_ids"]) for row in rows]
 
     def gradients(*losses):
         model.zero_grad()
         total = sum(loss.backward() or loss.detach() for loss in losses)
         return {"loss": total} | {name: value.grad.clone() for name, value in model.named_parameters()}
 
-    def loss_of_packed(batch):
-        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-        with CurrentBatch(batch):
-            return losses.of_tokens(model(**inputs).logits, losses.next_tokens(batch["labels"]))
-
+    accept_rows(model)
     alone = lambda ids: losses.of_tokens(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
     wanted = gradients(*(alone(torch.tensor([ids])) for ids in documents))
-    found = {"padded": gradients(loss_of_packed(batch))}
+    found = {"padded": gradients(loss_of(model, batch))}
     layers = without_padding(model)
     layers.install()
-    assert layers.check(loss_of_packed, batch, 1e-6) == ""
-    found["padding-free"] = gradients(loss_of_packed(batch))
-    with CurrentBatch(batch) as current:
-        row = layers._row(current, {"position_ids": batch["position_ids"]})
+    assert layers.check(lambda rows: loss_of(model, rows), batch, 1e-6) == ""
+    found["padding-free"] = gradients(loss_of(model, batch))
     # What flash attention is given on a GPU: starts, then the end of the last document, then empty ones.
-    starts = padding_free.segments_of(row._replace(tokens=96, texts=12), is_flash=True).starts.tolist()
-    assert starts == [*itertools.accumulate(in_rows, initial=0), 96, 96, 96]
+    starts = Collate(("labels",), 8, is_causal=True)(rows).starts.tolist()
+    assert starts[:12] == [*itertools.accumulate(in_rows, initial=0), 128]
+    assert {*starts[11:]} == {128}
     for way, values in found.items():
         for name, value in values.items():
             assert (value - wanted[name]).abs().max() <= 1e-12 * wanted[name].abs().max().clamp(min=1), (way, name)
@@ -445,9 +455,10 @@ def test_the_pass_that_settles_the_buckets_of_ddp_uses_plain_layers():
     layers = without_padding(model)
     layers.install()
     layers.calls = [None] * len(layers.calls)
-    with CurrentBatch(batch, True):
-        loss_of(model, batch).backward()
-    with pytest.raises(TypeError, match="NoneType"), CurrentBatch(batch):
+    token = ddp.in_plain_order.set(True)
+    loss_of(model, batch).backward()
+    ddp.in_plain_order.reset(token)
+    with pytest.raises(TypeError, match="NoneType"):
         loss_of(model, batch)
 
 
@@ -464,9 +475,7 @@ def test_each_layer_gets_the_output_of_the_layer_before_it(kind):
 
     layers.install()
     layers.run = run
-    batch = a_batch()
-    with CurrentBatch(batch):
-        loss_of(model, batch)
+    loss_of(model, a_batch())
     assert len(given) == 3
     assert all(after[0] is before[1] for before, after in itertools.pairwise(given))
 
@@ -492,12 +501,6 @@ def test_a_model_that_needs_padding_is_refused_with_the_reason():
         assert layers.longest == longest
     layers.longest = 29
     assert difference(padded, compute(model, batch)) == 0
-    # The classifier reads the first token. If that is padding, its hidden state is arbitrary, and differs without padding.
-    torch.manual_seed(0)
-    model = KINDS["bert"]().eval()
-    layers = without_padding(model)
-    layers.install()
-    assert "differs without padding" in layers.check(lambda batch: loss_of(model, batch), a_batch("left"), 1e-4)
 
 
 def test_a_model_whose_layers_drop_arguments_needs_padding():
@@ -591,7 +594,7 @@ def test_adapters_compute_what_peft_computes_and_store_less():
         is_narrow, stored = base.dtype == torch.bfloat16, {}
         keep = lambda tensor: stored.setdefault(compat.storage_key(tensor), tensor.nbytes) and tensor
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_narrow), CurrentBatch(batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_narrow):
                 loss = loss_of(model, batch)
             size = sum(stored.values())
         loss.backward()
@@ -607,11 +610,11 @@ def test_adapters_compute_what_peft_computes_and_store_less():
         exact = x.bfloat16().double() @ (one.weight.double() + one.get_delta_weight("default").double()).T
         return (narrow - exact).norm()
 
-    ids = batch["input_ids"]
+    accept_rows(model)
     with torch.no_grad(), model.disable_adapter():
-        of_base = model(input_ids=ids).logits
+        of_base = model(batch).logits
     with torch.no_grad():  # without autocast, the types of inputs and adapters must be the same
-        assert not torch.equal(model(input_ids=ids).logits, of_base), "adapters that are turned off still act"
+        assert not torch.equal(model(batch).logits, of_base), "adapters that are turned off still act"
     assert sum("forward" in m.__dict__ for m in model.modules()) == 3 * 7
     ours, of_ours = loss_gradients_and_stored_bytes(), rounding()
     own_forward = [(m, m.__dict__.pop("forward")) for m in model.modules() if "forward" in m.__dict__]
@@ -627,18 +630,17 @@ def test_adapters_compute_what_peft_computes_and_store_less():
     assert (ours[1] - theirs[1]).abs().max() < 1e-5 * theirs[1].abs().max()
 
 
-def test_a_call_with_another_mask_than_the_current_batch_uses_padding():
+def test_a_call_without_rows_uses_padding():
     model = KINDS["bert"]().eval()
     layers = without_padding(model)
     layers.install()
     ran = []
     layers.run = lambda number, hidden, args, kwargs: ran.append(number) or layers.calls[number](hidden, *args, **kwargs)
-    batch, other = a_batch(), a_batch(lengths=[30, 30, 30, 30, 30])  # more tokens than the row of the current batch
-    with CurrentBatch(batch):
-        loss_of(model, other)
-        assert ran == []
-        loss_of(model, batch)
-        assert ran == list(range(len(layers.calls)))
+    rows = a_batch()
+    model(input_ids=rows.pad(rows.tokens), attention_mask=rows.grid.mask)
+    assert ran == []
+    loss_of(model, rows)
+    assert ran == list(range(len(layers.calls)))
 
 
 def test_gradient_checkpointing_without_padding_gives_the_same_result():
@@ -654,9 +656,7 @@ def test_gradient_checkpointing_without_padding_gives_the_same_result():
     other = a_batch(seed=4, lengths=[7, 2, 19])
 
     def two_losses(model, batch):  # the backward pass computes layers of both calls again, each with its own texts
-        found = loss_of(model, batch)
-        with CurrentBatch(other):
-            return found + loss_of(model, other)
+        return loss_of(model, batch) + loss_of(model, other)
 
     found = compute(model, batch, two_losses)
     layers.remove()
@@ -676,7 +676,7 @@ def test_gradient_checkpointing_of_an_encoder_and_a_decoder(kind):
     layers.run = lambda number, hidden, args, kwargs: rows.append(number) or calls[number](hidden, *args, **kwargs)
     assert difference(padded, compute(model, batch, loss)) < 1e-5
     assert rows == [*range(len(calls)), *reversed(range(len(calls)))], "the backward pass runs each layer once more"
-    others = {"input_ids": batch["input_ids"].flip(0), "attention_mask": batch["attention_mask"].flip(0)}
+    others = {"input_ids": batch.pad(batch.tokens).flip(0), "attention_mask": batch.grid.mask.long().flip(0)}
     options = {
         "max_new_tokens": 4,
         "do_sample": False,
@@ -699,8 +699,7 @@ def test_adapters_of_t5_train_its_position_bias():
     for name, p in model.named_parameters():
         nn.init.normal_(p, std=0.3) if "lora" in name else None
     batch, _ = inputs_of(model.base_model.model)
-    read = ("input_ids", "attention_mask", "labels")
-    loss = lambda model, batch: model(**{name: batch[name] for name in read}, use_cache=False).loss
+    loss = lambda model, rows: losses.cross_entropy(model(rows).logits[0], rows["target"]["labels"])
     padded = compute(model, batch, loss)
     layers = without_padding(model)
     layers.install()
@@ -725,43 +724,43 @@ def test_a_small_table_has_the_same_gradient_as_an_embedding():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])  # rotary positions, and an embedding of positions
 def test_a_prompt_that_two_texts_share_is_computed_once_with_the_same_loss_and_gradients(kind):
-    """All tokens are learned, so the gradients of a shared token come from both texts."""
+    """The last token of a prompt has a label in each of both texts, and so it is not shared."""
     torch.manual_seed(0)
     model, batch = KINDS[kind]().double().eval(), a_batch_of_pairs()
-    assert batch["shared"].tolist() == [0, 7, 0, 2, 0, 12]
-    padded = compute(model, batch)
+    assert batch["shared"].tolist() == [0, 6, 0, 1, 0, 10]
+    padded = compute(model, a_batch_of_pairs(shares=False))
+    assert difference(padded, compute(model, batch)) < 1e-6
     layers = without_padding(model)
     layers.install()
     assert layers.check(lambda batch: loss_of(model, batch), batch, 1e-6) == ""
     assert difference(padded, compute(model, batch)) < 1e-6  # Llama's norms compute in float32
-    assert tokens_per_layer(layers, model, batch) == [2 * 20 + 32 - 21] * 3
-    few = a_batch_of_pairs(prompts=(1, 1, 1), answers=((20, 25), (20, 30), (25, 25)))
-    assert tokens_per_layer(layers, model, few) == [147] * 3
+    assert tokens_per_layer(layers, model, batch) == [2 * 20 + 32 - 17] * 3
+    few = a_batch_of_pairs(prompts=(2, 2, 2), answers=((20, 25), (20, 30), (25, 25)))
+    assert tokens_per_layer(layers, model, few) == [154] * 3
     shared = compute(model, few)
     layers.shares = False  # `attach` decides by a sample: so few shared tokens are not worth it
-    assert tokens_per_layer(layers, model, few) == [151] * 3
+    assert tokens_per_layer(layers, model, few) == [157] * 3
     assert difference(shared, compute(model, few)) < 1e-6
 
 
 def test_keys_of_a_shared_prompt_are_those_of_the_whole_texts():
     """Flash attention needs a GPU. Here each query attends to the keys that it would see there."""
-    batch = a_batch_of_pairs()
-    row = padding_free.Row(batch["attention_mask"], 64, 64, shared=batch["shared"], keys=96)
-    at = padding_free.segments_of(row, is_flash=True)
+    rows, whole = a_batch_of_pairs(multiple=8), a_batch_of_pairs(shares=False)
+    at = padding_free.segments_of(rows, is_flash=True)
+    key_starts, keys, places = at.keys
     found = []
     for text in range(len(at.starts) - 1):
-        queries, (first, end) = range(at.starts[text], at.starts[text + 1]), at.keys.starts[text : text + 2]
-        keys = at.keys.tokens[first:end].tolist()
-        assert keys[len(keys) - len(queries) :] == [*queries], "the last query sees all keys"
-        found.append(at.places[keys].tolist())
-    width = batch["attention_mask"].shape[1]
-    for text, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-        shared = int(batch["shared"][text])
-        wanted = [(text - (i < shared)) * width + i for i in range(length)]
+        queries, (first, end) = range(at.starts[text], at.starts[text + 1]), key_starts[text : text + 2]
+        some = keys[first:end].tolist()
+        assert some[len(some) - len(queries) :] == [*queries], "the last query sees all keys"
+        found.append(rows.grid.places[some].tolist())
+    for text, length in enumerate(whole.lengths):
+        shared = int(rows["shared"][text])
+        wanted = [(text - (i < shared)) * rows.width + i for i in range(length)]
         assert found[text] == wanted
     assert len(found[-1]) == 64 - int(at.starts[-2])
-    for token, (first, second) in enumerate(at.keys.places.T.tolist()):
-        assert [i for i, key in enumerate(at.keys.tokens[: at.keys.starts[-1]].tolist()) if key == token] == [
+    for token, (first, second) in enumerate(places.T.tolist()):
+        assert [i for i, key in enumerate(keys[: key_starts[-1]].tolist()) if key == token] == [
             place for place in (first, second) if place >= 0
         ]
 
@@ -783,11 +782,9 @@ def test_a_loss_in_chunks_equals_the_loss_over_all_logits(monkeypatch, softmax):
 
 def test_a_micro_batch_without_labels_has_a_loss_of_zero():
     model = KINDS["llama"]().eval()
-    batch = a_batch()
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    batch = with_sizes(CountingCollate(lambda _: {**inputs, "labels": torch.full_like(batch["labels"], -100)})([]))
+    batch = Collate(("labels",))([{"input_ids": text, "labels": [-100] * len(text)} for text in texts_of(a_batch())])
     head = linear_cross_entropy.OutputHead(model)
-    value, gradients = compute(model, batch, lambda model, batch: head.loss_sum(model, inputs, batch["labels"], batch))
+    value, gradients = compute(model, batch, head.loss_sum)
     assert value == 0
     assert not any(gradient.any() for gradient in gradients.values())
 
@@ -797,11 +794,9 @@ def test_skipping_the_output_head_gives_the_same_loss_and_gradients(kind):
     torch.manual_seed(0)
     model = KINDS[kind]().eval()
     batch = a_batch()
-    labels = losses.next_tokens(batch["labels"])
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    whole = compute(model, batch, lambda model, batch: losses.of_tokens(model(**inputs).logits, labels))
+    whole = compute(model, batch)
     head = linear_cross_entropy.OutputHead(model)
-    skipped = compute(model, batch, lambda model, batch: head.loss_sum(model, inputs, labels, batch))
+    skipped = compute(model, batch, head.loss_sum)
     assert head.is_last
     assert difference(whole, skipped) < 1e-5
 
@@ -818,24 +813,23 @@ def test_log_probabilities_of_rows_have_the_gradients_of_all_logits(monkeypatch,
         model.model.layers[1].mlp.requires_grad_(True)
     else:
         model.lm_head.bias = nn.Parameter(torch.randn(100, dtype=torch.double))
-    batch = a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58])
-    labels = losses.next_tokens(batch["labels"])
-    labels[:, :5] = -100  # the answer of row 3 is empty
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    texts = texts_of(a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58]))  # the answer of row 3 is empty
+    batch = Collate(("labels",), is_causal=True)([{"input_ids": t, "labels": [-100] * len(t[:6]) + t[6:]} for t in texts])
     head = linear_cross_entropy.OutputHead(model)
+    plain = lambda model, rows: -rows.sum(losses.cross_entropy(model(rows).logits[0], rows["labels"], "none"))
     head.softmax = softmax
 
     def pairs(logps):
         return -F.logsigmoid(0.1 * (logps[0::2] - logps[1::2])).sum() + 0.01 * logps[0]
 
-    wanted = compute(model, batch, lambda *_: pairs(-losses.of_tokens(model(**inputs).logits, labels, "rows")))
+    wanted = compute(model, batch, lambda model, rows: pairs(plain(model, rows)))
     layers = without_padding(model)
     layers.install()
-    found = compute(model, batch, lambda *_: pairs(head.row_logps(model, inputs, labels, batch)))
+    found = compute(model, batch, lambda model, rows: pairs(head.text_logps(model, rows)))
     assert head.is_last
     assert difference(wanted, found) < 1e-10
-    with torch.no_grad(), CurrentBatch(batch):
-        logps = head.row_logps(model, inputs, labels, batch)
+    with torch.no_grad():
+        logps = head.text_logps(model, batch)
     assert logps.dtype == torch.double
     assert logps[3] == 0
     torch.testing.assert_close(pairs(logps).item(), wanted[0])
@@ -854,29 +848,28 @@ def test_rows_of_new_tokens_above_a_frozen_head_have_the_gradients_of_all_logits
         if parameter.requires_grad:
             nn.init.normal_(parameter)
     batch = a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58])
-    batch["input_ids"][::2, :40:9] = 98
-    batch["labels"][(batch["labels"] > 0) & (batch["labels"] % 5 == 0)] = 98
-    labels = losses.next_tokens(batch["labels"])
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    batch.tokens[::9] = 98
+    batch = Collate(("labels",), is_causal=True)(
+        [{"input_ids": text, "labels": [98 if token % 5 == 0 else token for token in text]} for text in texts_of(batch)]
+    )
     factors = torch.linspace(-1, 2, 8, dtype=torch.double)
     head = linear_cross_entropy.OutputHead(model)
     head.softmax = softmax
 
-    def plain(*_):
-        return losses.of_tokens(model(**inputs).logits, labels, "rows") @ factors
+    def plain(model, rows):
+        return rows.sum(losses.cross_entropy(model(rows).logits[0], rows["labels"], "none")) @ factors
 
-    wanted = compute(model, batch, lambda *_: losses.of_tokens(model(**inputs).logits, labels))
-    assert difference(wanted, compute(model, batch, lambda *_: head.loss_sum(model, inputs, labels, batch))) < 1e-10
-    found = compute(model, batch, lambda *_: -head.row_logps(model, inputs, labels, batch) @ factors)
+    assert difference(compute(model, batch), compute(model, batch, head.loss_sum)) < 1e-10
+    found = compute(model, batch, lambda model, rows: -head.text_logps(model, rows) @ factors)
     assert difference(compute(model, batch, plain), found) < 1e-10
     assert head.is_last
     tables = [name for name, gradient in found[1].items() if "trainable_tokens_delta" in name and gradient.any()]
     assert len(tables) == (1 if tied else 2)
-    with_adapters = head.row_losses(model, inputs, labels, batch)
-    with torch.no_grad(), CurrentBatch(batch), model.disable_adapter():  # the reference of `dpo`
-        of_rows = head.row_losses(model, inputs, labels, batch)
-        torch.testing.assert_close(of_rows @ factors, plain())
-        torch.testing.assert_close(-head.row_logps(model, inputs, labels, batch), of_rows)
+    with_adapters = head.item_losses(model, batch)
+    with torch.no_grad(), model.disable_adapter():  # the reference of `dpo`
+        of_rows = head.item_losses(model, batch)
+        torch.testing.assert_close(of_rows @ factors, plain(model, batch))
+        torch.testing.assert_close(-head.text_logps(model, batch), of_rows)
     assert float((of_rows - with_adapters).abs().min()) > 1e-3
 
 
@@ -884,20 +877,20 @@ def test_the_losses_of_rows_in_chunks_are_those_of_all_logits_in_any_batch(monke
     monkeypatch.setattr(linear_cross_entropy, "CHUNK", 1)  # chunks of 256 tokens, the fewest
     torch.manual_seed(0)
     model = KINDS["llama"]().eval()
-    ids = torch.randint(5, 100, (9, 60))
-    mask = (torch.arange(60) < torch.tensor([60, 51, 60, 3, 60, 60, 44, 58, 60])[:, None]).long()
-    labels = torch.where((mask == 1) & (torch.rand(9, 60) < 0.9), ids, -100)
-    labels[1] = -100  # a row without an answer
+    texts = texts_of(a_batch(lengths=[60, 51, 60, 3, 60, 60, 44, 58, 60]))
+    items = [{"input_ids": text, "labels": [token if token % 10 else -100 for token in text]} for text in texts]
+    items[1]["labels"] = [-100] * 51  # a row without an answer
     head = linear_cross_entropy.OutputHead(model)
+    accept_rows(model)
 
     def measure(rows: slice) -> torch.Tensor:
-        parts = {"input_ids": ids[rows], "attention_mask": mask[rows]}
-        batch = with_sizes(CountingCollate(lambda _: {**parts, "labels": labels[rows]})([]))
-        with losses.CurrentBatch(batch), torch.no_grad():
-            return head.row_losses(model, parts, losses.next_tokens(labels[rows]), batch)
+        return head.item_losses(model, Collate(("labels",), is_causal=True)(items[rows]))
 
     with torch.no_grad():
-        wanted = losses.of_tokens(model(input_ids=ids, attention_mask=mask).logits[:, :-1], labels[:, 1:], "rows")
+        wanted = torch.stack([
+            losses.of_tokens(model(input_ids=torch.tensor([item["input_ids"]])).logits[:, :-1], torch.tensor([item["labels"][1:]]))
+            for item in items
+        ])  # fmt: skip
     whole = measure(slice(None))
     assert head.is_last
     assert wanted[1] == whole[1] == 0
@@ -909,13 +902,12 @@ def test_an_output_head_whose_logits_are_changed_afterwards_is_not_skipped():
     config = transformers.Gemma2Config(**SHAPE, **POSITIONS, num_key_value_heads=2, head_dim=8, final_logit_softcapping=30.0)
     model = transformers.Gemma2ForCausalLM(config).eval()
     batch = a_batch()
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     head = linear_cross_entropy.OutputHead(model)
-    labels = losses.next_tokens(batch["labels"])
-    assert torch.equal(head.loss_sum(model, inputs, labels, batch), losses.of_tokens(model(**inputs).logits, labels))
-    of_rows = losses.of_tokens(model(**inputs).logits, labels, "rows")
-    assert torch.equal(head.row_losses(model, inputs, labels, batch), of_rows)
-    assert torch.equal(head.row_logps(model, inputs, labels, batch), -of_rows)
+    accept_rows(model)
+    of_tokens = losses.cross_entropy(model(batch).logits[0], batch["labels"], "none")
+    torch.testing.assert_close(head.loss_sum(model, batch), of_tokens.sum())
+    assert torch.equal(head.item_losses(model, batch), batch.sum(of_tokens))
+    assert torch.equal(head.text_logps(model, batch), -batch.sum(of_tokens))
     assert head.is_last is False
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.engine.step_sums import LossNumbers
-from accel_ddp.engine.terms import checked, numbers_of
+from accel_ddp.engine.terms import Sealed, checked, numbers_of
 from accel_ddp.errors import UserError
 from accel_ddp.memory.estimate_command import load_recipe
 from accel_ddp.ranks.team import Team
@@ -417,7 +416,7 @@ def test_dpo_and_kto_are_those_of_trl(tmp_path, models_and_tokenizer, pairs_file
 
     def kto(model):
         loss = preferences.LabelLoss(options(loss="kto"), logps, old)
-        loss.prepare(model, [batch], Team(), lambda _: CurrentBatch(batch))
+        loss.prepare(model, [batch], Team(), lambda _: Sealed(batch))
         found = loss.terms(model, batch)
         assert found["kl"][0] > 0
         return found["loss"].mean()

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine.rows import Collate, accept_rows
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
 from accel_ddp.ranks.team import Team
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
-from accel_ddp.tasks.contrastive import NOTHING, ListCollate, in_batch_losses, text_keys
+from accel_ddp.tasks.contrastive import NOTHING, in_batch_losses, text_keys
 from accel_ddp.tasks.negatives import MinedBatches, add_negatives, hardest
 from accel_ddp.tasks.ranking import Query, QueryFormat
 
@@ -213,7 +214,8 @@ def test_losses_and_scores_are_those_of_sentence_transformers(tiny_model):
     for query, texts, values in zip(("fine", "warm"), documents, relevance):
         tokens = tokenizer([query] * len(texts), texts)
         rows.append({"input_ids": tokens["input_ids"], "token_type_ids": tokens["token_type_ids"], "relevance": values})
-    batch = ListCollate(tokenizer, None)(rows)
+    batch = Collate()(rows)
+    accept_rows(encoder.model)
     with torch.no_grad():
         scores = ranking.score(encoder.model, batch)
         labels = [torch.tensor(values) for values in relevance]

@@ -7,11 +7,9 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from torch import nn
 
 from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.engine import losses
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Collate
 from accel_ddp.errors import UserError
 from accel_ddp.sources import tokenization
 from accel_ddp.sources.adapters import add_adapters
@@ -35,17 +33,11 @@ def make_rows(number: int) -> datasets.Dataset:
     drawn = torch.Generator().manual_seed(number)
     lengths = torch.randint(3, 30, (number, 2), generator=drawn).tolist()
     ids = [[torch.randint(5, 100, (length,), generator=drawn).tolist() for length in pair] for pair in lengths]
-    return datasets.Dataset.from_dict({"input_ids": ids})
+    labels = [[[-100, -100, *text[2:]] for text in pair] for pair in ids]
+    return datasets.Dataset.from_dict({"input_ids": ids, "labels": labels})
 
 
-def collate(rows):
-    texts = [torch.tensor(ids) for row in rows for ids in row["input_ids"]]
-    pad = lambda tensors: nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    mask = pad([torch.ones_like(ids) for ids in texts])
-    labels = torch.where(mask.bool(), pad(texts), -100)
-    labels[:, :2] = -100
-    more = {name: torch.tensor([row[name] for row in rows]) for name in (reference.COLUMN,) if name in rows[0]}
-    return {"input_ids": pad(texts), "attention_mask": mask, "labels": labels, **more}
+collate = Collate(("labels",), is_causal=True)
 
 
 class Setup:
@@ -63,8 +55,7 @@ class Setup:
 
     def logps(self, model, batch):
         self.calls += 1
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        return self.head.row_logps(model, inputs, losses.next_tokens(batch["labels"]), batch).view(-1, 2)
+        return self.head.text_logps(model, batch).view(-1, 2)
 
     def make(self) -> reference.Reference:
         fingerprints = [tokenization.fingerprint(rows) for rows in self.rows]
@@ -79,7 +70,7 @@ class Setup:
                 p.add_(torch.randn_like(p))
         train = TrainBatches(made.rows[part], collate)
         batch = train.batch_of(list(range(len(made.rows[part]))), self.accelerator, self.cfg)
-        with CurrentBatch(batch), torch.no_grad():
+        with torch.no_grad():
             before = self.logps(self.model, batch)
             found = made(self.model, batch)
             assert torch.equal(self.logps(self.model, batch), before), "the trained model has changed"

@@ -18,10 +18,11 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.rehearsal import move_gradients
+from accel_ddp.engine.rows import rounded_up
 from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.recipe import load_model
-from accel_ddp.speed import attach, autobatch, flops, modules, padding_free
+from accel_ddp.speed import attach, autobatch, flops, modules
 from accel_ddp.training.evaluation import evaluate
 from accel_ddp.training.step_plan import Cost, StepPlan, TokenSteps, spread
 from accel_ddp.training.stream import MixedShuffle, Mixture, Shuffle, TrainBatches, count_tokens
@@ -164,7 +165,7 @@ def test_a_step_that_is_larger_than_the_data_is_refused_or_reported():
 
 
 def test_rounding_gives_few_different_lengths_and_adds_little():
-    rows = {number: padding_free.rounded_up(number) for number in range(1, 20_000)}
+    rows = {number: rounded_up(number) for number in range(1, 20_000)}
     assert all(row - number >= 0 for number, row in rows.items())
     assert all(row - number < number / 4 for number, row in rows.items() if number > 512)
     assert len(set(rows.values())) < 90

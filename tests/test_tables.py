@@ -247,20 +247,21 @@ def test_the_nearest_text_is_the_one_that_retrieval_metrics_count():
 def test_masked_words_are_shown_in_their_texts():
     import torch
 
+    from accel_ddp.engine.rows import Collate
     from accel_ddp.tasks import masking
 
     labels_of_batch = torch.full((3, 5), -100)
     labels_of_batch[0, 2], labels_of_batch[0, 4], labels_of_batch[2, 1] = 7, 8, 9
-    batch = {"labels": labels_of_batch, "masked_positions": (labels_of_batch != -100).flatten().nonzero().squeeze(1)}
+    rows = Collate(("labels",))([{"input_ids": [0] * 5, "labels": labels} for labels in labels_of_batch.tolist()])
     scores = torch.zeros(3, 10)
     scores[torch.arange(3), torch.tensor([7, 1, 3])] = 5
-    found = masking.first_guesses(scores, torch.tensor([0.1, 0.2, 0.3]), batch)
+    found = masking.first_guesses(scores, torch.tensor([0.1, 0.2, 0.3]), rows["labelled"], rows)
     assert found["position"].tolist() == [2, -1, 1]
     assert found["truth"][[0, 2]].tolist() == [7, 9]
     assert found["guess"][[0, 2]].tolist() == [7, 3]
     assert found["guess_loss"][[0, 2]].tolist() == pytest.approx([0.1, 0.3])
-    none = {"labels": torch.full((2, 5), -100), "masked_positions": torch.empty(0, dtype=torch.long)}
-    assert masking.first_guesses(scores[:0], torch.empty(0), none)["position"].tolist() == [-1, -1]
+    none = masking.first_guesses(scores[:0], torch.empty(0), rows["labelled"][:0], rows)
+    assert none["position"].tolist() == [-1, -1, -1]
 
     class Tokenizer:
         def decode(self, ids):

@@ -1,6 +1,7 @@
 """What a step needs around forward and backward passes if torch's DDP sums the gradients. FSDP's part is `sharding.Lockstep`."""
 
 import contextlib
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import compat, phases
-from accel_ddp.engine.losses import CurrentBatch, MicroBatch
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.engine.scaler import state_restored
-from accel_ddp.engine.terms import checked, model_of, terms_of
+from accel_ddp.engine.terms import Sealed, checked, model_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.phases import OPTIMIZER, SYNC
 from accel_ddp.text import shorten
+
+# Whether gradients must become ready in the order in which the plain model produces them, so layers must not be captured or compiled.
+in_plain_order: ContextVar[bool] = ContextVar("accel_ddp_in_plain_order", default=False)
 
 
 class Gradients(Protocol):
@@ -170,7 +174,11 @@ def _settle_buckets(accelerator: Accelerator, terms: nn.Module, optimizer: torch
     if accelerator.ddp_handler and accelerator.ddp_handler.comm_hook == DDPCommunicationHookType.POWER_SGD:
         return  # its error feedback includes every gradient
     with state_restored(terms):
-        loss = checked(terms(CurrentBatch(batch, in_plain_order=True)))
+        token = in_plain_order.set(True)
+        try:
+            loss = checked(terms(Sealed(batch)))
+        finally:
+            in_plain_order.reset(token)
         check_no_gradients(optimizer)
         settled = DdpStep(accelerator, terms)
         loss.backward()

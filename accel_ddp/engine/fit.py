@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from accel_ddp import phases
-from accel_ddp.engine.losses import MicroBatch
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.engine.step import Carry, UpdateStats, train_step
 from accel_ddp.engine.terms import model_of
 from accel_ddp.phases import DATA, OTHER, phase

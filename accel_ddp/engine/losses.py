@@ -1,13 +1,7 @@
-"""Losses of items, and the micro-batch that is being computed.
-
-With `GradCache`, every item of a step is compared with every other one, on whatever rank and in whatever micro-batch. `Terms` and
-`evaluate` announce every micro-batch with `CurrentBatch` before they call the model. Code that changes how a model computes, such as
-`speed`, reads it.
-"""
+"""Losses of items. With `GradCache`, each item of a step is compared with all others, of whatever rank and micro-batch."""
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -15,34 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp import phases
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.team import Team
-
-MicroBatch = Any
-
-
-class CurrentBatch:
-    """`with CurrentBatch(batch): ...` announces a micro-batch. Each announcement is a new object, also for the same batch."""
-
-    def __init__(self, batch: Any, in_plain_order: bool = False):
-        """`in_plain_order`: gradients must become ready in the order in which the plain model produces them."""
-        self.batch, self.in_plain_order = batch, in_plain_order
-
-    def __enter__(self) -> "CurrentBatch":
-        self._token = _current.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current.reset(self._token)
-
-
-_current: ContextVar[CurrentBatch | None] = ContextVar("accel_ddp_current_batch", default=None)
-
-
-def current_batch() -> CurrentBatch | None:
-    """Return the announced micro-batch, or None outside of `with CurrentBatch(...)`."""
-    return _current.get()
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -93,7 +63,9 @@ class GradCache:
     def __init__(self, embed: Callable[..., Tensor], keys: Callable[..., Tensor], losses: Callable[[Tensor, Tensor], Tensor]):
         self.embed, self.keys, self.losses = embed, keys, losses
 
-    def prepare(self, model: nn.Module, batches: Sequence[MicroBatch], team: Team, seeded: Callable[[int], CurrentBatch]) -> None:
+    def prepare(
+        self, model: nn.Module, batches: Sequence[MicroBatch], team: Team, seeded: Callable[[int], AbstractContextManager]
+    ) -> None:
         """Add the gradients of the rows and the losses as columns, if a rank has several micro-batches."""
         if len(batches) == 1:
             return

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from accel_ddp.engine.losses import MicroBatch
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.engine.scaler import state_restored
 from accel_ddp.engine.terms import Terms, checked
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from accel_ddp import phases
 from accel_ddp.engine import ddp
-from accel_ddp.engine.losses import CurrentBatch, MicroBatch
+from accel_ddp.engine.rows import MicroBatch
 from accel_ddp.engine.scaler import Stepper
 from accel_ddp.engine.step_sums import NOTHING, Carry, ItemSums, LossNumbers, UpdateStats
 from accel_ddp.engine.step_times import sync_after_backward
-from accel_ddp.engine.terms import checked, numbers_of, terms_of
+from accel_ddp.engine.terms import Sealed, checked, numbers_of, terms_of
 from accel_ddp.phases import BACKWARD, FORWARD, OTHER, enter
 from accel_ddp.seeds import dropout_seed, seed_forward
 
@@ -47,9 +47,9 @@ def train_step(
     plain, device = terms_of(terms), accelerator.device
     team = plain.team
 
-    def seeded(i: int) -> CurrentBatch:
+    def seeded(i: int) -> Sealed:
         seed_forward(dropout_seed(seed, i, team.rank, team.size), device)
-        return CurrentBatch(batches[i])
+        return Sealed(batches[i])
 
     plain.prepare(batches, seeded)
     gradients = ddp.begin_step(accelerator, terms, optimizer, batches[0])

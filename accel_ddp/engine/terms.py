@@ -5,6 +5,7 @@ number of items. Every other entry is a number to log: values, whose mean is log
 what else a task may have. `train_step` divides the sum of the loss by the items of all micro-batches and ranks.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_ddp.engine.losses import CurrentBatch, MicroBatch
+from accel_ddp.engine.rows import MicroBatch, Rows, accept_rows
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.team import Team
 
-# Announces micro-batch i of a step, and seeds its dropout as the step does: `with seeded(i): model(...)`.
-Seeded = Callable[[int], CurrentBatch]
+
+class Sealed(contextlib.nullcontext):
+    """A micro-batch for DDP, which would rebuild dictionaries and tuples."""
+
+
+# Seeds the dropout of micro-batch i of a step as the step does: `with seeded(i): model(...)`.
+Seeded = Callable[[int], Sealed]
 MOST_NUMBERS = 64
 # Names of other fields of the event `train_step` of log.jsonl.
 RESERVED = ("event", "step", "time", "repeated", "grad_norm", "lr", "items", "samples_per_second", "tokens", "tokens_per_second",
@@ -36,14 +42,14 @@ class Terms(nn.Module):
         super().__init__()
         refuse_old(task)
         self.model, self.task, self.team = model, task, team or Team()
+        accept_rows(model)
 
-    def forward(self, batch: MicroBatch | CurrentBatch) -> dict[str, Any]:
-        """Return the terms of a micro-batch. DDP would rebuild its dictionaries and tuples, and so gets a `CurrentBatch`."""
-        current = batch if isinstance(batch, CurrentBatch) else CurrentBatch(batch)
-        compute = lambda: self.task.terms(self.model, current.batch, self.team)
-        with current:  # how a model that computes texts as one row knows where they begin
-            within = getattr(self.model, "_within_forward", None)  # gathers the weights of a sharded model
-            return within(compute) if within else compute()
+    def forward(self, batch: MicroBatch | Sealed) -> dict[str, Any]:
+        """Return the terms of a micro-batch."""
+        batch = batch.enter_result if isinstance(batch, Sealed) else batch
+        compute = lambda: self.task.terms(self.model, batch, self.team)
+        within = getattr(self.model, "_within_forward", None)  # gathers the weights of a sharded model
+        return within(compute) if within else compute()
 
     def prepare(self, batches: Sequence[MicroBatch], seeded: Seeded) -> None:
         """Let the task add columns that need all micro-batches of a step."""
@@ -64,8 +70,8 @@ class Terms(nn.Module):
 
     def trial(self, batch: MicroBatch) -> dict[str, Any]:
         """Return the terms of one micro-batch outside of a step, for `alone()`."""
-        self.prepare([batch], lambda _: CurrentBatch(batch))
-        return self(CurrentBatch(batch))
+        self.prepare([batch], lambda _: Sealed(batch))
+        return self(batch)
 
 
 def terms_of(wrapped: nn.Module) -> Terms:
@@ -80,7 +86,9 @@ def model_of(wrapped: nn.Module) -> nn.Module:
 
 
 def count_items(batch: MicroBatch) -> int:
-    """Return the length of the first tensor of a batch."""
+    """Return the items of rows, or the length of the first tensor of a batch."""
+    if isinstance(batch, Rows):
+        return batch.items
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else (batch,)
     return len(next(part for part in parts if isinstance(part, Tensor) and part.ndim))
 

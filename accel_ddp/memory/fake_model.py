@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_ddp import compat
 from accel_ddp.config.optimizer_options import ema_bytes
 from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.engine.rows import Rows, accept_rows
 from accel_ddp.errors import UserError
 from accel_ddp.sources import adapters, models
 from accel_ddp.speed.layer_stacks import head_size, layers_of
 from accel_ddp.speed.packed_layers import PackedLayers
-from accel_ddp.speed.padding_free import NeedsPadding, Row, rounded_up
+from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.speed.row_model import RowModel
 from accel_ddp.text import first_line
 from accel_ddp.training import optim
-from accel_ddp.training.stream import Batch, Sizes
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def quiet() -> Iterator[None]:
             logger.disabled = was
 
 
-def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = False) -> Batch:
+def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = False) -> Any:
     """Return a micro-batch of `items`: the longest rows, or the largest that options allow. Call it in fake mode."""
     known = fake.lengths[1 if for_evaluation else 0] if fake.lengths else None
     per_item = known.shape[1] if known is not None and known.ndim == 2 else getattr(cfg, "texts_per_item", 1)
@@ -220,7 +220,7 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
         side = getattr(cfg, "image_size", 0) or getattr(fake.config, "image_size", None) or 32
         side = side if isinstance(side, int) else max(side)
         channels = getattr(fake.config, "num_channels", 3)
-        return Batch(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
+        return dict(pixel_values=torch.zeros(texts, channels, side, side), labels=torch.zeros(texts, dtype=torch.long))
     limit, width = getattr(fake.config, "max_position_embeddings", None), getattr(cfg, "max_length", 0)
     width = min(limit or ASSUMED_LENGTH, ASSUMED_LENGTH) if width == "auto" else width or min(limit or 512, 4096)
     lengths = np.full(texts, width)
@@ -229,29 +229,21 @@ def make_batch(fake: FakeModel, cfg: Any, items: int, for_evaluation: bool = Fal
         longest = known[np.argsort(-known.sum(1), kind="stable")[:items]]
         lengths = np.minimum(np.resize(longest, texts), width)
         width = int(lengths.max())
-    ids = torch.zeros(texts, width, dtype=torch.long)
-    batch = Batch(input_ids=ids, attention_mask=torch.ones_like(ids))
-    labels = ids
-    if fake.model_class == "AutoModelForSeq2SeqLM":
-        labels = torch.zeros(texts, getattr(cfg, "max_target_length", width), dtype=torch.long)
-    batch["labels"] = labels
-    tokens = int(lengths.sum())
-    targets = tokens if labels is ids else labels.numel()
-    batch.sizes = Sizes(texts, tokens, int((lengths**2).sum()), width, targets, until=labels.numel())
-    return batch
+    with compat.real_tensors():
+        zeros = torch.zeros(int(lengths.sum()), dtype=torch.long)
+        more, per_token = {}, {"input_ids": zeros, "labels": zeros}
+        if fake.model_class == "AutoModelForSeq2SeqLM":
+            of_targets = torch.full((texts,), getattr(cfg, "max_target_length", width))
+            more["target"] = Rows.join({"labels": torch.zeros(int(of_targets.sum()), dtype=torch.long)}, of_targets, multiple=8)
+            del per_token["labels"]
+        rows = Rows.join(per_token, torch.from_numpy(lengths.astype(int)), more, multiple=8, items=items)
+    return rows.map(torch.clone)  # fake ones
 
 
 class _LikeGpu:
-    """Computes without padding as on a GPU. Fake tensors have no address and are on no GPU."""
+    """Computes without padding as on a GPU."""
 
     owner: Any
-
-    def _row(self, current: Any, given: Any) -> Row | None:
-        mask = given if isinstance(given, Tensor) else (given or {}).get("attention_mask")
-        sizes = getattr(current.batch, "sizes", None) if current is not None else None
-        if not sizes or not isinstance(mask, Tensor):
-            return None
-        return Row(mask, rounded_up(sizes.tokens), sizes.width, width=sizes.width)
 
     def _has_flash(self, device: torch.device) -> bool:
         size = head_size(self.owner.config)
@@ -271,4 +263,5 @@ def remove_padding(model: nn.Module) -> bool:
         with contextlib.suppress(NeedsPadding):
             kind(model).install()
             return True
+    accept_rows(model)
     return False

@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ddp import compat
 from accel_ddp.engine import losses
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Rows
 from accel_ddp.memory.fake_model import IMAGES, NARROW, FakeModel, make_batch, remove_padding
 from accel_ddp.speed.layer_stacks import layers_of
 from accel_ddp.speed.linear_cross_entropy import OutputHead
 from accel_ddp.speed.padding_free import NeedsPadding
-from accel_ddp.tasks import masking
 
 LIMIT_SECONDS = 20  # for a model whose layers loop over tokens
 BLOCK = 512  # bytes; the allocator of a GPU rounds up to a multiple of it
@@ -201,7 +200,7 @@ def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> T
         marks = _Marks(tracker, stack)
         model.train(cfg.dropout)
         batch = make_batch(fake, cfg, micro_batch_size)
-        with tracker, CurrentBatch(batch):
+        with tracker:
             loss = _loss(fake, computed, head, batch, cfg)
             trained = [p for p in model.parameters() if p.requires_grad]
             # Checkpointed layers must be computed again inside `LikeGpu` too.
@@ -225,21 +224,20 @@ def _trace_evaluations(
 ) -> dict[int, int]:
     fake.model.eval()
     given = getattr(cfg, "eval_batch_size", 1)
-    width = make_batch(fake, cfg, 1, True)["labels"].numel() if given == "auto" else 0
+    width = _labels(make_batch(fake, cfg, 1, True)).numel() if given == "auto" else 0
     sizes = [size for size in EVAL_SIZES if size * width <= max(EVAL_TOKENS, width)] if given == "auto" else [given]
     found = {}
     for size in sizes:
         batch = make_batch(fake, cfg, size, True)
-        inputs = _inputs(fake, batch)
         tracker.moments.clear()
         before = int(tracker.live[0].sum())
-        with torch.no_grad(), tracker, CurrentBatch(batch):
+        with torch.no_grad(), tracker:
             if head is not None:
-                head.row_losses(computed, inputs, losses.next_tokens(batch["labels"]), batch)
+                head.item_losses(computed, batch)
             else:
-                logits = getattr(computed(**inputs), "logits", None)
+                logits = getattr(_outputs(computed, batch), "logits", None)
                 if logits is not None and fake.model_class in GENERATING:
-                    losses.of_tokens(logits, batch["labels"], "rows")
+                    losses.cross_entropy(logits[0], _labels(batch), "none")
         found[size] = max((int(moment[0].sum()) for moment in tracker.moments), default=before) - before
     least = min(found.values()) + _cache_bytes(fake, cfg, computed.narrow, num_layers)  # one prompt at a time is answered
     return {size: max(taken, least) for size, taken in found.items()}
@@ -252,7 +250,7 @@ def _cache_bytes(fake: FakeModel, cfg: Any, narrow: torch.dtype | None, num_laye
     config = fake.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads)
-    tokens = make_batch(fake, cfg, 1, True)["labels"].shape[-1] + getattr(cfg, "max_new_tokens", 0)
+    tokens = make_batch(fake, cfg, 1, True).width + getattr(cfg, "max_new_tokens", 0)
     per_token = 2 * (getattr(config, "num_key_value_heads", None) or heads) * size * (narrow or torch.float32).itemsize
     return num_layers * tokens * per_token
 
@@ -276,10 +274,10 @@ class _Autocast(nn.Module):
         self.inner, self.tracker = model, tracker
         self.narrow = NARROW.get(precision)
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, *args: Any, **inputs: Any) -> Any:
         self.tracker.kind = ACTIVATIONS
         with torch.autocast("cpu", dtype=self.narrow) if self.narrow else contextlib.nullcontext():
-            out = self.inner(**inputs)
+            out = self.inner(*args, **inputs)
         if self.narrow:
             for name, value in list(out.items()):
                 out[name] = value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -288,10 +286,7 @@ class _Autocast(nn.Module):
 
 
 def _prepare_head(fake: FakeModel) -> OutputHead | None:
-    if fake.model_class == "AutoModelForMaskedLM":
-        whole = fake.model.get_base_model() if hasattr(fake.model, "get_base_model") else fake.model
-        masking.compute_masked_logits_only(whole)
-    if fake.model_class != "AutoModelForCausalLM":
+    if fake.model_class not in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
         return None
     head = OutputHead(fake.model)
     text = fake.config.get_text_config()
@@ -300,24 +295,25 @@ def _prepare_head(fake: FakeModel) -> OutputHead | None:
     return head
 
 
-def _inputs(fake: FakeModel, batch: Any) -> dict[str, Any]:
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    if fake.model_class == "AutoModelForSeq2SeqLM":
-        inputs["decoder_input_ids"] = batch["labels"]
-    return inputs | ({"use_cache": False} if fake.model_class in GENERATING else {})
+def _labels(batch: Any) -> Tensor:
+    return batch["target"]["labels"] if "target" in batch else batch["labels"]
+
+
+def _outputs(computed: _Autocast, batch: Any) -> Any:
+    return computed(batch) if isinstance(batch, Rows) else computed(pixel_values=batch["pixel_values"])
 
 
 def _loss(fake: FakeModel, computed: _Autocast, head: OutputHead | None, batch: Any, cfg: Any) -> Tensor:
-    inputs = _inputs(fake, batch)
-    if head is not None:
-        compute = head.row_logps if getattr(cfg, "texts_per_item", 1) > 1 else head.loss_sum  # of pairs
-        return compute(computed, inputs, losses.next_tokens(batch["labels"]), batch).sum()
     if fake.model_class == "AutoModelForMaskedLM":
-        places = torch.zeros(max(1, int(batch["labels"].numel() * getattr(cfg, "mask_share", 0.15))), dtype=torch.long)
-        return losses.cross_entropy(*masking.masked_logits(computed, batch | {"masked_positions": places}))
-    out = computed(**inputs)
+        masked = max(1, int(batch.targets * getattr(cfg, "mask_share", 0.15)))
+        places = torch.zeros(masked, dtype=torch.long)
+        batch = batch.replaced(labelled=places, answers=places)
+    if head is not None:
+        compute = head.text_logps if getattr(cfg, "texts_per_item", 1) > 1 else head.loss_sum  # of pairs
+        return compute(computed, batch).sum()
+    out = _outputs(computed, batch)
     if fake.model_class == "AutoModelForSeq2SeqLM":
-        return losses.of_tokens(out.logits, batch["labels"])
+        return losses.cross_entropy(out.logits[0], _labels(batch))
     return (out.logits if "logits" in out else out.last_hidden_state).sum()
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from accelerate import Accelerator
 
 from accel_ddp import phases
 from accel_ddp.config.options import columns_of, properties_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+from accel_ddp.engine.rows import DOCUMENTS
 from accel_ddp.phases import TOKENIZE
 from accel_ddp.seeds import mixed
 from accel_ddp.sources.data import drop_broken, find_text_problems, merge_problems, row_numbers, with_row_numbers
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import datasets
 
 REMEMBERED_ROWS = 10_000  # the fingerprint of a larger table is stored
-LENGTHS = "document_lengths"  # a column of rows that consist of several documents, see `pack_documents`
 
 
 def fingerprint(rows: "datasets.Dataset", cache_dir: str = "") -> str:
@@ -172,7 +171,7 @@ def _count_full(rows: "datasets.Dataset", max_length: int) -> int:
 
 
 def pack_documents(rows: dict[str, list], room: int) -> dict[str, list]:
-    """Return fewer rows, which consist of whole rows that were given and have at most `room` tokens, and a column LENGTHS.
+    """Return fewer rows, which consist of whole rows that were given and have at most `room` tokens, and a column DOCUMENTS.
 
     From the longest to the shortest, each is put into the fullest row that has room for it. That leaves 1 to 3 % of the room unused.
     """
@@ -187,34 +186,4 @@ def pack_documents(rows: dict[str, list], room: int) -> dict[str, list]:
         insort(free, (left - lengths[i], number))
     made = sorted(map(sorted, made))
     joined = {name: [[token for i in some for token in column[i]] for some in made] for name, column in rows.items()}
-    return {**joined, LENGTHS: [[lengths[i] for i in some] for some in made]}
-
-
-class PadCollate:
-    """Pads tokenized rows to the longest one. Positions begin at 0 in each packed document. Data workers can unpickle it."""
-
-    def __init__(self, tokenizer: Any, multiple: int | None, per_token: tuple[str, ...] = ()):
-        self.tokenizer, self.multiple, self.per_token = tokenizer, multiple, per_token
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        import torch
-        from transformers import DataCollatorWithPadding
-
-        pad = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=self.multiple)
-        padded = [name for name in rows[0] if name not in (*self.per_token, LENGTHS)]
-        batch = pad([{name: row[name] for name in padded} for row in rows])
-        width = batch["input_ids"].shape[1]
-        for name in self.per_token:
-            batch[name] = torch.tensor([row[name] + [-100] * (width - len(row[name])) for row in rows])
-        if LENGTHS in rows[0]:  # padding consists of documents of one token
-            positions = [[i for length in row[LENGTHS] for i in range(length)] for row in rows]
-            batch["position_ids"] = torch.tensor([some + [0] * (width - len(some)) for some in positions])
-        return batch
-
-
-def pad_collate(
-    tokenizer: Any, accelerator: Accelerator, per_token: tuple[str, ...] = (), kind: type[PadCollate] = PadCollate
-) -> PadCollate:
-    """Return a function that pads rows to the longest one, on a GPU to a multiple of 8, and columns `per_token` with -100."""
-    tokenizer.padding_side = "right"  # as the columns `per_token`; and models that read the first token expect it at index 0
-    return kind(tokenizer, 8 if accelerator.device.type == "cuda" else None, per_token)
+    return {**joined, DOCUMENTS: [[lengths[i] for i in some] for some in made]}

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accel_ddp.config import choices
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.rehearsal import rehearse
+from accel_ddp.engine.rows import Rows
 from accel_ddp.engine.terms import Terms, checked
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 WORK_WORTH_COMPILING = 250_000_000
 WORK_WORTH_MEASURING = 5_000_000
 
-NO_TEXTS = "its batches have no attention mask"
+NO_TEXTS = "its batches are no rows of texts"
 NOT_CAPTURED = "layers are not captured as CUDA graphs: "  # and why not, for items of a fixed length
 
 
@@ -263,7 +264,7 @@ class Speed:
             if self.padding_free.is_fixed:
                 known = [self.padding_free.width]
             elif known is None:
-                known = [self.train.sample(64, self.accelerator, self.cfg).sizes.tokens / 64]
+                known = [self.train.sample(64, self.accelerator, self.cfg).whole / 64]
         tokens = self.cfg.global_batch_tokens or self.cfg.global_batch_size * float(np.mean(known))
         return self.total_steps * tokens * len(self.padding_free.calls)
 
@@ -311,11 +312,11 @@ class Speed:
 
     def work_of(self, batches: Sequence[Any]) -> tuple[float, float]:
         """Return (tokens, FLOPs) of this rank's share of an update. They are 0 if they are not known."""
-        sizes = [size for batch in batches if (size := getattr(batch, "sizes", None))]
-        tokens = sum(size.tokens + (size.targets if self._has_decoder else 0) for size in sizes)
+        some = [batch for batch in batches if isinstance(batch, Rows)]
+        tokens = sum(rows.whole + (rows.targets if self._has_decoder else 0) for rows in some)
         if self._flops is None:
             return float(tokens), 0.0
-        return float(tokens), float(sum(self._flops.count(s.tokens - s.shared, s.squares, s.targets, s.texts) for s in sizes))
+        return float(tokens), float(sum(self._flops.count(s.used, s.squares, s.targets, s.texts) for s in some))
 
     @property
     def cost(self) -> Cost:
@@ -345,7 +346,7 @@ class Speed:
         sharded = is_sharded(model)
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
-            is_fixed = getattr(batch, "sizes", None) is None
+            is_fixed = not isinstance(batch, Rows)
             # A run that has found its graphs to differ keeps its layers when it is resumed.
             is_off = self.cfg.compile == "off" and not choices.was_auto(self.cfg, "compile")
             if is_fixed and (not self._on_gpu or is_off or not isinstance(batch, Mapping)):
@@ -355,8 +356,8 @@ class Speed:
                 model.to(accelerator.device)
             shares = True
             if not is_fixed and "shared" in batch:  # one decision for all micro-batches: layers are compiled for one of both
-                sizes = self.train.sample(64, accelerator, self.cfg).sizes
-                shares = sizes.shared >= LEAST_SHARED * sizes.tokens
+                rows = self.train.sample(64, accelerator, self.cfg)
+                shares = rows.whole - rows.used >= LEAST_SHARED * rows.whole
             is_own = getattr(self.cfg, "attn_implementation", "auto") in ("auto", "sdpa")  # otherwise it is the user's choice
         kinds: list[Callable[[], CalledModel]] = [lambda: RowModel(model, self._narrow, sharded)]
         kinds = [lambda: FixedModel(model, sharded)] if is_fixed else [*kinds * is_own, lambda: PackedLayers(model, sharded)]

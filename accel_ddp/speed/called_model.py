@@ -4,16 +4,14 @@ from typing import Any
 
 from torch import nn
 
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import INSTALLED, Rows, RowsCall
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.comparison import Compared
 from accel_ddp.speed.layer_stacks import DROPPED, expert_configs, replace_tables, restore_tables, windows_of
 from accel_ddp.speed.padding_free import GROUPED, NAME, NAME_OF_EAGER, NeedsPadding
 
-INSTALLED = "_without_padding"  # the attribute of a model with what was installed
 
-
-class CalledModel(Compared):
+class CalledModel(Compared, RowsCall):
     """What models that compute without padding share. `check` compares them with padding."""
 
     is_plain = False  # whether each layer gets the arguments that the model gives it
@@ -27,9 +25,10 @@ class CalledModel(Compared):
         owner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if owner is None:
             raise NeedsPadding("it is not a transformers model")
-        if earlier := vars(owner).get(INSTALLED):  # by another run in this process
+        if isinstance(earlier := vars(owner).get(INSTALLED), CalledModel):  # by another run in this process
             earlier.remove()
-        self.model, self.owner, self.is_sharded = model, owner, is_sharded
+        RowsCall.__init__(self, model, owner)
+        self.model, self.is_sharded = model, is_sharded
         configs = [m.config for m in owner.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = {id(config): (config, config._attn_implementation) for config in configs}
         self.kinds = {kind for _, kind in self.configs.values()}
@@ -40,17 +39,15 @@ class CalledModel(Compared):
         self.expert_configs = expert_configs(owner, [config for config, _ in self.configs.values()])
         self.windows = windows_of(config for config, _ in self.configs.values())
         padding_free.register()
-        self.last_batch: CurrentBatch | None = None
-        self.hooks: list[Any] = []
         self.token: Any = None  # of `is_active` during a call
 
     def install(self) -> None:
+        super().install()
         for config, kind in self.configs.values():
             config._attn_implementation = NAME_OF_EAGER if kind == "eager" else NAME
         for config in self.expert_configs:
             config._experts_implementation = NAME
         replace_tables(self.owner)
-        setattr(self.owner, INSTALLED, self)
 
     def remove(self) -> None:
         for config, kind in self.configs.values():
@@ -58,12 +55,8 @@ class CalledModel(Compared):
         for config in self.expert_configs:
             config._experts_implementation = GROUPED
         restore_tables(self.owner)
-        vars(self.owner).pop(INSTALLED, None)
-        for hook in self.hooks:
-            hook.remove()
+        super().remove()
+        RowsCall(self.model, self.owner).install()
 
-    def hook_target(self, called: nn.Module) -> nn.Module:
-        """Return the module whose hooks run when `called` runs: adapters call `forward` of the model that they wrap, past its hooks."""
-        if called is not self.owner:
-            return called
-        return next((m for m in self.model.modules() if m is not called and getattr(m, "model", None) is called), called)
+    def computed(self, rows: Rows) -> Rows:
+        return rows if self.shares else rows.apart()

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Rows
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.padding_free import NeedsPadding
 from accel_ddp.text import first_line
 from accel_ddp.training import isolation
 from accel_ddp.training.padding_check import without_tf32
-from accel_ddp.training.stream import CountingCollate, with_sizes
 
 Loss = Callable[[Any], Any]
 
@@ -33,8 +31,8 @@ class Compared:
     owner: Any
     expert_configs: list[Any]
     is_enabled = True
-    outputs: list[Any] | None = None  # what is compared, while `check` runs: hidden states with padding
-    mask: Tensor | None = None  # of the outputs
+    outputs: list[Any] | None = None  # what is compared, while `check` runs: hidden states of a row, or of items of fixed length
+    compared: Rows | None = None  # whose texts the outputs have
     apart = math.inf  # the difference that the last `check` has found
     of_padding: list[Tensor] = []  # hidden states of the last `check`
 
@@ -50,7 +48,7 @@ class Compared:
         """
         was_training, longest, seen = self.model.training, self.longest, set[int]()
         self.model.eval()
-        self.longest, self.mask, self.apart, self.of_padding = 1 << 30, None, math.inf, []
+        self.longest, self.compared, self.apart, self.of_padding = 1 << 30, None, math.inf, []
         token = padding_free.windows_seen.set(seen)
         try:
             with torch.no_grad(), without_tf32():
@@ -73,24 +71,25 @@ class Compared:
     def _check_limits(self, allowed: float, exact: list[Tensor] | None, seen: set[int]) -> tuple[str, int]:
         """Compare texts that are longer than the windows and blocks of the config. Return a problem, and the longest text allowed."""
         config = self.owner.config
-        reached = int(self.mask.sum(1).max()) if not self.is_fixed else 1 << 30
+        reached = self.compared.width if not self.is_fixed else 1 << 30
         # Windows that layers pass on, which the attention computes: their size, one more, or one more than a half of it.
         limits = isolation.limits_of(config) | self.windows
         limits = {w for w in limits if w >= reached and not {w, w + 1, w // 2 + 1} & seen}
         positions = getattr(config, "max_position_embeddings", None) or 1 << 30
         makes = self.is_single and not is_sharded(self.model)  # the root of a sharded model must be called
         if made := max((w for w in limits if makes and w < min(positions, isolation.LONGEST_MADE)), default=0):
-            self.mask = None
-            texts = _batch_of(isolation.made_texts(config, min(positions, made + made // 4 + 2)), self.owner.device)
+            self.compared = None
+            some = isolation.made_texts(config, min(positions, made + made // 4 + 2))
+            texts = Rows.join({"input_ids": torch.cat(some)}, torch.tensor([*map(len, some)])).to(self.owner.device)
             keeps = "logits_to_keep" in inspect.signature(type(self.owner).forward).parameters
             more = {"logits_to_keep": 1} if keeps else {}
 
             def call(some: Any) -> float:
-                self.owner(some["input_ids"], attention_mask=some["attention_mask"], **more)
+                self.model(some, **more)
                 return 0.0  # only hidden states count
 
             if reason := self._problem(call, texts, allowed, None if exact is None else []):
-                return f"{reason}, in texts of {texts.sizes.width} tokens", 1 << 30
+                return f"{reason}, in texts of {texts.width} tokens", 1 << 30
             limits -= {w for w in limits if w <= made}
         return "", min((w // 2 if w < positions else positions for w in limits), default=1 << 30)
 
@@ -100,9 +99,9 @@ class Compared:
         With an empty `exact`, only leaks are looked for.
         """
         (padded, before), (packed, after) = [self._pass(loss, batch, is_packed) for is_packed in (False, True)]
-        if self.mask is None:
-            return "its attention mask is not the mask of the batch"
-        self.of_padding, texts, unit = self._texts(before, batch), self._texts(after, batch), "of the largest value of a channel"
+        if self.compared is None and not self.is_fixed:
+            return "the loss does not call it with the rows of the batch"
+        self.of_padding, texts, unit = self._texts(before), self._texts(after), "of the largest value of a channel"
         self.apart, losses = 0.0, f"a loss of {packed:.6g} instead of {padded:.6g}"
         if exact is None:
             self.apart = isolation.channel_distance(self.of_padding, texts)
@@ -113,54 +112,38 @@ class Compared:
         differs = (
             "" if is_near or exact == [] else f"its result differs without padding: by {self.apart:.1e} {unit}, with {losses}"
         )
-        name = self.owner.main_input_name
-        given = batch.get(name) if isinstance(batch, Mapping) else None
-        if not isinstance(given, Tensor):
+        name, is_rows = self.owner.main_input_name, isinstance(batch, Rows)
+        if not is_rows and not isinstance(batch.get(name) if isinstance(batch, Mapping) else None, Tensor):
             return f"its batches have no {name}, in which another text could be put"
-        own = (
-            (batch["attention_mask"] if "attention_mask" in batch else batch["position_ids"] >= 0) if not self.is_fixed else None
-        )
-        own = own if own is None else own.bool()
 
         def forward(some: list[Tensor]) -> list[Tensor]:
-            rows = torch.stack(some) if own is None else given.masked_scatter(own, torch.cat(some))
-            other = copy.copy(batch)
-            other[name] = rows
-            return self._texts(self._pass(loss, other, True)[1], batch)
+            if is_rows:
+                other = batch.replaced(input_ids=torch.cat([*some, batch.tokens[batch.used :]]))
+            else:
+                other = copy.copy(batch)
+                other[name] = torch.stack(some)
+            return self._texts(self._pass(loss, other, True)[1])
 
-        texts = list(given) if own is None else list(given[own].split(_lengths(batch, own)))
+        texts = self._split(batch.tokens[None], batch) if is_rows else list(batch[name])
         # The positions of tokens in a row are known if there is one stack, and no text shares its beginning.
-        named = self.owner if own is not None and self.is_single and "shared" not in batch else None
+        named = self.owner if is_rows and self.is_single and not batch.is_shared else None
         return isolation.isolation_problem(forward, texts, self.owner.config, named) or differs
 
     def _pass(self, loss: Loss, batch: Any, is_packed: bool) -> tuple[float, Tensor]:
         """Return the loss and what is compared."""
         self.is_enabled, self.outputs = is_packed, []
-        with CurrentBatch(batch):
-            value = float(loss(batch))
+        value = float(loss(batch))
         if not self.outputs:
             raise NeedsPadding("its last layer is not called")
         last = self.outputs[-1]
         return value, last[0] if isinstance(last, tuple) else last
 
-    def _texts(self, output: Tensor, batch: Any) -> list[Tensor]:
-        """Return the output of each text without padding. A decoder has other tokens than its encoder."""
-        is_own = not self.is_fixed and self.is_single
-        return list(output[self.mask].split(_lengths(batch, self.mask) if is_own else self.mask.sum(1).tolist()))
+    def _texts(self, output: Tensor) -> list[Tensor]:
+        """Return the output of each text. A decoder has other tokens than its encoder."""
+        return list(output) if self.is_fixed else self._split(output, self.compared)
 
-
-def _lengths(batch: Any, mask: Tensor) -> list[int]:
-    """Return the length of each text in a batch without padding. Two texts that share tokens count as one."""
-    if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # rows of several texts
-        starts = (positions[mask] == 0).nonzero().flatten().tolist()
-        return [end - start for start, end in itertools.pairwise([*starts, int(mask.sum())])]
-    lengths = mask.sum(1).tolist()
-    return [a + b for a, b in zip(lengths[::2], lengths[1::2])] if "shared" in batch else lengths
-
-
-def _batch_of(texts: list[Tensor], device: torch.device) -> Any:
-    def pad(rows: list[Tensor]) -> Tensor:
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-
-    rows = {"input_ids": pad(texts), "attention_mask": pad([torch.ones_like(text) for text in texts])}
-    return with_sizes(CountingCollate(lambda _: rows)([]))
+    def _split(self, row: Tensor, rows: Rows) -> list[Tensor]:
+        """Return the tokens of each text. Two texts that share tokens count as one."""
+        lengths = rows.lengths
+        lengths = [a + b for a, b in zip(lengths[::2], lengths[1::2])] if rows.is_shared or "own" in rows else lengths
+        return list(row[0, : rows.used].split(lengths))

@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,10 @@ class CapturedGroup(NamedTuple):
     size: int  # of all gradients together
 
 
+class Token:
+    """A forward pass. An `object` cannot be referenced weakly."""
+
+
 class Replay(torch.autograd.Function):
     """Runs the layers of a group: (hidden states, parameters) -> the output of each layer."""
 
@@ -69,7 +74,7 @@ class Replay(torch.autograd.Function):
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.owner, ctx.key, ctx.group, ctx.captured = owner, key, group, captured
-        ctx.token = owner.pending[key] = object()
+        ctx.token = owner.pending[key] = Token()
         ctx.set_materialize_grads(False)
         if hidden.data_ptr() != captured.hidden.data_ptr():
             captured.hidden.copy_(hidden)
@@ -180,9 +185,9 @@ class GraphedLayers:
         self.group_bytes = group_bytes
         self.groups: list[LayerGroup] = []
         self.device, self.pool, self.stream = device, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # of all graphs
-        # Groups whose backward pass has not run yet: (first layer, key of the shape) -> a token of the forward pass. Clear it before
-        # a new micro-batch: a forward pass of an earlier one that had no backward pass will not have one.
-        self.pending: dict[tuple[int, Any], object] = {}
+        # Groups whose backward pass has not run yet: (first layer, key of the shape) -> a token of the forward pass. It is gone with
+        # the graph of a forward pass whose backward pass will not run.
+        self.pending: WeakValueDictionary[tuple[int, Any], Token] = WeakValueDictionary()
         self.pending_key: Any = None  # the key of their shape
         self.seen: set[Any] = set()  # keys of shapes that went through all layers
         self.largest = 0  # numbers in the hidden states of the largest of them

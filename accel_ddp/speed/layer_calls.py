@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import current_batch
-from accel_ddp.speed.padding_free import NeedsPadding
+from accel_ddp.engine.ddp import in_plain_order
+from accel_ddp.speed.padding_free import NeedsPadding, Segments
 
 Call = Callable[..., Any]
 ROTARY = "position_embeddings"
@@ -59,7 +59,7 @@ class LayerCalls:
         self.plain: list[Call] = [self._call_of(number) for number in range(len(layers))]
         self.calls = self.plain
         self.run: Call | None = None
-        self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
+        self.at: Segments | None = None  # of the model that runs
         self.given: tuple[tuple, dict[str, Any]] | None = None  # arguments of the last layer
         self.passed: tuple[tuple, dict[str, Any]] = ((), {})  # what was passed on for them
         self.rotary: dict[str, Any] = {}  # what the rotary embeddings of this pass have returned
@@ -78,7 +78,7 @@ class LayerCalls:
     def capture(self, graphs_of: Callable[[list[nn.Module], list[Call]], Any]) -> list[Any]:
         """Call the layers through `graphs_of(layers, calls)`, which captures them as CUDA graphs, and return these."""
         graphs = graphs_of(self.layers, self.calls)
-        self.run, self.on_new_batch = graphs.call, graphs.pending.clear
+        self.run = graphs.call
         return [graphs]
 
     def attach(self) -> None:
@@ -113,13 +113,12 @@ class LayerCalls:
         if kwargs.get("segments") is None or (self.run is None and self.calls is self.plain):
             return self.originals[number](hidden_states, *args, **kwargs)
         args, kwargs = self._shared(number, args, kwargs)
-        current = current_batch()
-        in_plain_order = current is not None and current.in_plain_order
-        if self.run is not None and not in_plain_order and torch.is_grad_enabled():
+        is_plain = in_plain_order.get()
+        if self.run is not None and not is_plain and torch.is_grad_enabled():
             return self.run(number, hidden_states, args, kwargs)
         # Also without gradients: GradCache repeats the pass with gradients and must draw the same dropout, and compiled code draws
         # different values than plain code. An evaluation does not run often enough for its own compilation.
-        uses_calls = not in_plain_order and (torch.is_grad_enabled() or self.layers[number].training)
+        uses_calls = not is_plain and (torch.is_grad_enabled() or self.layers[number].training)
         return (self.calls if uses_calls else self.plain)[number](hidden_states, *args, **kwargs)
 
     def _shared(self, number: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -130,9 +129,7 @@ class LayerCalls:
         own = kwargs.pop(ROTARY, None) if self.alternates else None
         if self.alternates:
             found = [kind for kind, pair in self.rotary.items() if pair is own]
-            if (
-                not found and current_batch() is None and self.kinds[number][0]
-            ):  # computed again in the backward pass of another call
+            if not found and self.at is None and self.kinds[number][0]:  # computed again in the backward pass of another call
                 return args, kwargs | {"rotary": {self.kinds[number][0]: own}}
             if not found:
                 raise NeedsPadding("its layers get rotary embeddings of an unknown origin")

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel_ddp.engine.rows import Grid, Rows, pack, unpack
 from accel_ddp.speed.layer_calls import dispatch_layers, restore_layers
-from accel_ddp.speed.padding_free import GROUPED, NAME, NeedsPadding, Row, Segments, pack, unpack
+from accel_ddp.speed.padding_free import GROUPED, NAME, NeedsPadding, Segments
 
 CARRIED = ("encoder_hidden_states", "rel_embeddings")  # arguments with a gradient that all layers share
 DROPPED = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")  # options of configs
@@ -63,10 +64,10 @@ def restore_tables(model: nn.Module) -> None:
 
 
 class _Inside:
-    """What an attention that needs padding reads: the segments of the row, and its hidden states with and without padding."""
+    """What an attention that needs padding reads: the padded batch, and its hidden states with and without padding."""
 
     def __init__(self) -> None:
-        self.at: Segments | None = None
+        self.at: Grid | None = None
         self.pair: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
@@ -87,7 +88,8 @@ class Stack:
         self.clear()
 
     def clear(self) -> None:
-        self.row: Row | None = None
+        self.rows: Rows | None = None
+        self.grid: Grid | None = None  # of the padded batch that enters and leaves the stack
         self.at: Segments | None = None
         self.given: Any = None
         self.packed: Any = None
@@ -114,7 +116,7 @@ class Stack:
                 given["position_bias"] = self.bias_of(carried[-1], places)
                 given |= {name: hidden.new_zeros(1, 1, 1, 1) for name in BIASES[1:] if name in self.names}
             if self.own_attention:
-                self.inside.at = segments
+                self.inside.at = segments.grid
             else:
                 given["segments"] = segments
             try:
@@ -129,13 +131,13 @@ class Stack:
 
         return call
 
-    def enter(self, hidden: Tensor, named: dict[str, Any]) -> tuple[Tensor, list[int]]:
+    def enter(self, hidden: Tensor, named: dict[str, Any], source: Grid) -> tuple[Tensor, list[int]]:
         """Return the row that the first layer gets, and the lengths of its parts: tokens, then what all layers share."""
-        parts = [pack(hidden, self.at)]
+        parts = [pack(hidden, self.grid)]
         self.carried_names = [name for name in CARRIED if isinstance(named.get(name), Tensor)]
         for name in self.carried_names:
             value = named[name]
-            parts.append(pack(value, self.at.source) if name == "encoder_hidden_states" else value[None])
+            parts.append(pack(value, source) if name == "encoder_hidden_states" else value[None])
         if self.bias is not None:  # its table, as rows of the same size
             table = self.bias.relative_attention_bias
             table = table(torch.arange(len(table.weight), device=hidden.device)).flatten()  # not its weight: it may have adapters
@@ -149,9 +151,9 @@ class Stack:
         table = rows.flatten()[: number * heads].view(number, heads)
         return SmallTable.apply(places, table).permute(2, 0, 1)[None]
 
-    def places_of_bias(self, at: Segments) -> Tensor:
+    def places_of_bias(self, grid: Grid) -> Tensor:
         """Return the rows of its table that the position bias consists of: [width, width]."""
-        positions = torch.arange(at.shape[1], device=at.slots.device)
+        positions = torch.arange(grid.mask.shape[1], device=grid.mask.device)
         return self.bias._relative_position_bucket(
             positions - positions[:, None],
             bidirectional=not self.bias.is_decoder,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from accel_ddp.engine import losses
+from accel_ddp.engine.rows import Rows, accept_rows
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.speed.modules import product
-from accel_ddp.speed.padding_free import Move, rounded_up
 from accel_ddp.training.sharding import recover
 
 CHUNK = 1 << 28  # logits that exist at once
@@ -194,6 +194,7 @@ class OutputHead:
     """The output head of a language model. It is skipped in the forward pass, and the loss is computed in chunks instead."""
 
     def __init__(self, model: nn.Module):
+        accept_rows(model)
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         adapter = getattr(head, "token_adapter", None)
         self.adapter = adapter if hasattr(adapter, "own_tokens") else None  # of new tokens; sources/adapters.py
@@ -205,35 +206,45 @@ class OutputHead:
         if self.head is not None:
             self.head.accel_ddp_output_head = self  # how `attach` finds it
 
-    def loss_sum(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
-        """Return the same as `losses.of_tokens(model(**inputs).logits, labels)`. Each token has a label or -100."""
-        if not self._can_skip(model, inputs, batch):
-            return losses.of_tokens(model(**inputs).logits, labels)
-        hidden, right, _, _ = self._rows(model, inputs, labels, batch)
-        return linear_cross_entropy(hidden, self.linear.weight, self.linear.bias, right, self.softmax, *self._new_tokens())
+    def loss_sum(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return the summed loss of the labels of the tokens."""
+        if not self._can_skip(model, rows):
+            return losses.cross_entropy(model(rows).logits[0], rows["labels"])
+        hidden = self._labelled(model, rows)
+        return linear_cross_entropy(hidden, *self._weights(), rows["answers"], self.softmax, *self._new_tokens())
 
     @torch.no_grad()
-    def row_losses(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
-        """Return the loss of each row, without gradients, for an evaluation. It is the sum over the tokens of the row."""
-        if not self._can_skip(model, inputs, batch):
-            return losses.of_tokens(model(**inputs).logits, labels, "rows")
-        hidden, right, slots, _ = self._rows(model, inputs, labels, batch)
-        head = _Head(hidden.dtype, self.linear.weight, self.linear.bias, *self._new_tokens())
+    def item_losses(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return the loss of each item, without gradients, for an evaluation. It is the sum over its tokens."""
+        if not self._can_skip(model, rows):
+            return rows.sum(losses.cross_entropy(model(rows).logits[0], rows["labels"], "none"))
+        hidden, right = self._labelled(model, rows), rows["answers"]
+        head = _Head(hidden.dtype, *self._weights(), *self._new_tokens())
         found = hidden.new_zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for here in _chunks(len(hidden), len(head.matrix)):
             found[here] = losses.cross_entropy(head.scores(hidden[here]), right[here], "none")
-        return torch.where(labels != -100, found[slots].view(labels.shape), 0).sum(-1)
+        return rows.sum(rows.spread(found))
 
-    def row_logps(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any) -> Tensor:
-        """Return the summed log-probability of the labels of each row, with gradients, in float32 or wider."""
+    @torch.no_grad()
+    def logits(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return the logits of tokens with a label, for an evaluation."""
+        if not self._can_skip(model, rows):
+            return model(rows).logits[0, rows["labelled"][: rows.targets]]
+        hidden = self._labelled(model, rows)[: rows.targets]
+        return _Head(hidden.dtype, *self._weights(), *self._new_tokens()).scores(hidden)
+
+    def text_logps(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return the summed log-probability of the labels of each text, with gradients, in float32 or wider."""
         if not torch.is_grad_enabled():
-            return -self.row_losses(model, inputs, labels, batch)
-        if not self._can_skip(model, inputs, batch):
-            return -losses.of_tokens(model(**inputs).logits, labels, "rows")
-        hidden, right, slots, places = self._rows(model, inputs, labels, batch)
-        found = _TokenLosses.apply(hidden, self.linear.weight, self.linear.bias, *self._new_tokens(), right, self.softmax)
-        spread = Move.apply(found[None], slots, places, right != -100).view(labels.shape)
-        return -torch.where(labels != -100, spread, 0).sum(-1)
+            return -self.item_losses(model, rows)
+        if not self._can_skip(model, rows):
+            return -rows.sum(losses.cross_entropy(model(rows).logits[0], rows["labels"], "none"))
+        hidden = self._labelled(model, rows)
+        found = _TokenLosses.apply(hidden, *self._weights(), *self._new_tokens(), rows["answers"], self.softmax)
+        return -rows.sum(rows.spread(found))
+
+    def _weights(self) -> tuple[Tensor, Tensor | None]:
+        return self.linear.weight, self.linear.bias
 
     def _new_tokens(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the rows of new tokens and their numbers, if adapters train some and are not disabled."""
@@ -242,38 +253,22 @@ class OutputHead:
         (name,) = self.adapter.active_adapters
         return self.adapter.trainable_tokens_delta[name], self.adapter.own_tokens
 
-    def _can_skip(self, model: nn.Module, inputs: dict[str, Any], batch: Any) -> bool:
-        """Return whether the head can be skipped: nothing is behind it, and DDP does not search for parameters without a gradient."""
-        is_possible = getattr(batch, "sizes", None) is not None and self.head is not None
-        if not is_possible or getattr(model, "find_unused_parameters", False):
+    def _can_skip(self, model: nn.Module, rows: Rows) -> bool:
+        """Return whether the head can be skipped, because nothing is behind it."""
+        if self.head is None:
             return False
         if self.is_last is None:
-            self.is_last = self._is_last(model, inputs)
+            self.is_last = self._is_last(model, rows.tokens.device)
         return self.is_last
 
-    def _rows(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, batch: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the inputs of the head for tokens with a label, their labels, and for each token of the batch its row.
-
-        The last tensor has for each row its token.
-        """
+    def _labelled(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Return the inputs of the head for tokens with a label."""
         self.head.forward = self._pass_through
         try:
-            hidden = model(**inputs).logits.flatten(0, 1)
+            hidden = model(rows).logits
         finally:
             del self.head.forward
-        flat = labels.flatten()
-        learned = flat != -100
-        # The places of tokens with a label are computed on the device. The host knows an upper bound of their number.
-        room = rounded_up(batch.sizes.targets) if flat.is_cuda else max(1, batch.sizes.targets)
-        before = learned.cumsum(0) - 1
-        places = torch.zeros(room + 1, dtype=torch.long, device=flat.device)
-        places.scatter_(0, torch.where(learned, before, room), torch.arange(len(flat), device=flat.device))
-        places = places[:-1]
-        right = torch.where(torch.arange(room, device=flat.device) <= before[-1], flat[places], -100)
-        slots = before.clamp(min=0)
-        return Move.apply(hidden[None], places, slots, learned).squeeze(0).to(self.narrow), right, slots, places
+        return rows.take(hidden).to(self.narrow)
 
     def _pass_through(self, hidden: Tensor) -> Tensor:
         kind = hidden.device.type  # Accelerate uses autocast inside the forward pass only
@@ -281,16 +276,15 @@ class OutputHead:
         return hidden
 
     @torch.no_grad()
-    def _is_last(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+    def _is_last(self, model: nn.Module, device: torch.device) -> bool:
         """Return whether the logits are the unchanged output of the head. Some models scale or bound it.
 
         The test replaces the head's output by known values. The answer does not depend on weights, so it is the same on every
         rank and after a restart.
         """
-        module = model.module if hasattr(model, "module") else model  # without DDP, because other ranks may not be here
-        was_training = module.training
-        module.eval()
-        some = {name: value[:1] if isinstance(value, Tensor) else value for name, value in inputs.items()}
+        was_training = model.training
+        model.eval()
+        some = Rows.join({"input_ids": torch.zeros(2, dtype=torch.long)}, torch.tensor([2])).to(device)
         given: list[Tensor] = []
 
         def large(hidden: Tensor) -> Tensor:
@@ -300,16 +294,16 @@ class OutputHead:
 
         self.head.forward = large
         try:
-            scores = module(**some).logits
+            scores = model(some).logits
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the model uses its head in another way
-            if is_sharded(module):
-                recover(module)
+            if is_sharded(model):
+                recover(model)
             return False
         finally:
             del self.head.forward
-            module.train(was_training)
+            model.train(was_training)
         return len(given) == 1 and scores.shape == given[0].shape and torch.equal(scores.float(), given[0].float())
 
 

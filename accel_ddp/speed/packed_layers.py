@@ -5,16 +5,19 @@ does not use transformers' interface (DeBERTa, BLOOM) gets padded hidden states,
 """
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import CurrentBatch, current_batch
+from accel_ddp.engine.ddp import in_plain_order
+from accel_ddp.engine.rows import Grid, Rows, grain_of, pack, rounded_up, unpack
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.called_model import CalledModel
+from accel_ddp.speed.cuda_graphs import Token
 from accel_ddp.speed.layer_calls import Call, dispatch_layers, restore_layers
 from accel_ddp.speed.layer_stacks import (
     BIASES,
@@ -24,7 +27,7 @@ from accel_ddp.speed.layer_stacks import (
     flash_size,
     own_attentions,
 )
-from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import NeedsPadding, Segments, is_active
 
 
 class PackedLayers(CalledModel):
@@ -35,7 +38,6 @@ class PackedLayers(CalledModel):
     def __init__(self, model: nn.Module, is_sharded: bool = False):
         """Raise NeedsPadding if the model obviously cannot compute without padding. `check` tests the others."""
         super().__init__(model, is_sharded)
-        self.hooked = self.hook_target(self.owner)
         stacks = find_stacks(self.owner)
         self.layers = [layer for layers in stacks for layer in layers]
         self.attentions = own_attentions(self.layers) if self.kinds == {"eager"} else []
@@ -52,7 +54,7 @@ class PackedLayers(CalledModel):
         self.plain: list[Call] = [stack.call_of(n) for stack in self.stacks for n in stack.numbers]
         self.calls = self.plain
         self.run: Call | None = None  # calls a layer instead of `calls`, see `capture`
-        self.on_new_batch: Callable[[], None] = lambda: None  # forward passes before it will have no backward pass any more
+        self.waits: Callable[[], Any] = lambda: None  # whether the last pass with checkpointed layers awaits its backward pass
         self.is_single = len(stacks) == 1
         self.forget_pass()
 
@@ -67,8 +69,8 @@ class PackedLayers(CalledModel):
             self.configs = {}
         super().install()
         self.hooks += [
-            self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.hooked.register_forward_hook(self._leave, always_call=True),
+            self.called.register_forward_pre_hook(self._enter, with_kwargs=True),
+            self.called.register_forward_hook(self._leave, always_call=True, prepend=True),
         ]
         calls = [functools.partial(self._call, stack, number) for stack in self.stacks for number in stack.numbers]
         dispatch_layers(self.layers, calls)
@@ -91,7 +93,7 @@ class PackedLayers(CalledModel):
             graphs, first = owner[number]
             return graphs.call(number - first, hidden, args, kwargs)
 
-        self.run, self.on_new_batch = run, lambda: [graphs.pending.clear() for graphs in found]
+        self.run = run
         return found
 
     @property
@@ -99,28 +101,16 @@ class PackedLayers(CalledModel):
         """Return what is compiled: functions that call layers with other arguments."""
         return [*self.plain]
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Find the rows of this call."""
-        current = current_batch()
-        is_first = current is not self.last_batch
-        if is_first:
-            self.last_batch = current
-            self.on_new_batch()
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        row = self._row(current, positions if mask is None else mask)  # rows of several texts have no mask
-        rows = self._rows(current, row, kwargs) if row is not None else []
-        if self._checkpoints() and self.stacks[0].at is not None and not is_first:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Prepare the stacks for the rows of this call."""
+        if self._checkpoints() and self.waits() is not None and self.rows is not None:
             raise RuntimeError(
                 "the loss calls the model twice, which does not work without padding and with --gradient_checkpointing. "
                 "Add --padding_free off."
             )
         self.forget_pass()
-        for stack, of_stack in zip(self.stacks, rows):
-            stack.row = of_stack
-        self.is_packed = bool(rows)
+        self.is_packed = self.rows is not None and self._set_rows(self.rows, kwargs) and self.is_enabled
         self.token = is_active.set(self.is_packed)
-        # Otherwise transformers looks for texts in the positions, and waits for the GPU.
-        return (args, {**kwargs, "attention_mask": row.mask}) if rows and mask is None else None
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self.token is not None:
@@ -128,53 +118,47 @@ class PackedLayers(CalledModel):
             self.token = None
         if not (self._checkpoints() and torch.is_grad_enabled()):
             self.forget_pass()
+        elif self.is_packed and isinstance(output, Mapping):
+            self.waits = _backward_of(next(iter(output.values())))
 
     def _checkpoints(self) -> bool:
         """Return whether layers are called again in the backward pass, after the call of the model, and need the same `at`."""
         return any(getattr(m, "gradient_checkpointing", False) for m in self.layers[:1])
 
-    def _row(self, current: CurrentBatch | None, given: Tensor | None) -> Row | None:
-        """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
-        row = padding_free.row_of(current, self.shares) if self.is_enabled else None
-        return None if row is None else padding_free.row_of_call(row, given)
+    def _set_rows(self, rows: Rows, given: dict[str, Any]) -> bool:
+        """Set the rows of each stack, and return whether those of the decoder are known.
 
-    def _rows(self, current: CurrentBatch, row: Row, given: dict[str, Any]) -> list[Row]:
-        """Return the row of each stack, or [] if that of the decoder is not known.
-
-        A decoder that generates gets the tokens before its labels, so its row ends with the last label of each text. One that
-        classifies gets the tokens of its encoder.
+        A decoder that generates gets the tokens before its labels. One that classifies gets the tokens of its encoder.
         """
-        if len(self.stacks) == 1:
-            return [row]
-        if row.positions is not None or row.shared is not None or given.get("decoder_attention_mask") is not None:
-            return []
-        grain, more = (64, padding_free.rounded_up) if row.mask.is_cuda else (1, int)
-        used, mask, longest = current.batch.sizes.tokens, row.mask, row.longest
-        if self.owner.get_output_embeddings() is not None:
-            labels, ids = current.batch.get("labels"), given.get("decoder_input_ids")
-            ids = given.get("labels") if ids is None else ids
-            if labels is None or labels.ndim != 2 or ids is None or ids.shape != labels.shape:
-                return []
-            mask, used = (labels != -100).flip(1).cumsum(1).flip(1) > 0, current.batch.sizes.until
-            longest = 1 << max(0, labels.shape[1] - 1).bit_length() if mask.is_cuda else labels.shape[1]
-        elif given.get("decoder_input_ids") is not None:
-            return []
+        stacks, target = self.stacks, rows.get("target", rows)
+        self.compared = target if self.outputs is not None else None
+        stacks[0].rows, stacks[0].grid = rows, rows.grid
+        if len(stacks) == 1:
+            return True
+        if rows.is_shared or given.get("decoder_attention_mask") is not None:
+            return False
         # One more, so that the unused end of each row has queries and keys. Rows of equal lengths could not be told apart.
-        source = row._replace(tokens=more(current.batch.sizes.tokens + 1))
-        tokens = more(used + 1)
-        tokens += grain if tokens == source.tokens else 0
-        longest = max(longest, padding_free.grain_of(tokens) + grain)
-        return [source, Row(mask, tokens, longest)]
+        grain, more = (64, rounded_up) if rows.starts.is_cuda else (1, int)
+        lengths = [more(rows.used + 1), more(target.used + 1)]
+        lengths[1] += grain if lengths[0] == lengths[1] else 0
+        for stack, some, length in zip(stacks, (rows, target), lengths):
+            stack.rows, stack.grid = some, some.grid_of_size(some.width, length)
+        return True
 
     def _segments(self, stack: Stack, hidden: Tensor) -> Segments:
         if stack.at is None:  # in the first layer, because the autocast type is known only inside the forward pass
             kind = hidden.device.type
             narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
             is_narrow = narrow in (torch.bfloat16, torch.float16) and not self.attentions
-            stack.at = padding_free.segments_of(stack.row, is_narrow and self._has_flash(hidden.device))
-            if stack is not self.stacks[0]:
-                stack.at = stack.at._replace(source=self.stacks[0].at)
-            self.mask = stack.at.mask.view(stack.at.shape)
+            rows, is_flash = stack.rows, is_narrow and self._has_flash(hidden.device)
+            stack.at, tokens = padding_free.segments_of(rows, is_flash), len(stack.grid.places)
+            if len(self.stacks) > 1:
+                starts = F.pad(rows.starts[: rows.texts + 1], (0, 1), value=tokens)
+                longest = max(rows.longest, grain_of(tokens) + (64 if hidden.is_cuda else 1))
+                source = self.stacks[0].at if stack is not self.stacks[0] else None
+                stack.at = Segments(starts, longest, is_flash, None if is_flash else stack.grid, None, source)
+            if self.attentions:
+                stack.at = stack.at._replace(grid=stack.grid)
         return stack.at
 
     def _has_flash(self, device: torch.device) -> bool:
@@ -189,17 +173,17 @@ class PackedLayers(CalledModel):
             out = stack.originals[number - stack.numbers[0]](hidden_states, *args, **kwargs)
         else:
             hidden, given = self._shared_arguments(stack, number, hidden_states, args, kwargs)
-            current = current_batch()
-            in_plain_order = current is not None and current.in_plain_order
-            if self.run is not None and not in_plain_order and torch.is_grad_enabled():
+            is_plain = in_plain_order.get()
+            if self.run is not None and not is_plain and torch.is_grad_enabled():
                 out = self.run(number, hidden, (), given)
             else:  # compiled layers have another order of gradients, and an evaluation is not worth compiling
-                uses_calls = not in_plain_order and (torch.is_grad_enabled() or self.layers[number].training)
+                uses_calls = not is_plain and (torch.is_grad_enabled() or self.layers[number].training)
                 out = (self.calls if uses_calls else self.plain)[number](hidden, **given)
-            out = unpack(out[:, : len(at.places)], at) if number == stack.numbers[-1] else out
+            out = unpack(out[:, : len(stack.grid.places)], stack.grid) if number == stack.numbers[-1] else out
             out = (out, *[None] * (stack.outputs - 1)) if stack.outputs else out
         if number == len(self.layers) - 1 and self.outputs is not None:
-            self.outputs.append(out)
+            hidden = out[0] if isinstance(out, tuple) else out
+            self.outputs.append(hidden if stack.grid is None else pack(hidden, stack.grid))
         return out
 
     def _shared_arguments(
@@ -212,37 +196,47 @@ class PackedLayers(CalledModel):
             if rest.keys() != stack.given.keys() or any(stack.given[name] is not value for name, value in rest.items()):
                 raise NeedsPadding("its layers get different arguments")
             return hidden, stack.packed
-        at = stack.at
+        at, grid = stack.at, stack.grid
         packed = rest
         if not stack.own_attention:
-            packed = {name: self._packed(value, at) for name, value in rest.items()}
+            packed = {name: self._packed(value, grid) for name, value in rest.items()}
             packed |= {name: value for name, value in (("attention_mask", None), ("use_cache", False)) if name in packed}
-        hidden, lengths = stack.enter(hidden, named)
-        inside, places = at if stack.own_attention else padding_free.for_attention(at), None
+        hidden, lengths = stack.enter(hidden, named, self.stacks[0].grid)
+        places = None
         if stack.bias is not None:  # the widths of few different padded batches, because each is captured as a CUDA graph
-            wide = F.pad(stack.row.mask, (0, -at.shape[1] % 64 if hidden.is_cuda else 0))
-            inside = padding_free.segments_of(stack.row._replace(mask=wide), at.is_flash)._replace(source=at.source)
-            places = stack.places_of_bias(inside)
+            wide = grid.mask.shape[1] + (-grid.mask.shape[1] % 64 if hidden.is_cuda else 0)
+            grid = stack.rows.grid_of_size(wide, len(grid.places))
+            at, places = at._replace(grid=None if at.is_flash else grid), stack.places_of_bias(grid)
         stack.given = rest
-        stack.packed = packed | {"segments": inside, "lengths": lengths, "places": places}
+        stack.packed = packed | {"segments": at, "lengths": lengths, "places": places}
         return hidden, stack.packed
 
-    def _packed(self, value: Any, at: Segments) -> Any:
+    def _packed(self, value: Any, grid: Grid) -> Any:
         """Return an argument of a layer without padding. Masks and caches become None; positions are packed once for all layers."""
         from transformers.cache_utils import Cache
 
         if isinstance(value, tuple | list):
-            return type(value)(self._packed(part, at) for part in value)
+            return type(value)(self._packed(part, grid) for part in value)
         if isinstance(value, Cache):
             return None
         if not isinstance(value, Tensor):
             return value
         if value.ndim >= 4:
-            if value.ndim == 4 and value.shape[1] == 1 and value.shape[-1] == at.shape[1] and not value.requires_grad:
+            if value.ndim == 4 and value.shape[1] == 1 and value.shape[-1] == grid.mask.shape[1] and not value.requires_grad:
                 return None
             raise NeedsPadding("its layers get a tensor of four dimensions that is not a mask")
-        if value.ndim < 2 or value.shape[1] != at.shape[1] or value.shape[0] not in (1, at.shape[0]):
+        if value.ndim < 2 or value.shape[1] != grid.mask.shape[1] or value.shape[0] not in (1, grid.mask.shape[0]):
             return value
         if id(value) not in self.known:
-            self.known[id(value)] = value, pack(value, at)  # holding the value keeps its id unique
+            self.known[id(value)] = value, pack(value, grid)  # holding the value keeps its id unique
         return self.known[id(value)][1]
+
+
+def _backward_of(output: Tensor) -> Callable[[], Any]:
+    """Return a function that returns None when the backward pass of an output has begun, or can begin no more."""
+    token = Token()
+    if output.grad_fn is not None:
+        held = output.grad_fn.metadata
+        held["accel_ddp"] = token
+        output.register_hook(lambda gradient: held.clear())
+    return weakref.ref(token)

@@ -4,8 +4,8 @@ On a GPU in half precision it is flash attention for sequences of variable lengt
 the attention alone. That is correct on every device and in every precision, and the matrix products of the layers, nine tenths of the
 work, still contain no padding. `row_model` and `packed_layers` bring models to such rows.
 
-If two texts begin with the same prompt (`batch["shared"]`), the row contains the prompt once, behind which both answers follow. Each
-answer attends to the prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
+If two texts begin with the same prompt, the row contains the prompt once, behind which both answers follow. Each answer attends to the
+prompt and to itself. In a causal model the result is the same, because the prompt does not see the answers.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel_ddp import compat
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Grid, Rows, pack, unpack
 from accel_ddp.training.isolation import unknown_arguments
 
 log = logging.getLogger(__name__)
@@ -37,45 +37,15 @@ class NeedsPadding(Exception):
     """The model must be computed with padding, for the reason in the message."""
 
 
-class SharedKeys(NamedTuple):
-    """The keys that texts attend to, if some of them are shared: those of each text one after the other."""
-
-    starts: Tensor  # int32: first key of each text, and the end
-    tokens: Tensor  # for each key: its token in the row
-    places: Tensor  # for each token in the row: its place among the keys, and the second place of a shared one or -1
-
-
 class Segments(NamedTuple):
-    """The positions of the texts in a row of tokens. The unused end of the row is treated as one more text."""
+    """The texts in a row of tokens, as attention needs them. The unused end of the row is treated as one more text."""
 
     starts: Tensor  # int32: first token of each text, and the end of the row
     longest: int  # at least the length of the longest text
-    slots: Tensor  # for each position of the padded batch: its token in the row (0 for padding)
-    places: Tensor  # for each token in the row: its position in the padded batch (0 at the unused end)
-    real: Tensor  # bool, for each token in the row: whether it belongs to a text
-    mask: Tensor  # bool, for each position of the padded batch: whether it belongs to a text
-    shape: tuple[int, int]  # of the padded batch
     is_flash: bool
-    numbers: Tensor | None = None  # for each position of the padded batch: the number of its text, if its rows have several
-    own: Tensor | None = None  # bool: `mask` without the tokens that the text before shares; None: nothing is shared
-    second: Tensor | None = None  # for each token in the row: the second position of a shared one, or -1
-    keys: SharedKeys | None = None  # for flash attention
+    grid: Grid | None = None  # the same texts as a padded batch, for attention without flash attention, and for mixers
+    keys: tuple[Tensor, Tensor, Tensor] | None = None  # of flash attention, if texts share some, see `rows`
     source: "Segments | None" = None  # of the encoder, to which the layers of a decoder attend; its row has another length
-    marker: Tensor | None = None  # a mask of four dimensions that says nothing
-    grid: "Segments | None" = None  # the same texts as a batch with one text in each row, for mixers
-
-
-class Row(NamedTuple):
-    """The row for the micro-batch that is being computed. The numbers come from the host, so the device is not read."""
-
-    mask: Tensor
-    tokens: int  # length of the row: at least the number of tokens without padding
-    longest: int  # at least the length of the longest text
-    positions: Tensor | None = None  # of each token in its text, if the rows of the padded batch have several texts
-    texts: int = 0  # at least the number of texts, if there are positions
-    shared: Tensor | None = None  # for each text: how many of its first tokens are those of the text before it
-    keys: int = 0  # at least the number of tokens, with shared ones counted twice, and of the unused end
-    width: int = 0  # at least the length of the longest text and of the unused end
 
 
 # Whether the forward pass that runs computes without padding. The attention function, which transformers calls, reads it.
@@ -84,159 +54,10 @@ is_active: ContextVar[bool] = ContextVar("accel_ddp_padding_free", default=False
 windows_seen: ContextVar[set[int] | None] = ContextVar("accel_ddp_windows_seen", default=None)
 
 
-def row_of(current: CurrentBatch | None, shares: bool) -> Row | None:
-    """Return the row for a micro-batch of texts, or None for other micro-batches. `shares`: compute tokens that texts share once.
-
-    On a GPU lengths are rounded up, so that there are few different ones, because each is captured as a CUDA graph.
-    """
-    sizes = getattr(current.batch, "sizes", None) if current is not None else None
-    if sizes is None:
-        return None
-    mask, positions = current.batch["attention_mask"], current.batch.get("position_ids")
-    is_shared = shares and positions is None and current.batch.get("shared") is not None
-    shared, used = (current.batch["shared"], sizes.tokens - sizes.shared) if is_shared else (None, sizes.tokens)
-    if not mask.is_cuda:
-        return Row(mask, used, sizes.width, positions, sizes.texts, shared, width=sizes.width)
-    tokens = rounded_up(used)
-    # The unused end of the row is computed like a text, so it must not be longer than the longest. It is shorter than the grain.
-    longest = max(1 << max(0, sizes.width - 1).bit_length(), grain_of(tokens))
-    keys = -(-2 * (sizes.tokens + tokens - used) // tokens) * (tokens // 2)  # few different numbers; a surplus costs nothing
-    return Row(mask, tokens, longest, positions, rounded_up(sizes.texts), shared, keys, max(sizes.width, grain_of(tokens)))
-
-
-def row_of_call(row: Row, given: Any) -> Row | None:
-    """Return the row if a model is called with the mask or the positions of its batch, which `given` is."""
-    if not isinstance(given, Tensor) or given.ndim != 2:
-        return None
-    is_same = lambda known: known is not None and given.data_ptr() == known.data_ptr() and given.numel() == known.numel()
-    if is_same(row.mask):
-        return row._replace(mask=given, positions=None)
-    return row if is_same(row.positions) else None
-
-
-def shared_tokens(ids: Tensor, mask: Tensor) -> Tensor:
-    """Return for each text of a batch that is padded at its end how many of its first tokens are those of the text before it.
-
-    Every second text shares tokens, and the others share none.
-    """
-    same = ((ids[0::2] == ids[1::2]) & (mask[0::2] * mask[1::2]).bool()).long().cumprod(1).sum(1)
-    return torch.stack([torch.zeros_like(same), same], 1).flatten()
-
-
-def rounded_up(number: int) -> int:
-    """Round up by a fiftieth on average, to one of few different numbers."""
-    grain = grain_of(number)
-    return max(1, -(-number // grain)) * grain
-
-
-def grain_of(number: int) -> int:
-    """Return the difference between neighboring rounded numbers."""
-    return max(64, 1 << max(0, (number // 16).bit_length() - 1))
-
-
-def segments_of(row: Row, is_flash: bool, has_mixers: bool = False) -> Segments:
-    """Return the positions of the texts, computed on the device without a synchronization."""
-    at = _segments_of(row, is_flash)
-    marker = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.mask.device)
-    return at._replace(marker=marker, grid=_grid_of(at.starts, row) if has_mixers else None)
-
-
-def _grid_of(starts: Tensor, row: Row) -> Segments:
-    """Return the segments of a batch that has each text of the row, and its unused end, in a row of its own."""
-    lengths, columns = starts.diff(), torch.arange(row.width, device=starts.device)
-    mask = columns < lengths[:, None]
-    slots = torch.where(mask, starts[:-1, None] + columns, 0).flatten()
-    text = torch.repeat_interleave(lengths, output_size=row.tokens)
-    places = text * row.width + torch.arange(row.tokens, device=starts.device) - starts[text]
-    real = torch.ones(row.tokens, dtype=torch.bool, device=starts.device)
-    return Segments(starts, row.width, slots, places, real, mask.flatten(), tuple(mask.shape), False)
-
-
-def _segments_of(row: Row, is_flash: bool) -> Segments:
-    mask, tokens = row.mask.bool(), row.tokens
-    own = mask if row.shared is None else mask & (torch.arange(mask.shape[1], device=mask.device) >= row.shared[:, None])
-    flat = own.flatten()
-    before = flat.cumsum(0) - 1
-    spill = torch.where(flat, before, tokens)  # padding is written behind the row and removed below
-    places = torch.zeros(tokens + 1, dtype=torch.long, device=mask.device)
-    places.scatter_(0, spill, torch.arange(len(flat), device=mask.device))
-    ends = own.sum(1).cumsum(0)
-    starts = F.pad(ends, (1, 1)).to(torch.int32)
-    starts[-1:].fill_(tokens)  # `starts[-1] = tokens` would synchronize with the device
-    numbers = None
-    if row.positions is not None:
-        # Behind the starts of the texts: the end of the last one, and empty texts at the end of the row.
-        is_first = flat & (row.positions == 0).flatten()
-        numbers = is_first.cumsum(0) - 1
-        starts = torch.full((row.texts + 2,), tokens, device=mask.device)
-        starts.scatter_(0, torch.where(is_first, numbers, row.texts + 1), torch.where(is_first, before, tokens))
-        starts = starts.scatter_(0, numbers[-1:] + 1, ends[-1:]).to(torch.int32)
-    real = torch.arange(tokens, device=mask.device) < ends[-1]
-    slots = torch.where(flat, before, 0)
-    found = Segments(starts, row.longest, slots, places[:tokens], real, flat, tuple(mask.shape), is_flash, numbers)
-    return found if row.shared is None else _share(found, mask, row.keys)
-
-
-def _share(at: Segments, mask: Tensor, number: int) -> Segments:
-    """Return the segments of texts that share tokens with the text before them. `mask` includes the shared tokens."""
-    is_shared, used, tokens = mask & ~at.mask.view(mask.shape), at.starts[-2], torch.arange(len(at.places), device=mask.device)
-    slots = at.slots.view(mask.shape)
-    slots = torch.where(is_shared, slots.roll(1, 0), slots).flatten()
-    second = torch.where(is_shared.roll(-1, 0).flatten()[at.places] & at.real, at.places + mask.shape[1], -1)
-    if not at.is_flash:
-        return at._replace(slots=slots, second=second, mask=mask.flatten(), own=at.mask)
-    flat = mask.flatten()
-    before, ends = flat.cumsum(0) - 1, F.pad(mask.sum(1).cumsum(0), (1, 1))
-    total = ends[-2]
-    ends[-1:].copy_(total + len(tokens) - used)
-    order = torch.arange(number + 1, device=mask.device)
-    of_keys = torch.zeros_like(order).scatter_(0, torch.where(flat, before, number), slots)[:number]
-    of_keys = torch.where(order[:-1] < total, of_keys, (order[:-1] - total + used).clamp(max=len(tokens) - 1))
-    first = torch.where(at.real, before[at.places], tokens - used + total)
-    twice = torch.where(second < 0, -1, before[second.clamp(min=0)])
-    keys = SharedKeys(ends.to(torch.int32), of_keys, torch.stack([first, twice]))
-    return at._replace(slots=slots, second=second, mask=flat, own=at.mask, keys=keys)
-
-
-class Move(torch.autograd.Function):
-    """Moves rows: [1, from, ...] -> [1, to, ...]. The gradient is an indexing, not a sum, so that it is deterministic.
-
-    A row may be moved to two places. `second` is the other one, or -1.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, there: Tensor, back: Tensor, has_gradient: Tensor, second: Tensor | None = None
-    ) -> Tensor:
-        ctx.save_for_backward(back, has_gradient, second)
-        return rows.index_select(1, there)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        back, has_gradient, second = ctx.saved_tensors
-        rows = gradient.index_select(1, back)
-        wide = lambda flags: flags.view(1, -1, *[1] * (rows.ndim - 2))
-        rows.mul_(wide(has_gradient))
-        if second is not None:
-            rows += gradient.index_select(1, second.clamp(min=0)).mul_(wide(second >= 0))
-        return rows, None, None, None, None
-
-
-def pack(padded: Tensor, at: Segments) -> Tensor:
-    """[texts, width, ...] -> [1, tokens, ...]"""
-    if padded.shape[0] == 1 and at.shape[0] > 1:  # positions, which are the same for every text
-        padded = padded.expand(at.shape[0], *padded.shape[1:])
-    # The result is not a view, because compiled code is specialized on whether a tensor is a view.
-    rows = padded.flatten(0, 1)[None]
-    if not rows.requires_grad:  # positions; the host needs half the time
-        return rows.index_select(1, at.places)
-    return Move.apply(rows, at.places, at.slots, at.mask if at.own is None else at.own)
-
-
-def unpack(row: Tensor, at: Segments) -> Tensor:
-    """[1, tokens, ...] -> [texts, width, ...]. Padding gets arbitrary finite values."""
-    # Not `[0]`: its backward pass copies the gradient into a tensor of zeros.
-    return Move.apply(row, at.slots, at.places, at.real, at.second).squeeze(0).unflatten(0, at.shape)
+def segments_of(rows: Rows, is_flash: bool, has_mixers: bool = False) -> Segments:
+    """Return the texts of rows. With a grid, every width of a padded batch needs its own CUDA graph."""
+    keys = (rows["key_starts"], rows["key_tokens"], rows["key_places"]) if rows.is_shared and is_flash else None
+    return Segments(rows.starts, rows.longest, is_flash, None if is_flash and not has_mixers else rows.grid, keys)
 
 
 def _own_kernels(
@@ -374,7 +195,7 @@ def attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention over texts that are concatenated to one row. Without `segments`, call the attention that is `replaced`."""
-    if segments is None or (segments.places is None and not segments.is_flash):
+    if segments is None or (segments.grid is None and not segments.is_flash):
         if is_active.get():  # without segments, texts would attend to each other
             raise NeedsPadding("its layers do not pass their arguments on to the attention")
         return replaced(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
@@ -384,7 +205,7 @@ def attention(
     if reason := unknown_arguments(module, None if is_marker else attention_mask, rest):
         raise NeedsPadding(reason)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not causal and (segments.second is not None or segments.keys is not None):
+    if not causal and (segments.keys is not None or (segments.grid is not None and segments.grid.own is not None)):
         raise NeedsPadding("its texts share their beginnings, and its attention is not causal")
     source = segments if key.shape[2] == query.shape[2] else segments.source  # their rows have different lengths
     bias = others.get("position_bias")
@@ -404,18 +225,18 @@ def attention(
         out = _flash(q, k, v, *where, sinks, longest, dropout, causal, scaling, window)[0].unflatten(0, (len(query), -1))
         return out if own == size else out[..., :own], None
     heads = query.shape[1] // key.shape[1]
-    q = unpack(query.transpose(1, 2), segments).transpose(1, 2)
-    k, v = (unpack(x.transpose(1, 2), source).transpose(1, 2) for x in (key, value))
+    q = unpack(query.transpose(1, 2), segments.grid).transpose(1, 2)
+    k, v = (unpack(x.transpose(1, 2), source.grid).transpose(1, 2) for x in (key, value))
     if heads > 1:
         k, v = k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1)
-    mask = _padded_mask(segments, source, causal, window)
+    mask = _padded_mask(segments.grid, source.grid, causal, window)
     if bias is not None:
         mask = torch.where(mask, bias.to(q.dtype), torch.finfo(q.dtype).min)
     if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)
     else:
         out = _attention_with_sinks(q, k, v, mask, dropout, scaling, softcap, sinks)
-    return pack(out.transpose(1, 2).contiguous(), segments), None
+    return pack(out.transpose(1, 2).contiguous(), segments.grid), None
 
 
 def _attention_with_sinks(
@@ -439,21 +260,18 @@ def _attention_with_sinks(
     return weights @ v
 
 
-def _padded_mask(segments: Segments, source: Segments, causal: bool, window: int) -> Tensor:
+def _padded_mask(grid: Grid, source: Grid, causal: bool, window: int) -> Tensor:
     """Return which keys each query of the padded batch sees."""
-    mask = source.mask.view(source.shape)[:, None, None, :]
-    if source is not segments:
+    mask = source.mask[:, None, None, :]
+    if source is not grid:
         return mask | ~mask.any(-1, keepdim=True)  # a text without keys would attend to nothing: 0 / 0
-    places = torch.arange(segments.shape[1], device=mask.device)
+    places = torch.arange(mask.shape[-1], device=mask.device)
     before = places[:, None] - places
     if causal:
         mask = mask & (before >= 0)
     if window >= 0:
         mask = mask & (before.abs() <= window)
-    if segments.numbers is not None:
-        numbers = segments.numbers.view(segments.shape)
-        mask = mask & (numbers[:, None, :, None] == numbers[:, None, None, :])
-    # Padding before a text would attend to nothing: 0 / 0. The result is not used, but its gradient would spread.
+    # Padding beyond a window would attend to nothing: 0 / 0. The result is not used, but its gradient would spread.
     return mask | (before == 0)
 
 
@@ -508,11 +326,3 @@ def register() -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
-
-
-def for_attention(at: Segments) -> Segments:
-    """Return what the layers need. With the rest, every width of a padded batch would need its own CUDA graph."""
-    if not at.is_flash:
-        return at
-    rest = ("slots", "places", "real", "mask", "shape", "numbers", "own", "second", "marker")
-    return at._replace(**dict.fromkeys(rest), source=at.source and for_attention(at.source))

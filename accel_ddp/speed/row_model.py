@@ -1,11 +1,12 @@
 """A model of transformers that computes the texts of a micro-batch as one row, without padding. None of its layers is changed.
 
-A hook in front of the base model replaces the padded batch by a row of all tokens, with the position of each token in its text and
-the boundaries of the texts. They travel through the keyword arguments of the model to our attention, which is registered in
-transformers. A hook behind the base model pads its hidden states again, for heads that expect padded texts. Only mixers, the layers of
-hybrid models whose states run along the row, get padded texts themselves.
+A hook in front of the base model gives it the row of all tokens, with the position of each token in its text and the boundaries of the
+texts. They travel through the keyword arguments of the model to our attention, which is registered in transformers. A head that
+computes each token gets the row. For one that computes texts, a hook behind the base model pads the hidden states. Only mixers, the
+layers of hybrid models whose states run along the row, get padded texts themselves.
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp.engine.losses import CurrentBatch, current_batch
+from accel_ddp.engine.rows import GIVEN, Rows, hook_target, map_tensors, pack, unpack
 from accel_ddp.speed import padding_free
 from accel_ddp.speed.called_model import CalledModel
 from accel_ddp.speed.layer_calls import LayerCalls
@@ -24,7 +25,7 @@ from accel_ddp.speed.layer_stacks import (
     layers_of,
     own_attentions,
 )
-from accel_ddp.speed.padding_free import NeedsPadding, Row, Segments, is_active, pack, unpack
+from accel_ddp.speed.padding_free import NeedsPadding, Segments, is_active
 
 # Modules whose result for a token depends on all tokens before it in the row, and which take no boundaries.
 MIXERS = re.compile(r"(GatedDeltaNet|DeltaAttention|ShortConv|Mixer|MambaLayer|RecurrentBlock)$")
@@ -50,7 +51,7 @@ class LayersOfModel(LayerCalls, CalledModel):
             return [], []
         return layers, [] if self.is_sharded else find_rotaries(self.owner, layers)
 
-    @property
+    @functools.cached_property
     def mixers(self) -> list[nn.Module]:
         return [m for m in self.owner.modules() if MIXERS.search(type(m).__name__)]
 
@@ -64,7 +65,7 @@ class LayersOfModel(LayerCalls, CalledModel):
 
 
 class RowModel(LayersOfModel):
-    """Lets `model` compute a row whenever its attention mask belongs to the current batch."""
+    """Lets `model` compute the row of a micro-batch."""
 
     def __init__(self, model: nn.Module, narrow: torch.dtype = torch.float32, is_sharded: bool = False):
         """Raise NeedsPadding if the model obviously cannot compute rows. `check` tests the others.
@@ -79,9 +80,9 @@ class RowModel(LayersOfModel):
             raise NeedsPadding("its attention is not an attention of transformers")
         owner, self.narrow = self.owner, narrow
         self.base = owner.base_model if owner.base_model is not owner else getattr(owner, "model", owner)
-        self.hooked = self.hook_target(self.base)
+        self.hooked = hook_target(model, owner) if self.base is owner else self.base
         signature = inspect.signature(type(self.base).forward).parameters
-        self.names = [name for name in signature if name != "self"]
+        self.base_names = [name for name in signature if name != "self"]
         if "position_ids" not in signature and not self.mixers:
             raise NeedsPadding("it does not take positions")
         self.longest = min((window // 2 for window in self.windows), default=1 << 30)  # until `check` has seen the windows
@@ -91,15 +92,15 @@ class RowModel(LayersOfModel):
         self.adds_types = "token_type_ids" in signature and any(
             name.endswith("token_type_embeddings") for name, _ in self.base.named_modules()
         )
-        self.is_open = False
+        is_of_tokens = owner.get_output_embeddings() is not None or type(owner).__name__.endswith("ForTokenClassification")
+        self.is_per_token = is_of_tokens or self.base is owner  # whether the head computes each token separately
         self.shares = not self.mixers
-        self.at: Segments | None = None
 
     def install(self) -> None:
         super().install()
         self.hooks += [
             self.hooked.register_forward_pre_hook(self._enter, with_kwargs=True),
-            self.hooked.register_forward_hook(self._leave, always_call=True),
+            self.hooked.register_forward_hook(self._leave, always_call=True, prepend=True),
         ]
         if isinstance(pooler := getattr(self.base, "pooler", None), nn.Module):
             self.hooks.append(pooler.register_forward_pre_hook(self._pad_for_pooler))
@@ -111,41 +112,45 @@ class RowModel(LayersOfModel):
             mixer.__dict__.pop("forward", None)
         super().remove()
 
+    def inputs_of(self, rows: Rows) -> dict[str, Any]:
+        gets_row = self.is_per_token and self._computes(rows)
+        return {"input_ids": rows.tokens[None]} if gets_row else super().inputs_of(rows)
+
+    def _computes(self, rows: Rows) -> bool:
+        return self.is_enabled and rows.width <= self.longest
+
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        """Replace a padded batch by its row."""
-        given, current = {**dict(zip(self.names, args)), **kwargs}, current_batch()
-        if current is not self.last_batch:
-            self.last_batch = current
-            self.on_new_batch()
+        """Give the base model the row."""
         self.begin_pass()
-        self.at = None
-        row = self._row(current, given)
-        if row is None:
+        rows = self.rows
+        self.compared = rows if self.outputs is not None else None
+        if rows is None or not self._computes(rows):
             return None
-        self.at = padding_free.segments_of(row, self._has_flash(row.mask.device), has_mixers=bool(self.mixers))
-        self.mask = self.at.mask.view(self.at.shape)
-        self.is_open, self.token = True, is_active.set(True)
-        return (), self._inputs(given, self.at)
+        self.at = padding_free.segments_of(rows, self._has_flash(rows.starts.device), has_mixers=bool(self.mixers))
+        self.token = is_active.set(True)
+        return (), self._inputs({**dict(zip(self.base_names, args)), **kwargs}, rows)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Pad the hidden states of the row again. An error in the model gets here too, without an output."""
-        at, was_open = self.at, self.is_open
-        if was_open:
-            self.is_open = False
+        """Pad the hidden states of the row, if the head expects that. An error in the model gets here too, without an output."""
+        at, self.at = self.at, None
+        if at is not None:
             is_active.reset(self.token)
             self.token = None  # a copy of the model has none
-        if output is None:
+        if output is None or self.rows is None:
             return None
-        if was_open:
-            output = _map_tensors(output, lambda x: unpack(x, at) if x.shape[:2] == (1, len(at.places)) else x)
+        grid = self.rows.grid
         if self.outputs is not None:
             values = list(output.values()) if isinstance(output, Mapping) else output
-            self.outputs.append(values[0] if isinstance(values, tuple | list) else values)
-        return output if was_open else None
+            value = values[0] if isinstance(values, tuple | list) else values
+            self.outputs.append(pack(value, grid) if at is None else value)
+        return None if at is None or self.is_per_token else map_tensors(output, self._padded)
+
+    def _padded(self, x: Any) -> Any:
+        grid = self.rows.grid
+        return unpack(x, grid) if x.shape[:2] == (1, len(grid.places)) else x
 
     def _pad_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
-        is_row = self.is_open and args[0].shape[:2] == (1, len(self.at.places))
-        return (unpack(args[0], self.at), *args[1:]) if is_row else None
+        return None if self.at is None else (self._padded(args[0]), *args[1:])
 
     def _pad_around(self, mixer: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         """Let a mixer get padded texts, one behind the other in its batch. Tokens do not see the padding behind them."""
@@ -161,44 +166,30 @@ class RowModel(LayersOfModel):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             at = kwargs.pop("segments", None) or of_layer[0]
-            if at is None and self.is_open:
+            if at is None and self.at is not None:
                 raise NeedsPadding(f"its layers do not pass their arguments on to {type(mixer).__name__}")
             if at is None:
                 return original(*args, **kwargs)
             grid, length = at.grid, len(at.grid.places)
             spread = lambda x: unpack(x, grid) if isinstance(x, Tensor) and x.ndim > 2 and x.shape[:2] == (1, length) else x
             kwargs = {name: None if name == "attention_mask" else spread(value) for name, value in kwargs.items()}
-            return _map_tensors(
-                original(*map(spread, args), **kwargs), lambda x: pack(x, grid) if x.shape[:2] == grid.shape else x
+            return map_tensors(
+                original(*map(spread, args), **kwargs), lambda x: pack(x, grid) if x.shape[:2] == grid.mask.shape else x
             )
 
         return forward
 
-    def _row(self, current: CurrentBatch | None, given: dict[str, Any]) -> Row | None:
-        """Return the row for this call, if the mask or the positions that it is given belong to the current batch."""
-        row = padding_free.row_of(current, self.shares) if self.is_enabled and not given.get("use_cache") else None
-        if row is None or row.mask.shape[-1] > self.longest:
-            return None
-        mask = given.get("attention_mask")
-        return padding_free.row_of_call(row, given.get("position_ids") if mask is None else mask)
-
-    def _inputs(self, given: dict[str, Any], at: Segments) -> dict[str, Any]:
+    def _inputs(self, given: dict[str, Any], rows: Rows) -> dict[str, Any]:
         """Return the arguments of the base model for a row."""
-        found = {
-            name: pack(value, at) if isinstance(value, Tensor) and value.shape[:2] == at.shape else value
-            for name, value in given.items()
-        }
-        if "position_ids" in self.names:
-            positions = given.get("position_ids")
-            if positions is None:
-                positions = torch.arange(self.first_position, at.shape[1] + self.first_position, device=at.places.device)[None]
-            found["position_ids"] = pack(positions, at)
-        if self.adds_types and found.get("token_type_ids") is None:  # the buffer that would be used is too short
-            found["token_type_ids"] = torch.zeros_like(at.places)[None]
+        found = given | {name: rows[name][None] for name in GIVEN if name in rows and name in self.base_names}
+        if "position_ids" in self.base_names:
+            found["position_ids"] = rows["positions"][None] + self.first_position
+        if self.adds_types and "token_type_ids" not in rows:  # the buffer that would be used is too short
+            found["token_type_ids"] = torch.zeros_like(rows["positions"])[None]
         # A mask of four dimensions is passed on as it is. Without one, transformers searches the positions for texts on the device.
-        found["attention_mask"] = at.marker
-        found |= {"use_cache": False} if "use_cache" in self.names else {}
-        return found | {"segments": padding_free.for_attention(at)}
+        found["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.starts.device)
+        found |= {"use_cache": False} if "use_cache" in self.base_names else {}
+        return found | {"segments": self.at}
 
     def _has_flash(self, device: torch.device) -> bool:
         """Return whether attention gets 16 bits and flash attention can compute it."""
@@ -211,19 +202,6 @@ class RowModel(LayersOfModel):
         return is_narrow and flash_size(self.base.config, device) > 0
 
 
-def _map_tensors(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to each tensor of two or more dimensions in the output of a module, which is changed if it is a mapping."""
-    if isinstance(output, Tensor):
-        return function(output) if output.ndim > 1 else output
-    if isinstance(output, Mapping):
-        for name, value in output.items():
-            output[name] = _map_tensors(value, function)
-        return output
-    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
-        return type(output)(_map_tensors(value, function) for value in output)
-    return output
-
-
 class FixedModel(LayersOfModel):
     """Layers whose items have one length and no mask, such as images: their batch is a row of texts already."""
 
@@ -234,16 +212,11 @@ class FixedModel(LayersOfModel):
         if self.why_plain:
             raise NeedsPadding(self.why_plain)
         self.width = 0  # positions of an item
-        self.at: Segments | None = None
 
     def _dispatch(self, number: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        current = current_batch()
-        if number == 0 and current is not self.last_batch:
-            self.last_batch = current
-            self.on_new_batch()
-        # Below checkpointing a layer is called again in the backward pass, when no micro-batch is announced.
+        # Below checkpointing a layer is called again in the backward pass.
         is_checkpointed = getattr(self.layers[number], "gradient_checkpointing", False)
-        if current is None or is_checkpointed or not self.is_enabled:
+        if is_checkpointed or not self.is_enabled:
             out = self.originals[number](hidden_states, *args, **kwargs)
         else:
             if number == 0:
@@ -256,9 +229,8 @@ class FixedModel(LayersOfModel):
 
     def _segments(self, hidden: Tensor) -> Segments:
         number, self.width = hidden.shape[:2]
-        self.mask = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         kind = hidden.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         is_flash = kind == "cuda" and narrow.itemsize == 2 and flash_size(self.owner.config, hidden.device) > 0
         starts = torch.arange(0, (number + 1) * self.width, self.width, dtype=torch.int32, device=hidden.device)
-        return Segments(starts, self.width, None, None, None, None, None, is_flash)
+        return Segments(starts, self.width, is_flash)

@@ -12,14 +12,12 @@ from torch import Tensor
 from accel_ddp.config.options import columns_of
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources import data
-from accel_ddp.sources.tokenization import PadCollate
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.metrics import regression_metrics
 
 MORE = "texts of --negatives_file"  # a temporary column of the training rows
 NOTHING = 0  # the key of a negative that a row does not have; no loss counts it
 PER_TEXT = ("input_ids", "token_type_ids")
-INPUTS = (*PER_TEXT, "attention_mask")
 POOLINGS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 
 
@@ -29,27 +27,10 @@ def text_keys(texts: list[list[str]]) -> list[list[int]]:
     return [[key(text) if text else NOTHING for text in row] for row in zip(*texts)]
 
 
-class ListCollate(PadCollate):
-    """Pads rows of several texts each: all texts of row 0, then of row 1, ... together, and the values of each row."""
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        per_text = [name for name in PER_TEXT if name in rows[0]]
-        texts = [{name: row[name][i] for name in per_text} for row in rows for i in range(len(row["input_ids"]))]
-        batch = super().__call__(texts)
-        if "relevance" in rows[0]:
-            most = max(len(row["relevance"]) for row in rows)
-            lists = [[*row["relevance"], *[float("nan")] * (most - len(row["relevance"]))] for row in rows]
-            batch["relevance"] = torch.tensor(lists, dtype=torch.float32)
-        for name, dtype in (("margin", torch.float32), ("scores", torch.float32), ("keys", torch.int64)):
-            if name in rows[0]:
-                batch[name] = torch.tensor([row[name] for row in rows], dtype=dtype)
-        return batch
-
-
 def embed(model: Any, batch: Any, pooling: str) -> Tensor:
     """Return embeddings of the shape (rows, texts per row, dimensions), not normalized."""
-    hidden = model(**{name: batch[name] for name in INPUTS if name in batch}).last_hidden_state
-    return pool(hidden, batch["attention_mask"], pooling).view(*batch["keys"].shape, -1)
+    hidden = batch.pad(model(batch).last_hidden_state[0])
+    return pool(hidden, batch.grid.mask, pooling).view(*batch["keys"].shape, -1)
 
 
 def pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

@@ -12,6 +12,8 @@ from accel_ddp.doctor.findings import supports_color
 if TYPE_CHECKING:
     import datasets
 
+    from accel_ddp.engine.rows import Rows
+
 MAX_LENGTH = 160  # characters of a text; longer texts would fill the terminal
 
 
@@ -66,9 +68,26 @@ def show_rows(task: Any, cfg: Any) -> str:
     lines = [f"the first rows of step 1, as the model receives them; it {verb} what is {mark('marked')}:"]
     for place, index in enumerate(task.train.order(cfg.seed).items(0, cfg.show_example)):
         batch = task.train.collate(items.__getitems__([(place, index)]))
-        batch = batch if isinstance(batch, Mapping) else dict(enumerate(batch))
+        if isinstance(batch, list | tuple):
+            batch = dict(enumerate(batch))
+        batch = batch if isinstance(batch, Mapping) else _of_rows(batch)
         lines += [f"--- row {place + 1}", *_describe_batch(batch, task, mark, getattr(cfg, "chosen_column", ""))]
     return "\n".join([*lines, "---"])
+
+
+def _of_rows(rows: "Rows") -> dict[str, Any]:
+    """Return the texts of rows as a padded batch, and their labels in the places of the tokens that are learned."""
+    import torch.nn.functional as F
+
+    from accel_ddp.engine.rows import PLACES
+
+    found = {name: value for name, value in rows.columns.items() if name not in PLACES}
+    labels, of_labels = (rows["target"]["labels"], rows["target"]) if "target" in rows else (rows.get("labels"), rows)
+    if "labelled" in of_labels:
+        found["labels"] = of_labels.pad(labels, -100)
+        if rows.is_causal:
+            found["labels"] = F.pad(found["labels"][:, :-1], (1, 0), value=-100)
+    return found | {"input_ids": rows.pad(rows.tokens), "attention_mask": rows.grid.mask}
 
 
 def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str], chosen: str) -> Iterator[str]:
@@ -92,7 +111,7 @@ def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], s
             found = [i for i, value in enumerate(label) if value] if isinstance(label, list) else [label]
             yield "label: " + mark(", ".join(str(names.get(one, one)) for one in found))
     known = {"input_ids", "labels", "attention_mask", "token_type_ids", "position_ids"}
-    known |= {"masked_positions", "keys", "shared", "reference"}
+    known |= {"keys", "reference"}
     for name, value in batch.items():
         if name not in known and hasattr(value, "shape") and value.numel():
             yield f"{name}: {value.dtype} {[*value.shape]}, {value.min():.4g} to {value.max():.4g}"

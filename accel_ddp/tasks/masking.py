@@ -1,16 +1,17 @@
-"""Masked words in blocks of tokens: the masks, the logits of masked tokens only, and predictions as text."""
+"""Masked words in blocks of tokens: the masks, and predictions as text."""
 
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_ddp.engine.losses import cross_entropy
+from accel_ddp.engine.rows import Rows
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
-from accel_ddp.sources.tokenization import PadCollate
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.text_blocks import SPECIAL
 
@@ -52,78 +53,34 @@ class MaskedBlocks(Dataset):
         return {"input_ids": ids.tolist(), "attention_mask": [1] * len(ids), "labels": labels.tolist()}
 
 
-class MaskedCollate(PadCollate):
-    """Pads `MaskedBlocks`, and adds `masked_positions`: indices of masked tokens in the flattened batch.
+def measure(scores: Tensor, rows: Rows, number: int) -> dict[str, Tensor]:
+    """Return the loss, the right and all masked tokens of each row, and to show `number` predictions also its first guess.
 
-    They are computed here, on the host. To find them in `labels` on a GPU, every micro-batch would wait for the GPU.
+    `scores` are the logits of masked tokens.
     """
-
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        batch = super().__call__(rows)
-        batch["masked_positions"] = (batch["labels"] != -100).flatten().nonzero().squeeze(1)
-        return batch
-
-
-def compute_masked_logits_only(model: nn.Module) -> nn.Module:
-    """Return the model with hooks: given the argument `masked_positions`, it computes the logits of these tokens, as one row.
-
-    The logits of the other 85 % of the tokens are not needed. With a vocabulary of 30,000 they would take half of the time and most
-    of the memory. A head processes each token separately, so a hook can remove tokens from the output of the encoder. If the
-    encoder is not a separate module, the hook removes them from the logits.
-    """
-    module, name = (model, "logits") if model.base_model is model else (model.base_model, "last_hidden_state")
-    positions: list[Tensor | None] = [None]
-
-    def take_positions(_: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positions[0] = options.pop("masked_positions", None)
-        return args, options
-
-    def select_positions(_: nn.Module, args: Any, output: Any) -> Any:
-        if positions[0] is not None:
-            output[name] = output[name].flatten(0, 1)[positions[0]].unsqueeze(0)
-        return output
-
-    model.register_forward_pre_hook(take_positions, with_kwargs=True)
-    module.register_forward_hook(select_positions)
-    return model
+    places, answers = rows["labelled"][: len(scores)], rows["answers"][: len(scores)]
+    losses, right = cross_entropy(scores, answers, reduction="none"), (scores.argmax(-1) == answers).float()
+    room = len(rows["labelled"]) - len(scores)
+    sums = {name: rows.sum(rows.spread(F.pad(values, (0, room)))) for name, values in (("loss", losses), ("right", right))}
+    sums["tokens"] = rows.sum((rows["labels"] != -100).long())
+    return sums | (first_guesses(scores, losses, places, rows) if number else {})
 
 
-def masked_logits(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Return the logits and the original tokens at the masked positions of all rows."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    return model(**inputs).logits[0], batch["labels"].flatten()[batch["masked_positions"]]
-
-
-def sum_by_row(values: Tensor, batch: Any) -> Tensor:
-    """Return the sum over each row of the batch of `values`, which has one element for each masked token."""
-    flat = values.new_zeros(batch["labels"].numel())
-    flat[batch["masked_positions"]] = values
-    return flat.view(batch["labels"].shape).sum(-1)
-
-
-def measure(scores: Tensor, answers: Tensor, batch: Any, number: int) -> dict[str, Tensor]:
-    """Return the loss, the right and all masked tokens of each row, and to show `number` predictions also its first guess."""
-    losses = cross_entropy(scores, answers, reduction="none")
-    rows = {"loss": losses, "right": scores.argmax(-1) == answers, "tokens": answers >= 0}
-    sums = {name: sum_by_row(values, batch) for name, values in rows.items()}
-    return sums | (first_guesses(scores, losses, batch) if number else {})
-
-
-def first_guesses(scores: Tensor, losses: Tensor, batch: Any) -> dict[str, Tensor]:
+def first_guesses(scores: Tensor, losses: Tensor, places: Tensor, rows: Rows) -> dict[str, Tensor]:
     """Return for each row the position of its first masked token (-1: none), this token, the guess, its probability and the loss."""
-    positions, (height, width) = batch["masked_positions"], batch["labels"].shape
-    if not len(positions):
-        nothing = positions.new_full((height,), -1)
+    number = len(places)
+    if not number:
+        nothing = places.new_full((rows.texts,), -1)
         return dict.fromkeys(("position", "truth", "guess"), nothing) | dict.fromkeys(
             ("confidence", "guess_loss"), nothing.float()
         )
-    number = len(positions)
-    indices = torch.arange(number, device=positions.device)
-    first = indices.new_full((height,), number).scatter_reduce(0, positions // width, indices, "amin")
+    indices = torch.arange(number, device=places.device)
+    text = torch.searchsorted(rows.starts[1:].long(), places, right=True)
+    first = indices.new_full((rows.texts,), number).scatter_reduce(0, text, indices, "amin")
     is_there, at = first < number, first.clamp(max=number - 1)
     return {
-        "position": torch.where(is_there, positions[at] % width, -1),
-        "truth": batch["labels"].flatten()[positions[at]],
+        "position": torch.where(is_there, rows["positions"][places[at]], -1),
+        "truth": rows["answers"][at],
         "guess": scores.argmax(-1)[at],
         "confidence": tables.confidence(scores)[at],
         "guess_loss": losses[at],

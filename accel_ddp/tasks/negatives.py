@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
@@ -201,8 +200,7 @@ def mine(
         for done, batch in enumerate(batches):
             phases.enter(EVALUATE)
             phases.HERE.progress = done, len(batches.loader)
-            with CurrentBatch(batch):
-                parts.append(embed(model, batch)[:, :2].float().cpu())
+            parts.append(embed(model, batch)[:, :2].float().cpu())
     phases.HERE.progress = 0, 0
     phases.enter(METRICS)
     model.train(was_training)

@@ -17,19 +17,17 @@ from torch import Tensor, nn
 
 from accel_ddp import phases
 from accel_ddp.config.choices import choose
-from accel_ddp.engine.losses import CurrentBatch, next_tokens
+from accel_ddp.engine.rows import Collate, Rows
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC
 from accel_ddp.ranks.team import Team
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources.data import is_missing, row_numbers, with_row_numbers
-from accel_ddp.sources.tokenization import SOURCE, PadCollate, map_once
-from accel_ddp.speed.padding_free import shared_tokens
+from accel_ddp.sources.tokenization import SOURCE, map_once
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import ANSWER, PROMPT, UnusableRow, choose_preference_columns, role_of, text_of, without_none
 from accel_ddp.tasks.preference_losses import LABELED, LOSSES, compute
 from accel_ddp.tasks.reference import COLUMN
-from accel_ddp.training.stream import CountingCollate, with_sizes
 
 if TYPE_CHECKING:
     import datasets
@@ -189,21 +187,17 @@ def _whole_chat(value: Any) -> list[Any]:
     return without_none(value) if isinstance(value, list) else []
 
 
-class ItemCollate(PadCollate):
-    """Pads items of two texts: both texts of item 0, then of item 1, ... together. For KTO, the second texts are apart (`other`)."""
+class ItemCollate(Collate):
+    """Makes rows of pairs, whose texts share their prompt. For KTO, the second texts are rows of their own (`other`)."""
 
-    def __call__(self, rows: list[dict[str, Any]]) -> Any:
-        texts = [[{"input_ids": a, "labels": b} for a, b in zip(row["input_ids"], row["labels"])] for row in rows]
-        if "good" not in rows[0]:
-            batch = super().__call__([text for item in texts for text in item])
-            batch["shared"] = shared_tokens(batch["input_ids"], batch["attention_mask"])  # the layers compute them once
-        else:
-            batch = super().__call__([item[0] for item in texts])
-            batch["good"] = torch.tensor([row["good"] for row in rows])
-            batch["other"] = CountingCollate(super().__call__)([item[1] for item in texts])
-        if COLUMN in rows[0]:
-            batch[COLUMN] = torch.tensor([row[COLUMN] for row in rows])
-        return batch
+    def __call__(self, items: list[dict[str, Any]]) -> Rows:
+        if "good" not in items[0]:
+            return super().__call__(items)
+        alone = Collate(self.per_token, self.multiple, is_causal=True)
+        of_texts = lambda number: [{name: item[name][number] for name in ("input_ids", *self.per_token)} for item in items]
+        rows = alone([item | text for item, text in zip(items, of_texts(0))])
+        rows["other"] = alone(of_texts(1))
+        return rows
 
 
 class TextLogps:
@@ -217,17 +211,15 @@ class TextLogps:
         return torch.stack([own, self.of_others(model, batch)], 1) if "other" in batch else own.view(-1, 2)
 
     def of_texts(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
-        return self.head.row_logps(model, inputs, next_tokens(batch["labels"]), batch)
+        return self.head.text_logps(model, batch)
 
     def of_others(self, model: nn.Module, batch: Any) -> Tensor:
-        with CurrentBatch(other := with_sizes(batch["other"])):
-            return self.of_texts(model, other)
+        return self.of_texts(model, batch["other"])
 
 
 def answer_tokens(batch: Any) -> Tensor:
     """Return the number of tokens of each answer: (items, 2), for KTO (items, 1)."""
-    return (batch["labels"][:, 1:] != -100).sum(-1).view(-1, 1 if "other" in batch else 2)
+    return batch.sum((batch["labels"] != -100).long()).view(-1, 1 if "other" in batch else 2)
 
 
 def pair_numbers(policy: Tensor, rewards: Tensor) -> dict[str, Tensor]:

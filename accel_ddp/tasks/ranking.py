@@ -22,7 +22,7 @@ from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE
 from accel_ddp.tasks import chat, tables
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, check_text
-from accel_ddp.tasks.contrastive import INPUTS, PER_TEXT, text_keys
+from accel_ddp.tasks.contrastive import PER_TEXT, text_keys
 from accel_ddp.tasks.metrics import regression_metrics
 from accel_ddp.tasks.preferences import Preferences
 from accel_ddp.text import counted
@@ -174,7 +174,7 @@ def encode(rows: dict[str, list], form: QueryFormat, loss: str, tokenizer: Any, 
 
 def score_texts(model: Any, batch: Any) -> Tensor:
     """Return the score of each text, in float32 or wider."""
-    scores = model(**{name: batch[name] for name in INPUTS if name in batch}).logits[:, 0]
+    scores = model(batch).logits[:, 0]
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 

@@ -71,7 +71,7 @@ class RowStream(TrainBatches):
             for batch in batches:
                 if ERROR in batch:
                     raise UserError(batch[ERROR])
-                self.state = batch.pop(STATE)
+                self.state = batch.columns.pop(STATE)
             yield batches
 
 
@@ -157,7 +157,9 @@ def collate_read(collate: Callable[[list], Any], rows: list) -> Any:
         return collate(rows)
     if problem := next((problem for (_, problem), _ in rows if problem), ""):
         return {ERROR: problem}
-    return {**collate([example for (examples, _), _ in rows for example in examples]), STATE: rows[-1][1]}
+    made = collate([example for (examples, _), _ in rows for example in examples])
+    made[STATE] = rows[-1][1]
+    return made
 
 
 def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], int]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import datasets
     from torch import Tensor
 
+    from accel_ddp.engine.rows import Rows
+
 CONLL_SUFFIXES = (*SENTENCE_FILES, ".txt")
 
 
@@ -187,13 +189,14 @@ def report_truncated(train: "datasets.Dataset", test: "datasets.Dataset", max_le
             )
 
 
-def measure(scores: "Tensor", labels: "Tensor", number: int) -> dict[str, "Tensor"]:
+def measure(scores: "Tensor", rows: "Rows", number: int) -> dict[str, "Tensor"]:
     """Return the loss, the number of words and the tags of each text, and to show `number` predictions also their confidence."""
-    from accel_ddp.engine.losses import of_tokens
+    from accel_ddp.engine.losses import cross_entropy
 
-    is_word = labels != -100
-    rows = {"loss": of_tokens(scores, labels, "rows"), "words": is_word.sum(-1), "predictions": scores.argmax(-1)}
-    return rows | ({"confidence": (tables.confidence(scores) * is_word).sum(-1)} if number else {})
+    is_word = rows["labels"] != -100
+    found = {"loss": rows.sum(cross_entropy(scores, rows["labels"], "none")), "words": rows.sum(is_word.long())}
+    found["predictions"] = rows.pad(scores.argmax(-1))
+    return found | ({"confidence": rows.sum(tables.confidence(scores) * is_word)} if number else {})
 
 
 def predicted_tags(predictions: np.ndarray, first: list[list[int]], names: list[str]) -> list[list[str]]:

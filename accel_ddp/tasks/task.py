@@ -58,11 +58,11 @@ class Task:
         self.fingerprints = [getattr(rows, "fingerprint", "") or fingerprint(rows, self.cfg.cache_dir) for rows in tables]
         return "".join(self.fingerprints)
 
-    def pad(self, per_token: tuple[str, ...] = (), kind: Any = None) -> Any:
-        """Return a collate function for tokenized rows; see `pad_collate`."""
-        from accel_ddp.sources.tokenization import PadCollate, pad_collate
+    def make_rows(self, per_token: tuple[str, ...] = (), kind: Any = None, **options: Any) -> Any:
+        """Return a collate function for tokenized items; see `rows.Collate`."""
+        from accel_ddp.engine.rows import Collate
 
-        return pad_collate(self.processor, self.accelerator, per_token, kind or PadCollate)
+        return (kind or Collate)(per_token, 8 if self.accelerator.device.type == "cuda" else 0, **options)
 
     def use(self, train: Any, test: Any, collate: Any, lengths: Any = None) -> tuple[Any, Any]:
         """Return what trains and what evaluates these items. Subsets of columns have the fingerprints of the whole rows."""

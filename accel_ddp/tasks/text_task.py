@@ -18,7 +18,7 @@ class TextTask(Task):
     """
 
     checked_as: ClassVar[str] = ""  # what kind of model the tokenizer must belong to, if `model_class` does not say it
-    per_token: ClassVar[tuple[str, ...]] = ()  # columns that are padded with -100
+    per_token: ClassVar[tuple[str, ...]] = ()  # columns with a value for each token
     evaluated: ClassVar[tuple[str, ...]] = ()  # columns that evaluations read, and no micro-batch has
     labels: Any = None  # of `use_labels`
     lengths: Any = None  # a function of a dataset that counts its tokens, if not only `input_ids` count
@@ -81,10 +81,6 @@ class TextTask(Task):
         texts = [read_texts(rows, column) for _, column in columns_of(self.cfg, "text")]
         return dict(self.processor(*texts, truncation=True, max_length=self.cfg.max_length))
 
-    def inputs(self, batch: Any) -> dict[str, Any]:
-        """Return what the model gets of a micro-batch."""
-        return {name: batch[name] for name in self.processor.model_input_names if name in batch}
-
     def build(self) -> Any:
         from accel_ddp.sources import models
 
@@ -98,7 +94,7 @@ class TextTask(Task):
         return self.labels.model_config() if self.labels else {}
 
     def collate(self) -> Any:
-        return self.pad(self.per_token)
+        return self.make_rows(self.per_token)
 
     def batches(self) -> tuple[Any, Any]:
         """Return what trains and what evaluates the model, which is loaded."""
@@ -183,15 +179,22 @@ class TokenTask(TextTask):
     per_token = ("labels",)
 
     def outputs(self, model: Any, batch: Any) -> Any:
-        return model(**self.inputs(batch)).logits
+        return model(batch).logits[0]  # of each token; a decoder has those of its target
 
     def terms(self, model: Any, batch: Any, team: Any) -> dict[str, Any]:
-        from accel_ddp.engine.losses import of_tokens
+        from accel_ddp.engine.losses import cross_entropy
 
-        return {"loss": (of_tokens(self.outputs(model, batch), batch["labels"]), self.count(batch))}
+        return {"loss": (cross_entropy(self.outputs(model, batch), batch.get("target", batch)["labels"]), batch.targets)}
 
     def count(self, batch: Any) -> Any:
-        return (batch["labels"] != -100).sum()
+        return batch.targets
+
+    def measure(self, model: Any, batch: Any) -> dict[str, Any]:
+        from accel_ddp.engine.losses import cross_entropy
+
+        rows = batch.get("target", batch)
+        losses = cross_entropy(self.outputs(model, batch), rows["labels"], "none")
+        return {"loss": rows.sum(losses), "tokens": rows.sum((rows["labels"] != -100).long())}
 
 
 class ChatTask(TextTask):

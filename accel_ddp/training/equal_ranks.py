@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.rows import Rows
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
 from accel_ddp.ranks.process import this_rank
@@ -80,7 +81,8 @@ def _compare_parameters(everyone: list[dict[str, Any]], ranks: list[int]) -> str
 
 def digest(value: Any) -> str:
     """Return a digest of tensors, arrays, texts and numbers, the same in any process. Of other objects it is that of their type."""
-    leaves, structure = compat.flatten(dict(value) if isinstance(value, Mapping) else value)
+    value = value.tensors() if isinstance(value, Rows) else dict(value) if isinstance(value, Mapping) else value
+    leaves, structure = compat.flatten(value)
     found = hashlib.blake2b(str(structure).encode(), digest_size=16)
     for leaf in leaves:
         kind, content = str(getattr(leaf, "dtype", type(leaf).__name__)), b""

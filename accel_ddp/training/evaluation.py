@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Subset
 from accel_ddp import compat, phases
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.hook import Hook
-from accel_ddp.engine.losses import CurrentBatch
 from accel_ddp.engine.terms import columns_of, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
@@ -33,7 +32,7 @@ from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import counted, ranks_text, shorten
 from accel_ddp.training.sharding import gathered
-from accel_ddp.training.stream import CountingCollate, Mixture, require_items, with_sizes
+from accel_ddp.training.stream import Mixture, require_items
 from accel_ddp.training.workers import loader_options, starting_workers
 
 Rows = dict[str, np.ndarray]
@@ -58,7 +57,7 @@ class EvalBatches:
         if links.sharding and self.num_own * accelerator.num_processes < len(dataset):
             share = [*share, 0]
         self.loader = DataLoader(
-            Subset(dataset, share), batch_size=batch_size, collate_fn=CountingCollate(collate), **loader_options(cfg, accelerator)
+            Subset(dataset, share), batch_size=batch_size, collate_fn=collate, **loader_options(cfg, accelerator)
         )
 
     def require_equal_ranks(self) -> None:
@@ -77,7 +76,7 @@ class EvalBatches:
         for _ in range(len(self.loader)):
             with phases.phase(EVAL_DATA):
                 batch = next(batches)
-            yield with_sizes(send_to_device(batch, self.device, non_blocking=True))
+            yield send_to_device(batch, self.device, non_blocking=True)
 
 
 def evaluate(accelerator: Accelerator, terms: nn.Module, batches: EvalBatches) -> dict[str, float]:
@@ -128,8 +127,7 @@ def measure_all(
                 break
             phases.enter(EVALUATE)
             phases.HERE.progress = number, len(batches.loader)
-            with CurrentBatch(batch):
-                measured = measure(module, batch)
+            measured = measure(module, batch)
             for name, value in measured.items():
                 parts.setdefault(name, []).append(value)
     phases.HERE.progress = 0, 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.ddp import words_to_freeze
-from accel_ddp.engine.losses import CurrentBatch, MicroBatch
+from accel_ddp.engine.rows import MicroBatch, Rows
 from accel_ddp.engine.scaler import state_restored
 from accel_ddp.engine.terms import checked, problem_of, terms_of
 from accel_ddp.errors import UserError
@@ -144,15 +144,18 @@ class Trial:
             return math.nan
         if not (self.terms.is_whole and hasattr(self.terms.task, "outputs")):
             return float(checked(found, needs_gradient=False))
-        with CurrentBatch(batch):  # a loss depends on the other items, and an output must not
-            return float(self.terms.task.outputs(self.model, batch).double().abs().sum())
+        # A loss depends on the other items, and an output must not.
+        return float(self.terms.task.outputs(self.model, batch).double().abs().sum())
 
     def count(self, items: list[int]) -> float:
         return self._together(lambda: float(self.terms.count(self.batch(items))))
 
     def is_padded(self) -> bool:
         """Return whether the two items have tensors of different shapes, so that one is padded next to the other."""
-        parts = [compat.flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0] for batch in map(self.batch, ([0], [1]))]
+        one, other = map(self.batch, ([0], [1]))
+        if isinstance(one, Rows):
+            return one.used != other.used
+        parts = [compat.flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0] for batch in (one, other)]
         shapes = [[part.shape for part in some if isinstance(part, Tensor)] for some in parts]
         return shapes[0] != shapes[1]
 

@@ -24,6 +24,7 @@ from torch.backends import cudnn
 from torch.overrides import TorchFunctionMode
 
 from accel_ddp.config.train_config import TrainConfig
+from accel_ddp.engine.rows import Rows
 from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
@@ -251,7 +252,7 @@ class _Compute:
         return self._batches[tuple(places)]
 
     def describe(self, places: list[int], apart: float) -> str:
-        before, after = (self.read(some).sizes.width for some in (places[:1], places))
+        before, after = (self.read(some).width for some in (places[:1], places))
         return (
             f"the model computes a different result for a text of {before} tokens if it is padded to the {after} tokens of another "
             f"text (by {apart:.1e} of its largest value)"
@@ -266,8 +267,8 @@ class _Compute:
             self.terms.trial(batch)
         finally:
             hook.remove()
-        has_decoder = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-        return _without_padding(_main_tensor(outputs[-1]), batch, has_decoder)
+        found, row = _main_tensor(outputs[-1]), batch.get("target", batch)
+        return (found[0, : row.used] if found.ndim > 2 else found).flatten()  # it begins with the texts of the first item
 
 
 def _require_memory(size: int, device: torch.device) -> None:
@@ -291,13 +292,13 @@ def _choose_texts(train: TrainBatches, accelerator: Accelerator, cfg: TrainConfi
 
     The lengths are the shortest, the middle one, the longest but one, and those around `limits`.
     """
-    if getattr(train.batch_of([0], accelerator, cfg), "sizes", None) is None:
+    if not isinstance(train.batch_of([0], accelerator, cfg), Rows):
         return []
     lengths = train.part_lengths
     places = np.arange(len(train.dataset))
     if lengths is None:  # the last block of a text is shorter than the others
         places = np.unique([*range(min(TRIED, len(train))), len(train) - 1])
-        lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).sizes.tokens] for place in places])
+        lengths = np.array([[train.batch_of([int(place)], accelerator, cfg).whole] for place in places])
     if (lengths.min(0) == lengths.max(0)).all():
         return []
     totals = lengths.sum(1)
@@ -320,14 +321,6 @@ def _main_tensor(output: Any) -> Tensor:
     values = dict(output) if isinstance(output, Mapping) else dict(enumerate(output))
     in_order = (values.get("logits"), values.get("last_hidden_state"), *values.values())
     return next(value for value in in_order if isinstance(value, Tensor))
-
-
-def _without_padding(output: Tensor, batch: Any, has_decoder: bool) -> Tensor:
-    """Return the output as one row without padding, which begins with the texts of the first item."""
-    mask = batch["labels"] != -100 if has_decoder and "labels" in batch else batch["attention_mask"].bool()
-    if output.ndim > 2 and output.shape[:2] == mask.shape:
-        return output[mask].flatten()
-    return output.flatten()
 
 
 def _distance(alone: Tensor, padded: Tensor) -> float:

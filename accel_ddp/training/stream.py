@@ -2,9 +2,9 @@
 
 import functools
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -190,31 +190,6 @@ class MixedShuffle:
 Order = Shuffle | MixedShuffle
 
 
-class Sizes(NamedTuple):
-    """The size of a micro-batch of texts, counted on the host, so that no code has to read it from the device."""
-
-    texts: int
-    tokens: int  # without padding
-    squares: int  # the sum of the squared lengths, which is proportional to the cost of attention
-    width: int  # tokens of the longest text, with padding
-    targets: int  # labels other than -100, if each token has a label; otherwise 0
-    shared: int = 0  # tokens at the beginning of a text that the text before it has too, see `padding_free.shared_tokens`
-    until: int = 0  # labels up to the last one of each row that is not -100, if each token has a label; otherwise 0
-
-
-class Batch(dict):
-    """A micro-batch on the device: tensors by name. `sizes` is set for a micro-batch of texts."""
-
-    sizes: Sizes | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Allow `batch.input_ids`, as users of transformers write it."""
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
 def require_items(dataset: Any) -> None:
     """Raise UserError for a dataset without a length or without items at any position, such as an iterable one."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -358,12 +333,12 @@ class TrainBatches:
         loader = DataLoader(
             self.items(cfg.seed),
             batch_sampler=sampler,
-            collate_fn=CountingCollate(self.collate),
+            collate_fn=self.collate,
             **loader_options(cfg, accelerator),
         )
         on_device = lambda batch: send_to_device(batch, accelerator.device, non_blocking=accelerator.device.type == "cuda")
         with starting_workers(loader):
-            micro_batches = map(with_sizes, map(on_device, loader))
+            micro_batches = map(on_device, loader)
             first = [next(micro_batches)]  # it is removed below: otherwise its memory would be held for the whole run
         while True:
             batches = [first.pop() if first else next(micro_batches)]
@@ -389,11 +364,11 @@ class TrainBatches:
 
     def read(self, keys: list[tuple[int, int]], seed: int) -> Any:
         """Return a micro-batch in host memory, of items given by the position that seeds them and their index in the dataset."""
-        return CountingCollate(self.collate)(_SeededItems(self.dataset, seed).__getitems__(keys))
+        return self.collate(_SeededItems(self.dataset, seed).__getitems__(keys))
 
     def to_device(self, batch: Any, accelerator: Accelerator) -> Any:
         """Return what `read` has returned as a micro-batch on the device."""
-        return with_sizes(send_to_device(batch, accelerator.device))
+        return send_to_device(batch, accelerator.device)
 
 
 def _step_option(cfg: TrainConfig) -> str:
@@ -457,42 +432,6 @@ class _SeededItems(Dataset):
             items = [self[key] for key in keys]
         seed_host(mixed(self.seed, "collate", keys[0][0]))  # the collate function is called next, in the same process
         return items
-
-
-_SIZES = "_sizes"
-
-
-class CountingCollate:
-    """Collates rows and counts the tokens of the micro-batch on the host, in the data worker."""
-
-    def __init__(self, collate: Callable[[list], Any]):
-        self.collate = collate
-
-    def __call__(self, rows: list) -> Any:
-        batch = self.collate(rows)
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if mask is None or mask.ndim < 2:
-            return batch
-        labels = batch.get("labels")
-        targets = until = 0
-        if labels is not None and labels.ndim == 2:
-            targets = int((labels != -100).sum())
-            until = int(((labels != -100).flip(1).cumsum(1) > 0).sum())
-        lengths = mask.sum(-1)
-        texts, squares = lengths.numel(), int((lengths**2).sum())
-        if (positions := batch.get("position_ids")) is not None and positions.shape == mask.shape:  # a row has several texts
-            texts, squares = int(((positions == 0) * mask).sum()), int(((2 * positions + 1) * mask).sum())
-        shared = int(batch["shared"].sum()) if "shared" in batch else 0
-        return {**batch, _SIZES: (texts, int(lengths.sum()), squares, mask.shape[-1], targets, shared, until)}
-
-
-def with_sizes(batch: Any) -> Any:
-    """Return the micro-batch as a `Batch` with `sizes`, if CountingCollate has counted it."""
-    if not isinstance(batch, Mapping) or _SIZES not in batch:
-        return batch
-    found = Batch(batch)
-    found.sizes = Sizes(*found.pop(_SIZES))
-    return found
 
 
 def _has_plain_rows(dataset: Any) -> bool:

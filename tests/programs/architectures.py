@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import Collate, accept_rows
 from accel_ddp.engine.terms import Terms
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
@@ -30,7 +31,6 @@ from accel_ddp.ranks.shards import full
 from accel_ddp.ranks.team import Team
 from accel_ddp.saving import state_tensors
 from accel_ddp.training import padding_check, sharding
-from accel_ddp.training.stream import CountingCollate, with_sizes
 
 VOCABULARY, LABELS, LONGEST, STEPS = 96, 3, 24, 2
 SIZE = {
@@ -215,14 +215,10 @@ def rows(kind: str) -> list[dict[str, Tensor]]:
     return items
 
 
-def collate(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    if "input_ids" not in items[0]:
-        return torch.utils.data.default_collate(items)
-    pad = lambda parts, value: nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=value)
-    ids, labels = ([item[name] for item in items] for name in ("input_ids", "labels"))
-    mask = pad([torch.ones_like(some) for some in ids], 0)
-    labels = pad(labels, -100) if labels[0].ndim else torch.stack(labels)
-    return {"input_ids": pad(ids, 0), "attention_mask": mask, "labels": labels}
+def collate_of(kind: str) -> Callable[[list], Any]:
+    if kind == "images":
+        return torch.utils.data.default_collate
+    return Collate(("labels",) * (kind == "tokens"), is_causal=kind == "tokens", target="labels" * (kind == "pairs"))
 
 
 class Task:
@@ -231,25 +227,23 @@ class Task:
     def __init__(self, kind: str, model: nn.Module):
         self.kind, self.model = kind, model
 
-    def scores(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        if self.kind == "pairs":
-            inputs["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-        if self.kind in ("tokens", "pairs"):
-            inputs["use_cache"] = False
-        return model(**inputs).logits
+    def scores(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.kind == "images":
+            return model(pixel_values=batch["pixel_values"]).logits
+        logits = model(batch).logits
+        return logits if self.kind == "texts" else logits[0]
 
-    def terms(self, model: nn.Module, batch: dict[str, Tensor], team: Team | None = None) -> dict[str, Any]:
+    def labels(self, batch: Any) -> Tensor:
+        return batch["target"]["labels"] if self.kind == "pairs" else batch["labels"]
+
+    def terms(self, model: nn.Module, batch: Any, team: Team | None = None) -> dict[str, Any]:
         return {"loss": (self.total(model, batch), self.count(batch))}
 
-    def total(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        scores, labels = self.scores(model, batch), batch["labels"]
-        labels = accel_ddp.losses.next_tokens(labels) if self.kind == "tokens" else labels
-        return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+    def total(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(self.scores(model, batch), self.labels(batch), ignore_index=-100, reduction="sum")
 
-    def count(self, batch: dict[str, Tensor]) -> int:
-        labels = batch["labels"][:, 1:] if self.kind == "tokens" else batch["labels"]
-        return int((labels != -100).sum())
+    def count(self, batch: Any) -> int:
+        return int((self.labels(batch) != -100).sum())
 
 
 def new_task(name: str) -> Task:
@@ -257,7 +251,8 @@ def new_task(name: str) -> Task:
     kind, base, options = ALL[name]
     task = Task(kind, build(kind, base, options))
     trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
-    used = torch.autograd.grad(task.total(task.model, collate(rows(kind)[:4])), trained, allow_unused=True)
+    accept_rows(task.model)
+    used = torch.autograd.grad(task.total(task.model, collate_of(kind)(rows(kind)[:4])), trained, allow_unused=True)
     for parameter, gradient in zip(trained, used):
         parameter.requires_grad_(gradient is not None)
     return task
@@ -275,7 +270,7 @@ def train_plainly(initial: Task) -> dict[str, Tensor]:
     """Return the weights after a loop without accel_ddp: one process, and the items of each step in one batch."""
     task, optimizer = copy_of(initial)
     for step in range(STEPS):
-        batch = collate(items_of(step, task.kind))
+        batch = collate_of(task.kind)(items_of(step, task.kind))
         optimizer.zero_grad()
         (task.total(task.model, batch) / task.count(batch)).backward()
         nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
@@ -313,7 +308,7 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
             terms, optimizer = prepare()
         items = items_of(step, task.kind)
         own = items[rank * len(items) // ranks : (rank + 1) * len(items) // ranks]
-        batches = [collate(own[start : start + micro]) for start in range(0, len(own), micro)]
+        batches = [collate_of(task.kind)(own[start : start + micro]) for start in range(0, len(own), micro)]
         accel_ddp.train_step(accelerator, TrainConfig(max_grad_norm=1.0), terms, optimizer, batches)
     return weights(task.model)
 
@@ -327,7 +322,7 @@ def facts_of(accelerator, cfg, name: str) -> dict[str, Any]:
     """Return the largest differences of weights, and the result of the padding check."""
     initial = new_task(name)
     whole = train(accelerator, initial, micro=8 // accelerator.num_processes)
-    data = accel_ddp.TrainBatches(rows(initial.kind), collate)
+    data = accel_ddp.TrainBatches(rows(initial.kind), collate_of(initial.kind))
     return {
         "moved": distance(weights(initial.model), whole),
         "ranks": distance(train_plainly(initial), whole),
@@ -368,17 +363,17 @@ def facts_without_padding(accelerator, cfg, initial: Task, data: accel_ddp.Train
 @torch.no_grad()
 def scores_of_items(task: Task, model: nn.Module, items: list[dict[str, Tensor]]) -> list[Tensor]:
     """Return the scores of each item without padding: [tokens, classes]."""
-    batch = with_sizes(CountingCollate(collate)(items))
-    with CurrentBatch(batch):
-        scores = task.scores(model, batch)
-    return [found[: len(item["labels"])] if scores.ndim == 3 else found[None] for found, item in zip(scores, items)]
+    batch = collate_of(task.kind)(items)
+    scores = task.scores(model, batch)
+    of_tokens = task.kind in ("tokens", "pairs")
+    return [*scores.split(batch.get("target", batch).lengths if of_tokens else 1)]
 
 
 def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
     """Return the same facts of a model that is sharded over the ranks, in which some layers are gathered in bfloat16."""
     initial = new_task(name)
     whole = train(accelerator, initial, micro=8 // accelerator.num_processes, is_sharded=True)
-    data = accel_ddp.TrainBatches(rows(initial.kind), collate)
+    data = accel_ddp.TrainBatches(rows(initial.kind), collate_of(initial.kind))
     facts: dict[str, Any] = {
         "moved": distance(weights(initial.model), whole),
         "ranks": distance(train_plainly(initial), whole),
@@ -394,7 +389,7 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
         except accel_ddp.UserError as error:
             facts[f"padding {precision}"] = str(error)
     with torch.autocast("cpu", torch.bfloat16):  # the model that was sharded last
-        batch = collate(rows(initial.kind)[:4])
+        batch = collate_of(initial.kind)(rows(initial.kind)[:4])
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
         stats = accel_ddp.train_step(
             accelerator, TrainConfig(max_grad_norm=0.0), Terms(model, task, Team.of(accelerator)), optimizer, [batch]
@@ -413,7 +408,7 @@ def fit(accelerator, cfg, name: str) -> dict[str, list[str]]:
         try:
             accel_ddp.fit(
                 accelerator, changed, task=task, model=task.model, optimizer=optimizer,
-                train=accel_ddp.TrainBatches(rows(task.kind), collate),
+                train=accel_ddp.TrainBatches(rows(task.kind), collate_of(task.kind)),
             )  # fmt: skip
             error = ""
         except accel_ddp.UserError as raised:

@@ -14,12 +14,11 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
-from accel_ddp.engine.losses import CurrentBatch
+from accel_ddp.engine.rows import DOCUMENTS, Collate
 from accel_ddp.engine.terms import Terms
 from accel_ddp.seeds import seed_torch
 from accel_ddp.speed import linear_cross_entropy
 from accel_ddp.speed.attach import attach
-from accel_ddp.speed.padding_free import shared_tokens
 from accel_ddp.training.stream import TrainBatches
 
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 500}
@@ -74,26 +73,29 @@ class Rows(torch.utils.data.Dataset):
 
 
 def collate(kind):
-    def padded(rows):
-        ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in rows], batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids, _ in rows], batch_first=True)
-        labels = torch.tensor([label for _, label in rows]) if kind in CLASSES else torch.where(mask.bool(), ids, -100)
+    def rows(texts):
+        ids, classes = [ids for ids, _ in texts], torch.tensor([label for _, label in texts])
         if kind == "vit":
-            drawn = torch.Generator().manual_seed(sum(len(ids) for ids, _ in rows))
-            return {"pixel_values": torch.randn(len(rows), 3, 64, 64, generator=drawn), "labels": labels}
+            drawn = torch.Generator().manual_seed(sum(map(len, ids)))
+            return {"pixel_values": torch.randn(len(ids), 3, 64, 64, generator=drawn), "labels": classes}
+        if kind in CLASSES:
+            return Collate(multiple=8)([{"input_ids": one, "labels": label} for one, label in texts])
+        items = [{"input_ids": one, "labels": one} for one in ids]
         if kind in ("bart", "t5"):
-            labels = labels[:, : 1 + ids.shape[1] // 2]
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+            widest = 1 + max(map(len, ids)) // 2
+            return Collate(multiple=8, target="labels")([item | {"labels": item["labels"][:widest]} for item in items])
         if kind == "packed":  # each row consists of documents of 13 tokens
-            batch["position_ids"] = torch.arange(ids.shape[1]) % 13 * mask
-            labels[batch["position_ids"] == 0] = -100
+            items = [item | {DOCUMENTS: [min(13, len(one) - i) for i in range(0, len(one), 13)]} for item, one in zip(items, ids)]
         if kind == "pairs":  # every second text begins like the one before it
-            for first, second, length in zip(ids[0::2], ids[1::2], torch.minimum(*mask.sum(1).view(-1, 2).T).tolist()):
-                second[: length - 1] = first[: length - 1]
-            batch |= {"labels": torch.where(mask.bool(), ids, -100), "shared": shared_tokens(ids, mask)}
-        return batch
+            pairs = [(a, torch.cat([a[: len(b) - 1], b[len(a) :], b[-1:]])[: len(b)]) for a, b in zip(ids[0::2], ids[1::2])]
+            learned = lambda one, least: torch.where(torch.arange(len(one)) < least - 1, -100, one).tolist()
+            items = [
+                {"input_ids": [a.tolist(), b.tolist()], "labels": [learned(one, min(len(a), len(b))) for one in (a, b)]}
+                for a, b in pairs
+            ]
+        return Collate(("labels",), 8, is_causal=True, shares=kind == "pairs")(items)
 
-    return padded
+    return rows
 
 
 def compute(kind, padding_free, compile_option, dropout, times):
@@ -111,17 +113,15 @@ def compute(kind, padding_free, compile_option, dropout, times):
 
     def loss_sum(model, batch):
         """Return the summed loss of a batch."""
-        where = "position_ids" if kind == "packed" else "attention_mask"
-        inputs = {name: batch[name] for name in ("pixel_values", "input_ids", where) if name in batch}
-        if kind in ("bart", "t5"):
-            inputs["decoder_input_ids"] = (batch["labels"].roll(1, 1) * (batch["labels"].roll(1, 1) > 0)).contiguous()
-            return losses.of_tokens(model(**inputs, use_cache=False).logits, batch["labels"])
+        if kind == "vit":
+            return losses.cross_entropy(model(pixel_values=batch["pixel_values"]).logits, batch["labels"])
         if kind in CLASSES:
-            return losses.cross_entropy(model(**inputs).logits, batch["labels"])
+            return losses.cross_entropy(model(batch).logits, batch["labels"])
+        if kind in ("bart", "t5"):
+            return losses.cross_entropy(model(batch).logits[0], batch["target"]["labels"])
         if padding_free == "off":
-            return losses.of_tokens(model(**inputs, use_cache=False).logits, losses.next_tokens(batch["labels"]))
-        given = model, {**inputs, "use_cache": False}, losses.next_tokens(batch["labels"]), batch
-        return -head.row_logps(*given).sum() if kind == "pairs" else head.loss_sum(*given)
+            return losses.cross_entropy(model(batch).logits[0], batch["labels"])
+        return -head.text_logps(model, batch).sum() if kind == "pairs" else head.loss_sum(model, batch)
 
     cfg = TrainConfig(padding_free=padding_free, compile=compile_option)
     train = TrainBatches(Rows(kind), collate(kind))
@@ -141,8 +141,7 @@ def compute(kind, padding_free, compile_option, dropout, times):
     for some in (*[[batch]] * times, [batch, batch], [smaller]):  # gradients of a list are accumulated
         for one in some:
             seed_torch(7, accelerator.device)
-            with CurrentBatch(one):
-                loss = loss_sum(model, one)
+            loss = loss_sum(model, one)
             loss.backward()
         results.append((loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}))
         for p in model.parameters():
@@ -150,8 +149,7 @@ def compute(kind, padding_free, compile_option, dropout, times):
     # From here on, nothing may make the host wait for the device. With padding some operations do, and two models do everywhere.
     waits = padding_free != "on" or kind in ("deberta", "modernbert")
     torch.cuda.set_sync_debug_mode("default" if waits else "error")
-    with CurrentBatch(batch):
-        loss = loss_sum(model, batch)
+    loss = loss_sum(model, batch)
     loss.backward()
     torch.cuda.set_sync_debug_mode("default")
     if speed.graphs:

@@ -20,6 +20,7 @@ import accel_ddp
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine import losses
 from accel_ddp.engine.rehearsal import rehearse
+from accel_ddp.engine.rows import Collate, accept_rows
 from accel_ddp.engine.step import train_step
 from accel_ddp.engine.terms import Terms
 from accel_ddp.entry import run
@@ -95,14 +96,10 @@ class Rows(torch.utils.data.Dataset):
         return self.rows[i]
 
 
-def collate(rows):
-    pad = lambda tensors, value=0: nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
-    labels = [torch.where(torch.arange(len(ids)) < len(ids) // 3, -100, ids) for ids in rows]
-    return {"input_ids": pad(rows), "attention_mask": pad(list(map(torch.ones_like, rows))), "labels": pad(labels, -100)}
-
-
-def inputs_of(batch):
-    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "use_cache": False}
+def collate(texts):
+    labels = [torch.where(torch.arange(len(ids)) < len(ids) // 3, -100, ids) for ids in texts]
+    make = Collate(("labels",), is_causal=True)
+    return make([{"input_ids": ids, "labels": of_text} for ids, of_text in zip(texts, labels)])
 
 
 def indices(step: int, rank: int, number: int) -> list[int]:
@@ -111,7 +108,7 @@ def indices(step: int, rank: int, number: int) -> list[int]:
 
 
 def count(batch) -> int:
-    return int((losses.next_tokens(batch["labels"]) != -100).sum())
+    return batch.targets
 
 
 def build(case: Case) -> nn.Module:
@@ -131,10 +128,11 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
     """Train in float32 on all micro-batches of all ranks, with padding, and with all logits."""
     model = build(dataclasses.replace(case, checkpointing=False))
     optimizer = optim.build(model, cfg)
+    accept_rows(model)
     for step in range(STEPS):
         places = [indices(step, rank, number) for rank in range(this_rank.num_ranks) for number in range(MICRO_BATCHES)]
         batches = [train.batch_of(some, accelerator, cfg) for some in places]
-        sums = [losses.of_tokens(model(**inputs_of(b)).logits, losses.next_tokens(b["labels"])) for b in batches]
+        sums = [losses.cross_entropy(model(b).logits[0], b["labels"]) for b in batches]
         (sum(sums) / sum(map(count, batches))).backward()
         nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
         optimizer.step()
@@ -152,8 +150,8 @@ def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[st
     head = linear_cross_entropy.OutputHead(model)
 
     def compute(model, batch):
-        given = model, inputs_of(batch), losses.next_tokens(batch["labels"]), batch
-        return {"loss": (-head.row_logps(*given).sum() if case.of_rows else head.loss_sum(*given), count(batch))}
+        total = -head.text_logps(model, batch).sum() if case.of_rows else head.loss_sum(model, batch)
+        return {"loss": (total, count(batch))}
 
     task = base.Task(compute, count=count)
     alone = Terms(model, task)

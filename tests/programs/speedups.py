@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import base
 import torch
-from torch import nn
 
 import accel_ddp
+from accel_ddp.engine.rows import Collate, Rows
 from accel_ddp.entry import run
 
 
@@ -26,14 +26,12 @@ def rows() -> list[tuple[torch.Tensor, int]]:
     return [(torch.randint(5, 100, (length,), generator=drawn), i % 3) for i, length in enumerate(lengths)]
 
 
-def collate(rows: list) -> dict[str, torch.Tensor]:
-    pad = lambda tensors: nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    ids, labels = zip(*rows)
-    return {"input_ids": pad(ids), "attention_mask": pad(list(map(torch.ones_like, ids))), "labels": torch.tensor(labels)}
+def collate(rows: list) -> Rows:
+    return Collate()([{"input_ids": ids, "labels": label} for ids, label in rows])
 
 
 def logits(model, batch):
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return model(batch).logits
 
 
 def train(accelerator, cfg: Config, name: str, speedups=None) -> dict:
