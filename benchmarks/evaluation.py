@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from transformers import BertConfig, BertForSequenceClassification
 
 import accel_ddp
+from accel_ddp.engine.rows import Collate, Rows
 
 CLASSES = 4
 FAMILY = synthetic.Family(
@@ -34,15 +35,13 @@ FAMILY = synthetic.Family(
 )
 
 
-def collate(rows: list[np.ndarray]) -> dict[str, torch.Tensor]:
-    pad = lambda tensors: torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    ids = [torch.from_numpy(row) for row in rows]
-    labels = torch.tensor([int(row[0]) % CLASSES for row in rows])
-    return {"input_ids": pad(ids), "attention_mask": pad([torch.ones_like(row) for row in ids]), "labels": labels}
+def collate(rows: list[np.ndarray]) -> Rows:
+    make = Collate(multiple=8 if torch.cuda.is_available() else 0)
+    return make([{"input_ids": row.tolist(), "labels": int(row[0]) % CLASSES} for row in rows])
 
 
 def logits(model: Any, batch: Any) -> torch.Tensor:
-    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return model(batch).logits
 
 
 class Task(accel_ddp.Task):

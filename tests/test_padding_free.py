@@ -433,7 +433,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind):
         return {"loss": total} | {name: value.grad.clone() for name, value in model.named_parameters()}
 
     accept_rows(model)
-    alone = lambda ids: losses.of_tokens(model(input_ids=ids).logits[:, :-1], ids[:, 1:])
+    alone = lambda ids: losses.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
     wanted = gradients(*(alone(torch.tensor([ids])) for ids in documents))
     found = {"padded": gradients(loss_of(model, batch))}
     layers = without_padding(model)
@@ -888,7 +888,7 @@ def test_the_losses_of_rows_in_chunks_are_those_of_all_logits_in_any_batch(monke
 
     with torch.no_grad():
         wanted = torch.stack([
-            losses.of_tokens(model(input_ids=torch.tensor([item["input_ids"]])).logits[:, :-1], torch.tensor([item["labels"][1:]]))
+            losses.cross_entropy(model(input_ids=torch.tensor([item["input_ids"]])).logits[0, :-1], torch.tensor(item["labels"][1:]))
             for item in items
         ])  # fmt: skip
     whole = measure(slice(None))

@@ -25,17 +25,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "sum", weight
     return F.cross_entropy(_wide(logits), labels, weight=weights, reduction=reduction, ignore_index=-100)
 
 
-def of_tokens(logits: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
-    """Return the loss of rows of tokens, each with a label or -100. With the reduction "rows" it is summed over each row."""
-    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), "sum" if reduction == "sum" else "none")
-    return losses if reduction == "sum" else losses.view(labels.shape).sum(-1)
-
-
-def next_tokens(labels: Tensor) -> Tensor:
-    """Return the labels shifted left by one. The last token gets -100."""
-    return F.pad(labels[:, 1:], (0, 1), value=-100)
-
-
 def of_classes(
     logits: Tensor, labels: Tensor, problem_type: str, reduction: str = "sum", weights: Tensor | None = None
 ) -> Tensor:

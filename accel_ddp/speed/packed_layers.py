@@ -31,7 +31,7 @@ from accel_ddp.speed.padding_free import NeedsPadding, Segments, is_active
 
 
 class PackedLayers(CalledModel):
-    """Lets the layers of `model` compute without padding whenever its attention mask belongs to the current batch."""
+    """Lets the layers of `model` compute the rows of a micro-batch."""
 
     shares = True
 

@@ -1,6 +1,5 @@
 """The exact core: one optimizer update, the order of the data, the optimizer, losses and evaluation.
 
-How items are spread over micro-batches and ranks does not change what these modules compute. `losses.current_batch` tells other
-packages which micro-batch is being computed; the core itself does not depend on who reads it. The package imports `saving`, `ranks`
+How items are spread over micro-batches and ranks does not change what these modules compute. The package imports `saving`, `ranks`
 and the packages below them, and nothing from `speed`.
 """
