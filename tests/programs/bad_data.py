@@ -32,7 +32,7 @@ def main(cfg: Config) -> None:
             with contextlib.redirect_stderr(logged):
                 recipe_cfg = recipe.Config(**shared, **options)
                 recipe_cfg.validate()
-                recipe.Task(recipe_cfg, accelerator)
+                accel_ddp.load_model(recipe.Task(recipe_cfg, accelerator))
             messages[name] = f"no error\n{logged.getvalue()}"
         except UserError as error:
             messages[name] = str(error)
