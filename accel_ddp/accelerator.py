@@ -85,7 +85,6 @@ def _become_supervised(cfg: TrainConfig) -> None:
 
 
 def _check_options(cfg: TrainConfig) -> list[str]:
-    """Compare the options with the launcher and the accelerate config, and return the names of the trackers."""
     _check_accelerate_config()
     if cfg.mixed_precision == "auto":  # an option takes precedence over the accelerate config, and that over the hardware
         cfg.mixed_precision = launcher.find_stated_precision() or "auto"
@@ -98,10 +97,8 @@ def _check_options(cfg: TrainConfig) -> list[str]:
         cfg.keep_gathered == type(cfg).keep_gathered or "keep_gathered" in reasons(cfg)
         or this_rank.num_ranks == 1 or cfg.evaluate_only
     ):  # fmt: skip
-        raise UserError(
-            f"--keep_gathered {cfg.keep_gathered}: is an option of FSDP, but this run uses DDP. Leave it out, or use an accelerate "
-            "config with FSDP: accelerate_configs/fsdp.yaml."
-        )
+        instead = "Leave it out, or use an accelerate config with FSDP: accelerate_configs/fsdp.yaml"
+        raise UserError(f"--keep_gathered {cfg.keep_gathered}: is an option of FSDP, but this run uses DDP. {instead}.")
     launcher.check_requested_world()
     cfg.split(this_rank.num_ranks)
     parse_shares(cfg.balance, this_rank.num_ranks)
@@ -241,9 +238,8 @@ def _open_output_dir(cfg: TrainConfig, trackers: list[str], before: str, given: 
         if this_rank.is_main:  # only the main rank writes there; on other nodes the folder need not exist
             for name in trackers:
                 if find_spec(name) is None:
-                    raise UserError(
-                        f"--report_to {name}: the package is not installed on {this_rank.host}. Run: pip install {name}"
-                    )
+                    instead = f"Run: pip install {name}"
+                    raise UserError(f"--report_to {name}: the package is not installed on {this_rank.host}. {instead}")
             ending.run_folder_lock = run_folder.claim(cfg)
             links.tell_monitor({"is_claimed": True})  # it writes incidents.jsonl; before, the folder may be another run's
             _check_hub_token(cfg)
@@ -286,9 +282,8 @@ def _check_hub_token(cfg: TrainConfig) -> None:
         from huggingface_hub import get_token
 
         if not get_token():
-            raise UserError(
-                f"--push_to_hub {cfg.push_to_hub}: {this_rank.host} has no Hub token. Run `hf auth login`, or set HF_TOKEN."
-            )
+            instead = "Run `hf auth login`, or set HF_TOKEN"
+            raise UserError(f"--push_to_hub {cfg.push_to_hub}: {this_rank.host} has no Hub token. {instead}.")
 
 
 def _print_description(cfg: TrainConfig, accelerator: Accelerator) -> None:
@@ -335,14 +330,12 @@ def _check_accelerate_config() -> None:
 
 
 def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
-    """Raise UserError for options that the device cannot do."""
     precision: str = cfg.mixed_precision
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"The accelerate config asks for mixed_precision {precision}. Use no, bf16 or fp16.")
     if precision == "bf16" and use_gpu and torch.cuda.get_device_capability()[0] < 8:
-        raise UserError(
-            f"--mixed_precision bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. Use --mixed_precision fp16."
-        )
+        instead = "Use --mixed_precision fp16"
+        raise UserError(f"--mixed_precision bf16 needs an Ampere GPU or newer, not {torch.cuda.get_device_name()}. {instead}.")
     if precision == "fp16" and links.sharding:
         raise UserError("The accelerate config has mixed_precision: fp16, which cannot be combined with FSDP here. Use bf16.")
     if precision == "fp16" and not use_gpu:
@@ -350,10 +343,8 @@ def _check_device(cfg: TrainConfig, use_gpu: bool) -> None:
     if cfg.comm_hook == "bf16" and not use_gpu:
         raise UserError("--comm_hook bf16 needs NCCL, and so GPUs. Use --comm_hook fp16 or none.")
     if cfg.comm_hook == "powersgd" and not use_gpu:
-        raise UserError(
-            "--comm_hook powersgd needs NCCL, and so GPUs. Over gloo each rank starts its collectives in a different order, which "
-            "hangs. Use --comm_hook fp16 or none."
-        )
+        instead = "Over gloo each rank starts its collectives in a different order, which hangs. Use --comm_hook fp16 or none"
+        raise UserError(f"--comm_hook powersgd needs NCCL, and so GPUs. {instead}.")
     if cfg.sync_batchnorm and not use_gpu:
         raise UserError("--sync_batchnorm needs GPUs, because torch has no CPU version of it. Leave it out.")
     has_several = cfg.split(this_rank.num_ranks)[1] > 1 or cfg.micro_batch_tokens or cfg.global_batch_tokens

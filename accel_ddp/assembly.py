@@ -23,7 +23,7 @@ from accel_ddp.engine.fit import Run, Schedule
 from accel_ddp.engine.hook import Hook
 from accel_ddp.engine.local_steps import Workers
 from accel_ddp.engine.step_times import sync_at_broadcast
-from accel_ddp.engine.terms import Terms
+from accel_ddp.engine.terms import Terms, terms_of
 from accel_ddp.errors import UserError
 from accel_ddp.observe.recorder import Recorder, start_recorder
 from accel_ddp.phases import LOAD, phase
@@ -31,6 +31,7 @@ from accel_ddp.ranks import signals
 from accel_ddp.ranks.agreement import print_on_main
 from accel_ddp.ranks.process import ending
 from accel_ddp.ranks.reporting import warn_on_main
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
@@ -93,14 +94,14 @@ def fit(
         speed = speedups(accelerator, cfg, alone, train, total_steps) if speedups else None
     every = 1 if cfg.evaluate_only else max(1, cfg.sync_every)
     schedule = Schedule(cfg, total_steps, train.epoch_size(cfg), test is not None, every)
-    workers = Workers(cfg, schedule)
+    workers = Workers(cfg, schedule, Team.of(accelerator))
     ending.stop.when = f"when the workers synchronize (--sync_every {cfg.sync_every})" if cfg.sync_every else "after this step"
-    terms, optimizer = prepare(accelerator, cfg, task, model, optimizer)
+    terms, optimizer = prepare(accelerator, cfg, task, model, optimizer, workers.team)
     first_step.report_unused(model, optimizer)
     momentum = workers.attach(model, optimizer)
     run = Run(accelerator, cfg, terms, optimizer, schedule, functools.partial(_set_lr, optimizer, schedule))
-    check, ema = ParameterCheck(accelerator, cfg, model), Ema(model, cfg.ema_decay, optimizer)
-    facts = {"files": files, "averages": ema.current, "momentum": momentum, "states": workers.states}
+    check, ema = ParameterCheck(accelerator, cfg, model), Ema(model, cfg.ema_decay, optimizer, workers.total)
+    facts = {"files": files, "averages": ema.current, "momentum": momentum, "states": workers.states, "team": workers.team}
     saved = _restore(run, train, check, **facts)
     workers.begin()
     if not cfg.evaluate_only:
@@ -109,7 +110,7 @@ def fit(
     balance = Balance(accelerator, cfg, saved.resumed, needs_equal)
     train.shares_at = balance.at
     saved.more = lambda: {"stream": train.state, **balance.state}
-    batches = train.starting_at(run.step, accelerator, cfg)
+    batches = train.starting_at(run.step, accelerator, cfg, workers.team)
     run.is_stopping = 0 < cfg.stop_after <= run.step
     listeners = [balance, *hooks, Breakdown(accelerator.device)]
     events = RunEvents(run, train, saved, check, ema, speed, test, listeners)
@@ -128,7 +129,6 @@ def fit(
 
 
 def _check_options(cfg: TrainConfig, train: TrainBatches, terms: Terms, has_evaluation: bool) -> None:
-    """Raise UserError for options that this recipe or this loss does not have."""
     if not has_evaluation and (cfg.keep_best or cfg.early_stopping_patience):
         name = "keep_best" if cfg.keep_best else "early_stopping_patience"
         raise UserError(f"--{name}: this recipe has no evaluation. Leave --{name} out, or pass `test` to `fit`.")
@@ -137,9 +137,8 @@ def _check_options(cfg: TrainConfig, train: TrainBatches, terms: Terms, has_eval
     uneven = [f"--{name} {getattr(cfg, name)}" for name in ("micro_batch_tokens", "global_batch_tokens") if getattr(cfg, name)]
     uneven += [f"--balance {cfg.balance}"] if cfg.balance != "off" else []
     if terms.is_whole and uneven:
-        raise UserError(
-            f"{uneven[0]}: each item is compared with the items of all ranks, which must have equal numbers. Leave it out."
-        )
+        reason = "each item is compared with the items of all ranks, which must have equal numbers. Leave it out"
+        raise UserError(f"{uneven[0]}: {reason}.")
 
 
 def _restore(run: Run, train: TrainBatches, check: ParameterCheck, **facts: Any) -> Checkpoints:
@@ -156,7 +155,7 @@ def _restore(run: Run, train: TrainBatches, check: ParameterCheck, **facts: Any)
 def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, speed: Speed | None) -> None:
     """Choose what `auto` options leave open, print how long the run is, and check the loss of its first items."""
     if speed:
-        speed.choose_micro_batch_size(run.optimizer)
+        speed.choose_micro_batch_size(run.optimizer, len(terms_of(run.terms).team.workers))
         speed.choose_compilation(run.step)
     text, warnings = train.describe(run.schedule.total_steps, run.cfg)
     print_on_main(text)
@@ -169,10 +168,7 @@ def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, spee
 
 
 def _start(events: RunEvents, tables: Callable[[], dict[str, Table]] | None) -> Recorder | None:
-    """Store the options that were chosen for this model, and describe the run to the hooks, which may end it.
-
-    Return what records the steps of `--profile`.
-    """
+    """Describe the run to the hooks, which may end it. Return what records the steps of `--profile`."""
     run, cfg, train, hooks = events.run, events.cfg, events.train, events.hooks
     if run.accelerator.is_main_process:
         update_options(cfg)

@@ -1,18 +1,17 @@
 """The command `accel-ddp`. Each subcommand imports what it needs when it runs: torch is imported only where it is used."""
 
-import argparse
 import filecmp
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from accel_ddp import __version__
+from accel_ddp.config.commands import COMMANDS, parser_of
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.errors import INTERRUPTED, USER_ERROR, UserError
@@ -40,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
     """Run the command in `words` (default: the command line) and return its exit code."""
     words = sys.argv[1:] if words is None else words
     if not words or words[0] in ("-h", "--help", "help"):
-        lines = [f"  {line}" for line in table((name, text) for name, (_, text) in COMMANDS.items())]
+        lines = [f"  {line}" for line in table((name, one["does"]) for name, one in COMMANDS.items())]
         text = ["usage: accel-ddp COMMAND [options]", "", *lines, "", "accel-ddp COMMAND --help shows the options of a command."]
         print(*text, sep="\n", file=sys.stdout if words else sys.stderr)
         # 2 and not 0: a script that calls accel-ddp with an empty variable has made a mistake and should stop.
@@ -56,13 +55,11 @@ def main(words: list[str] | None = None) -> int:
                 raise UserError(f"{words[0]!r} is not a command. Did you mean `{command}`?")
             suggestion = did_you_mean(words[0], COMMANDS, "{!r}")
             raise UserError(f"{words[0]!r} is not a command.{suggestion} The commands are: {', '.join(COMMANDS)}.")
-        function, _ = COMMANDS[words[0]]
+        module, _, function = COMMANDS[words[0]]["call"].partition(":")
+        home = sys.modules[__name__] if module == "cli" else import_module(f"accel_ddp.{module}")
         if words[0] in ("run", "launch", "estimate", "verify", "scaling"):
             words = recipe_files.place_example(words)
-        if isinstance(function, str):
-            module, _, name = function.partition(":")
-            function = getattr(import_module(f"accel_ddp.{module}"), name)
-        code = function(words[1:]) or 0
+        code = getattr(home, function)(words[1:]) or 0
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -76,10 +73,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _recipes(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="accel-ddp recipes", description="List the recipes that come with accel_ddp, and examples of their options."
-    )
-    parser.parse_args(words)
+    parser_of("recipes").parse_args(words)
     rows = []
     for recipe in recipe_files.recipe_names():
         rows.append((recipe, recipe_files.summary(recipe_files.recipe_path(recipe))))
@@ -92,7 +86,7 @@ def _recipes(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(_RUN_HELP, file=sys.stdout if words else sys.stderr)
+        print(COMMANDS["run"]["text"], file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     launch, recipe, options = split_run(words)
     for name, value, *_ in find_options(launch, SMALLEST):  # accelerate prints 100 lines or a traceback
@@ -125,10 +119,7 @@ def _run(words: list[str]) -> int:
 
 
 def _check_recipe(script: Path, options: list[str]) -> TrainConfig | None:
-    """Return the recipe's config. Raise UserError for a mistake in its options, files and columns: ranks report it after seconds.
-
-    None: the script has no config, changes its words, or cannot be imported here. The ranks then report the reason.
-    """
+    """Return the recipe's config, or None if only a rank can read it. Raise UserError for wrong options, files and columns."""
     from accel_ddp.doctor.check_options import load_recipe_config
 
     if re.search("argv|argparse", script.read_text(errors="replace")):
@@ -237,11 +228,7 @@ def _check_launch_options(launch: list[str], behind: list[str]) -> None:
 
 
 def with_config(launch: list[str]) -> list[str]:
-    """Return the options of `accelerate launch` with the path of a config file.
-
-    The default is local.yaml (one process), 1node.yaml where --num_processes is given, and 2node.yaml where an option for
-    several nodes is given.
-    """
+    """Return options of `accelerate launch` with the path of a config: local.yaml, 1node.yaml or 2node.yaml if none is given."""
     given = {name_of(word) for word in launch}
     for option in find_options(launch, ["config_file"]):
         if option.value is None:
@@ -253,26 +240,13 @@ def with_config(launch: list[str]) -> list[str]:
 
 
 def _replace_process(words: list[str]) -> NoReturn:
-    """Replace this process by Python with `words`.
-
-    The launcher then has this process's pid, terminal and parent. Exit codes and signals are those of a plain
-    `accelerate launch`, except that a Ctrl-C does not end the launcher before its rank.
-    """
+    """Replace this process by Python, which keeps its pid, terminal and parent: exit codes and signals are the launcher's."""
     sys.stdout.flush(), sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *words])
 
 
 def _copy(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="accel-ddp copy",
-        description="Copy a recipe and the accelerate configs, or an example, into a folder, to edit them. The commands in the "
-        "documentation then work in this folder. Files that exist are never overwritten.",
-    )
-    parser.add_argument("recipe", help="its name, for example classify, or that of an example; `accel-ddp recipes` lists them")
-    parser.add_argument(
-        "--to", default=".", metavar="FOLDER", help="the folder that gets recipes/ and accelerate_configs/, or the example"
-    )
-    given = parser.parse_args(words)
+    given = parser_of("copy").parse_args(words)
     target = Path(given.to)
     if example := recipe_files.examples().get(given.recipe):
         copies = {example.path: target / example.path.name}
@@ -301,21 +275,9 @@ def _copy(words: list[str]) -> int:
 
 
 def _verify(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="accel-ddp verify",
-        usage="accel-ddp verify [--steps N] [--fsdp] [options of accelerate launch] RECIPE [options of the recipe]",
-        description="Run a few steps of a recipe: without interruption, with other micro-batches, on fewer or more ranks, and "
-        "killed and resumed. Then compare the samples and the weights. Options of `accelerate launch` (--config_file, "
-        "--num_machines, --machine_rank, --main_process_ip ...) run it on several nodes: run the same command on each node, "
-        "with its own --machine_rank.",
-    )
-    parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
-    fsdp = "also compare a sharded model on this machine: FSDP, HSDP, and resumed from FSDP to DDP and back"
-    parser.add_argument("--fsdp", action="store_true", help=fsdp)
-    parser.add_argument("--folder", default="", help="keep the runs in this folder (default: a temporary folder)")
     # Options after the recipe belong to the recipe. Options before the recipe that are not ours belong to `accelerate launch`.
     at = script_at(words, recipe_files.recipe_names())
-    given, launch = parser.parse_known_args(words[:at])
+    given, launch = parser_of("verify").parse_known_args(words[:at])
     recipe = [str(recipe_files.recipe_path(word)) for word in words[at : at + 1]]
     from accel_ddp.verify import verify
 
@@ -323,71 +285,11 @@ def _verify(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="accel-ddp export", description=COMMANDS["export"][1].capitalize() + ".")
-    help = "a checkpoint (runs/.../step_00000012), or a run folder: its best checkpoint, else its newest"
-    parser.add_argument("checkpoint", help=help)
-    parser.add_argument("out", help="the folder to write; it must be empty or not exist")
-    help = "merge adapters (LoRA) into the weights and export the whole model; auto: if the base model is not on the Hub"
-    parser.add_argument("--merge", nargs="?", choices=("auto", "on", "off"), const="on", default="auto", help=help)
-    parser.add_argument("--push_to_hub", default="", metavar="NAME", help="also upload the folder, for example to me/my-model")
-    help = "weights of a run with --ema_decay: the average (ema) or the last step (raw); auto: the average, if there is one"
-    parser.add_argument("--weights", choices=("auto", "ema", "raw"), default="auto", help=help)
-    help = "dtype of the weights; auto: as stored in the model that was trained; adapters: as trained"
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help=help)
-    given = parser.parse_args(words)
+    given = parser_of("export").parse_args(words)
     from accel_ddp.exporting.export import from_checkpoint
 
     from_checkpoint(given.checkpoint, given.out, given.push_to_hub, given.merge, given.weights, given.dtype)
     return 0
-
-
-# The function of each command, or MODULE:FUNCTION, which is imported when the command runs; and what the command does.
-COMMANDS: dict[str, tuple[Callable[[list[str]], int] | str, str]] = {
-    "recipes": (_recipes, "list the recipes and their examples"),
-    "run": (_run, "run a recipe with `accelerate launch`"),
-    "launch": (_launch, "start a recipe on all nodes of a cluster: ssh hosts, Slurm, Kubernetes, this machine"),
-    "status": ("launch.launch_command:status", "print the state of launched jobs on every node"),
-    "logs": ("launch.launch_command:logs", "print the logs of a launched job from all nodes"),
-    "stop": ("launch.launch_command:stop", "stop a launched job on all nodes, with a checkpoint"),
-    "report": ("report.report_command:main", "write one HTML file about runs: curves, time of each rank, evaluations, incidents"),
-    "convert": ("launch.convert_command:main", "convert a YAML file of axolotl or LLaMA-Factory"),
-    "copy": (_copy, "copy a recipe and the accelerate configs, or an example, into the current folder, to edit them"),
-    "doctor": ("doctor.doctor_command:main", "find the faults of a cluster, on every node, within seconds"),
-    "tune": ("measure.tune_command:main", "find the fastest NCCL settings, bucket size and communication hook for a cluster"),
-    "verify": (_verify, "check that micro-batch size, number of ranks and a kill do not change a recipe's result"),
-    "scaling": (
-        "measure.scaling_command:main",
-        "measure speed-up and efficiency on 1, 2, ... ranks and nodes, and what limits them",
-    ),
-    "estimate": ("memory.estimate_command:main", "print the GPU memory that a recipe needs, before anything is loaded"),
-    "profile": (
-        "observe.profile_summary:main",
-        "print where the time of a step goes, from a run that was recorded with --profile",
-    ),
-    "evaluate": ("exporting.evaluate_command:main", "evaluate a run, a checkpoint or an exported model as in training"),
-    "predict": ("exporting.predict_command:main", "apply a model to the rows of files: labels, tags, vectors, answers"),
-    "chat": ("exporting.chat_command:main", "talk to a model in the terminal"),
-    "export": (_export, "write a checkpoint as a folder that transformers can load"),
-}
-
-_RUN_HELP = """usage: accel-ddp run [options of accelerate launch] RECIPE [options of the recipe]
-
-Run a recipe with `accelerate launch`. RECIPE is a name (`accel-ddp recipes` lists them) or the path of your own script.
-
-  accel-ddp run classify                              on all GPUs of this machine, or on its CPU
-  accel-ddp run classify --num_processes 2 --lr 3e-5  two processes on this machine
-  accel-ddp run classify --config_file 2node.yaml --machine_rank 0 --main_process_ip 10.0.0.1
-  accel-ddp run classify --help                       the options of the recipe
-  accel-ddp run sft --config llama-8b-lora            options from an example, or from your own YAML file
-
-Without options for processes, a run uses all GPUs that CUDA_VISIBLE_DEVICES allows, or as many as --global_batch_size divides
-into. Options, files and columns are checked before any rank starts.
-
---config has options of the recipe. --config_file describes nodes and processes. It is a path or the name of a config that comes
-with accel_ddp: local.yaml (the default for one process), 1node.yaml (the default for several), 2node.yaml (the default with
-options for several nodes). Options that describe nodes and processes (--config_file, --num_processes, --num_machines,
---machine_rank, --main_process_ip, --main_process_port, --gpu_ids, --rdzv_backend, --max_restarts) may follow the recipe. Other
-options of `accelerate launch` stand before the recipe, or between the recipe and `--`."""
 
 
 if __name__ == "__main__":

@@ -249,6 +249,13 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
     return options
 
 
+def repeatable_compiler() -> contextlib.AbstractContextManager[None]:
+    """Let torch.compile choose kernels with sums without timing them, where another library calls it. Tested with torch 2.13."""
+    import torch._inductor.config as config
+
+    return config.patch(deterministic=True) if hasattr(config, "deterministic") else contextlib.nullcontext()
+
+
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled and not found in a cache. Tested with torch 2.13."""
     from torch._dynamo.utils import counters

@@ -56,11 +56,6 @@ def run(cls: type[C], main: Callable[[C], object]) -> NoReturn:
             cluster.report_to_other_nodes(str(error))
         _report_end(f"error: {error}")
         sys.exit(USER_ERROR)
-    except SystemExit as exit:  # raised by tyro, which has printed the reason, or by --help
-        if exit.code == USER_ERROR:
-            cluster.report_to_other_nodes("its command line is invalid")
-            _report_end("error: invalid command line (see the error above)")
-        raise
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     gc.disable()  # the search for cycles among imported modules would take 0.5 s
@@ -107,10 +102,7 @@ def _set_variables(cfg: TrainConfig) -> None:
 
 
 def _act_on_early_stop(number: signal.Signals) -> None:
-    """End at the stop signal until `ranks.signals` handles it, also if it has arrived before: then it is pending.
-
-    The script of a Slurm job blocks the signal for the launcher and its ranks. Imports and the preflight may take a minute.
-    """
+    """End at the stop signal until `ranks.signals` handles it. A Slurm job's script blocks it, so it may be pending by now."""
 
     def end(*_: object) -> None:
         text = f"stopped: received {number.name} on {socket.gethostname()} before the first step."

@@ -170,7 +170,6 @@ class Phases:
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Call `listener` at every transition inside the block."""
         self.listeners.append(listener)
         try:
             yield
@@ -178,7 +177,6 @@ class Phases:
             self.listeners.remove(listener)
 
     def advance(self, step: int) -> None:
-        """Report that `step` updates are done."""
         self.step = step
         if step - self._window_began >= _WINDOW:
             self._window_began = step
@@ -189,7 +187,6 @@ class Phases:
         self._write()
 
     def report_writer(self, is_writing: bool) -> None:
-        """Report that a checkpoint is being written in the background, or that this has ended."""
         _WRITER.pack_into(self.memory, _WRITER_AT, time.monotonic_ns() if is_writing else 0)
 
     def report_timing(self, timing: Timing) -> None:
@@ -226,7 +223,6 @@ class Reading(NamedTuple):
 
 
 def read(memory: mmap.mmap | bytes | bytearray) -> Reading:
-    """Return what a rank has published."""
     now = time.monotonic_ns()
     step, phase, since, beats = _NOW.unpack_from(memory, _NOW_AT)
     (writing,) = _WRITER.unpack_from(memory, _WRITER_AT)

@@ -15,7 +15,7 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig
 from accel_ddp.engine.terms import refuse_old
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import export
-from accel_ddp.exporting.predict_rows import COLUMNS
+from accel_ddp.exporting.trained_model import KINDS
 from accel_ddp.memory import at_start
 from accel_ddp.observe import hooks
 from accel_ddp.ranks.agreement import print_on_main, together
@@ -106,10 +106,10 @@ def fit_and_export(
 def facts_to_predict(task: Any) -> dict[str, bytes]:
     """Return the file that tells `accel-ddp predict` what the model of this task reads, if it cannot be known from the options.
 
-    `predicts` of a task is a key of `trained_model.HEADS`, if its class of models does not say it. `predict_columns` are options of the
+    `predicts` of a task is a key of `trained_model.KINDS`, if its class of models does not say it. `predict_columns` are options of the
     command; by default the columns of texts or images, whose options may have any names in a recipe of yours.
     """
-    known = {name for groups in COLUMNS.values() for group in groups for own in group.items() for name in (own[0], *own[1])}
+    known = {name for kind in KINDS.values() for group in kind["columns"] for own in group.items() for name in (own[0], *own[1])}
     texts, images = columns_of(task.cfg, "text", "words"), columns_of(task.cfg, "image")
     is_own = any(option not in known for option, _ in (texts or images)[:1])
     options = ("text_column", "text_pair_column") if texts else ("image_column",)

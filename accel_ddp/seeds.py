@@ -22,7 +22,6 @@ def mixed(seed: int, purpose: str, *numbers: int) -> int:
 
 
 def seed_host(seed: int) -> None:
-    """Seed what Python, numpy and torch draw on the CPU."""
     import numpy
     import torch
 
@@ -32,10 +31,7 @@ def seed_host(seed: int) -> None:
 
 
 def seed_torch(seed: int, device: "torch.device") -> None:
-    """Seed the generators of `device` and of the CPU.
-
-    `torch.manual_seed` seeds every kind of device, which takes a hundred times as long: too long for every micro-batch.
-    """
+    """Seed the generators of `device` and of the CPU. `torch.manual_seed` seeds all kinds of devices, in 100 times the time."""
     import torch
 
     if device.type == "cuda":
@@ -76,8 +72,5 @@ def generators_kept(device: "torch.device | None" = None) -> Iterator[None]:
 
 
 def dropout_seed(step_seed: int, micro_batch: int, rank: int, num_ranks: int) -> int:
-    """Return the seed of dropout for a rank's micro-batch, by its place among the micro-batches of all ranks.
-
-    The same micro-batches draw the same dropout when they are spread over another number of ranks.
-    """
+    """Return the seed of dropout for a micro-batch by its place among those of all ranks, however many ranks there are."""
     return mixed(step_seed, "dropout", micro_batch * num_ranks + rank)

@@ -34,7 +34,6 @@ def listed(words: Iterable[str], most: int = 3, separator: str = ", ") -> str:
 
 
 def shorten(text: str, most: int, end: str = "...") -> str:
-    """Return a text of at most `most` characters."""
     return text if len(text) <= most else text[: most - len(end)] + end
 
 
@@ -101,7 +100,6 @@ def table(rows: Iterable[Sequence[str]], left: int | None = None) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known word that is most similar to `word`, or "" if none is similar."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
 
 

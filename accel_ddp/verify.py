@@ -68,8 +68,6 @@ def verify(words: list[str], steps: int, folder: str, shards: bool = False) -> i
 
 
 class _Verification:
-    """The runs of one verification, in the folder `place`, and their comparison."""
-
     def __init__(self, place: Path, launch: list[str], recipe: str, options: list[str], steps: int, shards: bool):
         self.place, self.launch, self.recipe, self.steps, self.shards = place, launch, recipe, steps, shards
         every = ["--save_every", "2", "--keep_last", "2", "--log_every", "1"]
@@ -171,10 +169,7 @@ class _Verification:
         return [subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT) for words, env in commands]
 
     def killed(self, name: str, ranks: int, env: dict[str, str] | None) -> tuple["VerifiedRun", int]:
-        """Kill a run with SIGKILL on node 0 as soon as its first checkpoint exists, and resume it. Return it and its last step.
-
-        The last step depends on when the run was killed. On several nodes, which cannot tell each other the step, it is fixed.
-        """
+        """Kill a run at its first checkpoint on node 0, and resume it. Return it and its last step, which several nodes fix."""
         fixed = self.steps + 20 if self.launch else 0
         started = self.start(name, name, self.command(name, ranks, ["--stop_after", str(fixed)], False, env))
         while any(process.poll() is None for process in started):

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """An option among the words of a command line, with at most one value."""
-
     name: str
     value: str | None  # None: it is the last word, so its value is missing
     at: int  # its place
@@ -50,12 +48,10 @@ def value_of(words: Sequence[str], name: str) -> str | None:
 
 
 def has_option(words: Sequence[str], name: str) -> bool:
-    """Return whether the words contain --NAME or --no_NAME."""
     return any(name_of(word) in (name, f"no_{name}") for word in words)
 
 
 def without(words: Sequence[str], options: Sequence[Option]) -> list[str]:
-    """Return the words without these options and their values."""
     left_out = {place for option in options for place in range(option.at, option.end)}
     return [word for place, word in enumerate(words) if place not in left_out]
 
@@ -73,7 +69,6 @@ def group_values(words: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def differences(there: Sequence[str], here: Sequence[str]) -> list[str]:
-    """Return the options in which two commands differ, with both values."""
     one, other = (dict(group_values(["--", *words])) for words in (there, here))  # the script has no name
     shown = lambda values: "not given" if values is None else " ".join(values) or "given"
     different = [(f"--{name}" if name else "the script", name) for name in {**one, **other} if one.get(name) != other.get(name)]

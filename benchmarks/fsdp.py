@@ -157,11 +157,11 @@ def run_ours() -> None:
     memory = HostMemory()
     build, save = sft.Task.build, Checkpoints.save
 
-    def timed_build(*args: Any) -> Any:
+    def timed_build(*args: Any, **options: Any) -> Any:
         import torch
 
         began = time.perf_counter()
-        model = build(*args)
+        model = build(*args, **options)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         facts["load_seconds"], facts["load_host"] = time.perf_counter() - began, memory.peak / GIB

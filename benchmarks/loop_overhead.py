@@ -78,8 +78,8 @@ class TurnTaking(accel_ddp.TrainBatches):
         self.plain, self.steps_per_round = plain, steps_per_round
         self.seconds: list[tuple[float, float]] = []  # (ours, plain) of each round
 
-    def starting_at(self, step, accelerator, cfg):
-        stream = super().starting_at(step, accelerator, cfg)
+    def starting_at(self, step, accelerator, cfg, team=None):
+        stream = super().starting_at(step, accelerator, cfg, team)
         began = now(accelerator.device)
         for done in itertools.count():
             if done and done % self.steps_per_round == 0:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 IMPORTS = """
-import accelerate, datasets, torch, tyro
+import accelerate, datasets, torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, BertTokenizerFast
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 TOPICS = 8
+PAIR = ("prompt", "chosen", "rejected")
 
 
 @dataclasses.dataclass
@@ -23,17 +24,43 @@ class Family:
     max_length: int = 512
     mean_length: float = 232
     dtype: str = "float32"  # of the weights
+    classes: tuple[str, str] = ("LlamaForCausalLM", "LlamaConfig")  # of transformers, except for "bert"
 
 
+DECODER = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "initializer_range": 1 / 24, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+HYBRID, EXPERTS = ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"), ("GptOssForCausalLM", "GptOssConfig")
+QWEN = ("Qwen3ForCausalLM", "Qwen3Config")
 FAMILIES = {
     "bert": Family(30522, {}, rows=25_600),  # the library's default is BERT-base
-    "decoder": Family(
+    "decoder": Family(49152, DECODER, rows=12_800),
+    "pairs": Family(49152, DECODER, rows=3200, mean_length=120),  # of a prompt and of an answer
+    "qwen3": Family(  # Qwen3-0.6B
+        151936,
+        {
+            "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": 3072, "rms_norm_eps": 1e-6,
+        },
+        rows=3200, max_length=1024, mean_length=400, classes=QWEN,
+    ),
+    "qwen3.5": Family(  # Qwen3.5-0.8B with half of its layers: three with linear attention before each one with full attention
         49152,
         {
-            "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
-            "intermediate_size": 1536, "initializer_range": 1 / 24, "rms_norm_eps": 1e-5,
+            "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+            "intermediate_size": 3584, "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
-        rows=12_800,
+        rows=3200, max_length=1024, mean_length=400, classes=HYBRID,
+    ),
+    "gpt-oss": Family(  # a quarter of gpt-oss-20b's width, half of its layers and of its window
+        49152,
+        {
+            "hidden_size": 720, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64,
+            "intermediate_size": 720, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 64,
+        },
+        rows=3200, max_length=1024, mean_length=400, classes=EXPERTS,
     ),
     "decoder1b4": Family(
         49152,
@@ -53,7 +80,17 @@ FAMILIES = {
     ),
 }  # fmt: skip
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-TINY_FAMILIES = {name: Family(1000, SMALL, rows=1024, max_length=64, mean_length=29) for name in FAMILIES}
+HALF = {**SMALL, "num_key_value_heads": 1, "head_dim": 32}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+TINY_SHAPES = {
+    "qwen3": HALF,
+    "qwen3.5": {**HALF, **LINEAR, "num_hidden_layers": 4},
+    "gpt-oss": {**HALF, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+}
+TINY_FAMILIES = {
+    name: Family(1000, TINY_SHAPES.get(name, SMALL), rows=1024, max_length=64, mean_length=29, classes=family.classes)
+    for name, family in FAMILIES.items()
+}
 
 
 def lengths_of_texts(rng: np.random.Generator, number: int, family: Family) -> np.ndarray:
@@ -140,6 +177,16 @@ def make_once(final: Path, make: Any) -> Path:
     return final
 
 
+def write_pairs(file: Path, rng: np.random.Generator, number: int, family: Family, spelling: np.ndarray) -> np.ndarray:
+    """Write prompts, answers, and the same answers in random order as rejected ones. Return the tokens of the pairs."""
+    part = dataclasses.replace(family, max_length=family.max_length // 2)
+    prompts, chosen = (texts_of_a_chain(rng, lengths_of_texts(rng, number, part), len(spelling)) for _ in range(2))
+    text = lambda ids: " ".join(["", *spelling[ids]])  # a space ends the last word before it
+    columns = [map(text, texts) for texts in (prompts, chosen, [rng.permutation(ids) for ids in chosen])]
+    file.write_text("".join(json.dumps(dict(zip(PAIR, row))) + "\n" for row in zip(*columns)))
+    return np.array([2 * (len(prompt) + len(answer)) for prompt, answer in zip(prompts, chosen)])
+
+
 def make_data(work: Path, name: str, family: Family) -> Path:
     """Write train.jsonl and eval.jsonl for our recipes, the same rows as tokens for Trainer, and their lengths. Return the folder."""
 
@@ -156,6 +203,10 @@ def make_data(work: Path, name: str, family: Family) -> Path:
             if name == "bert":
                 words, labels = texts_with_topics(rng, lengths - extra, num_words)
                 rows = [{"text": " ".join(spelling[ids]), "label": f"topic{label}"} for ids, label in zip(words, labels)]
+            elif name == "pairs":
+                lengths = write_pairs(folder / f"{part}.jsonl", rng, number, family, spelling)
+                np.save(folder / f"{part}_lengths.npy", lengths)
+                continue
             else:
                 rows = [{"text": " ".join(spelling[ids])} for ids in texts_of_a_chain(rng, lengths - extra, num_words)]
             (folder / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -178,24 +229,27 @@ def make_model(work: Path, name: str, family: Family, seed: int) -> Path:
 
     def make(folder: Path) -> None:
         import torch
-        from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+        import transformers
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         torch.manual_seed(seed)
         tokenizer = make_tokenizer(name, family)
         sizes = {**family.shape, "vocab_size": family.vocabulary, "pad_token_id": tokenizer.pad_token_id}
-        on_gpu = torch.cuda.is_available() and family.shape.get("hidden_size", 0) > 1024  # a CPU needs a minute for a billion
+        on_gpu = torch.cuda.is_available() and family.shape.get("hidden_size", 0) >= 1024  # a CPU needs a minute for a billion
         dtype = getattr(torch, family.dtype)
         if name == "bert":
             names = {f"topic{i}": i for i in range(TOPICS)}
             labels = {"num_labels": TOPICS, "label2id": names, "id2label": {i: label for label, i in names.items()}}
-            model = BertForSequenceClassification(BertConfig(**sizes, **labels))
+            model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **labels))
         else:
             ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-            config = LlamaConfig(**{"tie_word_embeddings": True, **sizes, **ids, "max_position_embeddings": 2048, "dtype": dtype})
+            model_class, config_class = (getattr(transformers, each) for each in family.classes)
+            config = config_class(
+                **{"tie_word_embeddings": True, **sizes, **ids, "max_position_embeddings": 2048, "dtype": dtype}
+            )
             with torch.device("cuda" if on_gpu else "cpu"):
-                model = LlamaForCausalLM._from_config(config, dtype=dtype)
+                model = model_class._from_config(config, dtype=dtype)
         model.save_pretrained(folder)
         del model
         if on_gpu:

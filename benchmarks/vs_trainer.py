@@ -7,9 +7,11 @@
     python benchmarks/vs_trainer.py --work DIR --long --seconds_job 180                 # whole jobs, including the start
     python benchmarks/vs_trainer.py --work DIR --seeds 0 1 2                            # loss curves of both sides
     python benchmarks/vs_trainer.py --work DIR --tiny --variants trainer ours           # on a CPU, to test the script
+    python benchmarks/vs_trainer.py --work DIR --short --before CHECKOUT                # 4 jobs, also with the code of an older version
 
 The jobs are a BERT-base classifier with batches of 32 and of 128 texts, a decoder of SmolLM2-135M's shape and one of 1.4 billion
-parameters with batches of 16, and LoRA and QLoRA (4 bits) of Llama 3.1 8B's shape with batches of 8. Models (random weights) and texts
+parameters with batches of 16, LoRA and QLoRA (4 bits) of Llama 3.1 8B's shape with batches of 8, DPO of the 135M decoder, and decoders
+of the shapes of Qwen3-0.6B, Qwen3.5 and gpt-oss (the last two are smaller). Models (random weights) and texts
 (lognormal lengths: mean 232 tokens and at most 512, or from 1.4B on mean 400 and at most 1,024) are generated from seeds. Both sides
 load the same model folder. They train on the same rows in the same order, except where Trainer groups by length. Both use AdamW with
 the same learning rates, bf16 autocast over float32 weights (bf16 weights below adapters), a log line every 10 steps, and tokenized
@@ -21,6 +23,10 @@ run `--ours "compiled=--compile on" --variants "compiled, cold"`. `trainer+flat`
 FlexAttention besides. A job's seconds are those from the command to the end of the last step: a timed process leaves there, without
 evaluating and saving. A run that is complete in DIR is not repeated, so a call can be cut with `--limit` and continued by the same
 command. The table shows why a run failed.
+
+`--short` answers in less than 6 minutes on an H200 whether a change made training slower: a row for each job, whose rates are those of
+the code in `--before`, of this code and of Trainer, one after the other on this machine. These runs are too short to be compiled. They
+are repeated in each call, because the code may have changed.
 """
 
 import argparse
@@ -60,16 +66,22 @@ class Job:
     curve_steps: int
     lr: float
     adapters: str = ""  # "lora", "qlora"
+    short: tuple[int, int] = (0, 0)  # steps, and those before the measured ones, of --short
 
 
 JOBS = {
-    "bert32": Job("bert", "classify", 32, steps=350, warm=100, curve_steps=600, lr=1e-4),
+    "bert32": Job("bert", "classify", 32, steps=350, warm=100, curve_steps=600, lr=1e-4, short=(200, 100)),
     "bert128": Job("bert", "classify", 128, steps=150, warm=50, curve_steps=200, lr=1e-4),
-    "sft16": Job("decoder", "sft", 16, steps=150, warm=50, curve_steps=200, lr=6e-4),
-    "sft1b4": Job("decoder1b4", "sft", 16, steps=100, warm=50, curve_steps=100, lr=1e-4),
+    "sft16": Job("decoder", "sft", 16, steps=150, warm=50, curve_steps=200, lr=6e-4, short=(100, 50)),
+    "sft1b4": Job("decoder1b4", "sft", 16, steps=100, warm=50, curve_steps=100, lr=1e-4, short=(50, 30)),
     "lora8b": Job("decoder8b", "sft", 8, steps=50, warm=30, curve_steps=50, lr=2e-4, adapters="lora"),
     "qlora8b": Job("decoder8b", "sft", 8, steps=50, warm=30, curve_steps=50, lr=2e-4, adapters="qlora"),
+    "dpo": Job("pairs", "dpo", 16, steps=150, warm=50, curve_steps=100, lr=1e-5, short=(80, 40)),
+    "qwen3": Job("qwen3", "sft", 16, steps=100, warm=50, curve_steps=100, lr=1e-4, short=(60, 30)),
+    "qwen3.5": Job("qwen3.5", "sft", 16, steps=100, warm=50, curve_steps=100, lr=1e-4, short=(60, 30)),
+    "gpt-oss": Job("gpt-oss", "sft", 16, steps=100, warm=50, curve_steps=100, lr=1e-4, short=(60, 30)),
 }
+SHORT = ("bert32", "sft16", "sft1b4", "dpo")
 # Trainer uses fused AdamW by default with torch 2.8 or newer, and pins memory by default. Every variant has both.
 TRAINER = {
     "trainer": {},
@@ -87,12 +99,11 @@ DECODERS = {  # which Liger supports, and whose texts need no own row
 TRAINER |= DECODERS
 
 TINY_JOBS = {
-    "bert32": Job("bert", "classify", 8, steps=40, warm=20, curve_steps=60, lr=1e-3),
-    "bert128": Job("bert", "classify", 16, steps=40, warm=20, curve_steps=60, lr=1e-3),
-    "sft16": Job("decoder", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3),
-    "sft1b4": Job("decoder1b4", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3),
-    "lora8b": Job("decoder8b", "sft", 8, steps=40, warm=20, curve_steps=60, lr=3e-3, adapters="lora"),
+    name: dataclasses.replace(job, batch=16 if name == "bert128" else 8, steps=40, warm=20, curve_steps=60, short=(20, 10))
+    for name, job in JOBS.items()
+    if job.adapters != "qlora"
 }
+TINY_JOBS = {name: dataclasses.replace(job, lr=1e-3 if job.recipe == "classify" else 3e-3) for name, job in TINY_JOBS.items()}
 
 
 def fill_our_cache(job: Job, words: list[str]) -> None:
@@ -162,13 +173,13 @@ def busy_seconds() -> tuple[float, float]:
 
 
 def run_process(
-    command: list[str], folder: Path, work: Path, timeout: float, own_env: dict[str, str] | None = None
+    command: list[str], folder: Path, work: Path, timeout: float, own_env: dict[str, str] | None = None, root: Path = ROOT
 ) -> dict[str, Any]:
     """Run a process and return when it began and how it ended. Its output is in log.txt."""
     (folder / "site").mkdir(parents=True)
     (folder / "site" / "sitecustomize.py").write_text(PEAK_AT_EXIT)
     env = {**os.environ, **environment(work), "PEAK_MEMORY_FILE": str(folder / "peak.json")}
-    env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), env["PYTHONPATH"]])
+    env["PYTHONPATH"] = os.pathsep.join([str(folder / "site"), str(root), env["PYTHONPATH"]])
     # An empty folder. Otherwise the second run of a variant would use the kernels that the first one has compiled.
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     if own_env:  # it has a cache of its own
@@ -176,7 +187,7 @@ def run_process(
         env |= own_env
     began, before = time.time(), busy_seconds()
     with (folder / "log.txt").open("w") as log:
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=env, cwd=ROOT)
+        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=env, cwd=root)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -199,8 +210,7 @@ def run_process(
 
 def reason_in(log: Path) -> str:
     """Return the line of a log that states why the process failed: one with `error:`, or the last line of a traceback."""
-    lines = [line.strip(" │╭╮╰╯─") for line in log.read_text(errors="replace").splitlines()]  # tyro draws a frame around errors
-    lines = [line for line in lines if line]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     words = ("error: ", " failed: ", "Error: ", "Unrecognized", "invalid choice", "Missing value")
     named = [line for line in lines if any(word in line for word in words)]
     return (named or lines or ["it printed nothing"])[-1][:200]
@@ -236,6 +246,9 @@ def kernels_for(spec: Spec, work: Path) -> Path:
     cache = work / "kernels" / f"{spec['kind']}-{spec['job']}"
     if not spec["variant"].endswith(", warm"):
         shutil.rmtree(cache, ignore_errors=True)
+        if spec["kind"] == "short":  # each version of the code tokenises
+            cache.mkdir(parents=True)
+            return cache
         shutil.copytree(environment(work)["ACCEL_DDP_CACHE"], cache, copy_function=os.link)
     return cache
 
@@ -256,7 +269,8 @@ def run_ours(spec: Spec, folder: Path, work: Path, timeout: float) -> dict[str, 
     if not Path(own_env["ACCEL_DDP_CACHE"]).exists():
         folder.mkdir(parents=True)
         return {"failed": "a warm run needs the cache of a cold one; add it to --variants"}
-    result = run_process([*spec["command"], "--output_dir", str(folder / "run")], folder, work, timeout, own_env)
+    command = [*spec["command"], "--output_dir", str(folder / "run")]
+    result = run_process(command, folder, work, timeout, own_env, Path(spec.get("root", ROOT)))
     if result["failed"]:
         remove(folder / "run")
         return result
@@ -324,10 +338,12 @@ class Bench:
         os.environ |= environment(options.work.resolve())  # libraries read it when they are imported
         import torch
 
-        self.options, self.work, self.began = options, options.work.resolve(), time.monotonic()
+        work = options.work / "short" if options.short else options.work  # with fewer rows
+        self.options, self.work, self.began = options, work.resolve(), time.monotonic()
         self.jobs, self.families = (TINY_JOBS, TINY_FAMILIES) if options.tiny else (JOBS, FAMILIES)
-        if options.rows:
-            self.families = {name: dataclasses.replace(family, rows=options.rows) for name, family in self.families.items()}
+        if options.rows or options.short:
+            rows_of = lambda family: options.rows or min(family.rows, 6400)
+            self.families = {name: dataclasses.replace(family, rows=rows_of(family)) for name, family in self.families.items()}
         # This does not initialise CUDA, which would take GPU memory.
         self.precision = "bf16" if torch.cuda.device_count() else "no"
         ours = {"ours": "", **dict(entry.split("=", 1) for entry in options.ours)}
@@ -342,7 +358,8 @@ class Bench:
 
     def variants_of(self, name: str) -> list[str]:
         """Return the variants of a job. Only decoders can flatten their texts."""
-        return [variant for variant in self.variants if self.jobs[name].recipe == "sft" or variant not in DECODERS]
+        without = {"sft": {}, "classify": DECODERS, "dpo": TRAINER}[self.jobs[name].recipe]
+        return [variant for variant in self.variants if variant not in without]
 
     def spec(self, kind: str, name: str, variant: str, steps: int, warm: int, seed: int = 0) -> Spec:
         """Return everything on which a run depends. If it has changed, the run is repeated."""
@@ -362,7 +379,9 @@ class Bench:
                 rows = family.rows
                 np.save(order, our_order(rows, seed, (steps * job.batch // rows + 2) * rows))
             return {**spec, "flags": TRAINER[variant], "order": str(order)}
-        words = our_command(job, family, data, model, self.precision, steps, seed, self.ours[variant], log_every)
+        words = our_command(job, family, data, model, self.precision, steps, seed, self.ours.get(variant, ""), log_every)
+        if kind == "short":
+            return {**spec, "command": words, "root": str(ROOT if variant == "now" else self.options.before.resolve())}
         if job.family not in self.cached:
             fill_our_cache(job, our_command(job, family, data, model, self.precision, steps, seed, "")[1:])
             self.cached.add(job.family)
@@ -375,7 +394,7 @@ class Bench:
         """Return the result of an earlier call, or run it. Return None if this call has no time left."""
         folder = self.folder_of(spec, round_number)
         name, file = folder.name, folder / "result.json"
-        if file.exists():
+        if file.exists() and spec["kind"] != "short":
             result = json.loads(file.read_text())
             if result["spec"] == spec and not (result["failed"] and self.options.retry):
                 return result
@@ -399,6 +418,12 @@ class Bench:
         for number in range(self.options.rounds):
             for variant in self.variants_of(name):
                 found.append(self.run(self.spec("speed", name, variant, steps, warm), number))
+        return [result for result in found if result]
+
+    def short_runs(self, name: str) -> list[dict[str, Any]]:
+        steps, warm = self.jobs[name].short
+        has = {"before": self.options.before, "now": True, "trainer": self.jobs[name].recipe != "dpo"}
+        found = [self.run(self.spec("short", name, variant, steps, warm)) for variant in has if has[variant]]
         return [result for result in found if result]
 
     def long_jobs(self, name: str) -> list[dict[str, Any]]:
@@ -472,6 +497,19 @@ def speed_table(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def short_table(found: list[dict[str, Any]]) -> list[str]:
+    """Return a table with a row for each job: samples/s of the older code, of this code and of Trainer, and ratios of this code."""
+    lines = ["| job | before | now | now / before | HF Trainer | now / HF Trainer |", "|---" + "|--:" * 5 + "|"]
+    for job in dict.fromkeys(run["spec"]["job"] for run in found):
+        rates = {run["spec"]["variant"]: run.get("samples_per_second") for run in found if run["spec"]["job"] == job}
+        own = {"before": rates.get("before"), "now": rates.get("now"), "trainer": rates.get("trainer")}
+        cells = [f"{rate:,.1f}" if rate else "failed" * (name in rates) for name, rate in own.items()]
+        now, others = rates.get("now"), (rates.get("before"), rates.get("trainer"))
+        ratios = [f"{now / other:.2f}" if now and other else "" for other in others]
+        lines.append(f"| {job} | {cells[0]} | {cells[1]} | {ratios[0]} | {cells[2]} | {ratios[1]} |")
+    return lines
+
+
 def commands_of(found: list[dict[str, Any]], call: list[str]) -> list[str]:
     """Return the call of this script, and for each variant the options in which it differs from the others."""
     lines = ["", f"`python {shlex.join(call)}`", ""]
@@ -495,11 +533,11 @@ def about_the_machine() -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> None:
-    bench, found, parts = Bench(options), {"speed": [], "long": [], "curve": []}, []
-    names = options.only or list(bench.jobs)
-    what = "curve" if options.seeds else "long" if options.long else "speed"
+    bench, found, parts = Bench(options), {"speed": [], "long": [], "curve": [], "short": []}, []
+    names = options.only or (SHORT if options.short else list(bench.jobs))
+    what = "short" if options.short else "curve" if options.seeds else "long" if options.long else "speed"
     for name in names:
-        run = {"curve": bench.curves, "long": bench.long_jobs, "speed": bench.timings}[what]
+        run = {"curve": bench.curves, "long": bench.long_jobs, "speed": bench.timings, "short": bench.short_runs}[what]
         found[what] += run(name)
         if what == "curve" and (whole := [r for r in found["curve"] if not r["failed"] and r["spec"]["job"] == name]):
             path = (options.out.parent if options.out else options.work) / f"curves-{name}.png"
@@ -510,6 +548,8 @@ def main(options: argparse.Namespace) -> None:
             options.out.write_text(json.dumps({"machine": about_the_machine(), "call": sys.argv, **found}, indent=1))
     if what == "curve":
         parts += ["", *curve_table(found["curve"])]
+    elif what == "short":
+        parts += ["", *short_table(found["short"])]
     else:
         parts += ["", *speed_table(found[what])]
     print("\n".join(parts))
@@ -532,6 +572,8 @@ if __name__ == "__main__":
     parser.add_argument("--long", action="store_true", help="time whole jobs of as many steps as Trainer does in --seconds_job")
     parser.add_argument("--seconds_job", type=float, default=180)
     parser.add_argument("--seeds", type=int, nargs="+", help="draw loss curves with these seeds instead of timing")
+    parser.add_argument("--short", action="store_true", help=f"compare few steps of {', '.join(SHORT)} (or of --only)")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of an older version, for --short")
     parser.add_argument("--tiny", action="store_true", help="tiny models and texts, for a CPU")
     parser.add_argument("--out", type=Path, help="a .json file for all results; images of curves go to the same folder")
     parser.add_argument("--limit", type=float, default=0, help="seconds after which no further run is started")
@@ -544,5 +586,9 @@ if __name__ == "__main__":
         print("\n".join([*speed_table(runs), *commands_of(runs, stored["call"])]))
     elif options.steps % LOG_EVERY or any("=" not in entry for entry in options.ours):
         parser.error(f"--steps {options.steps} must be a multiple of {LOG_EVERY}, and --ours must have the form NAME=OPTIONS")
+    elif options.before and not (options.short and (options.before / "recipes").is_dir()):
+        parser.error(f"--before {options.before}: must be a checkout with the folder recipes, and needs --short")
+    elif options.short and (lasting := [name for name in options.only or () if not JOBS[name].short[0]]):
+        parser.error(f"--short: {', '.join(lasting)} cannot be short")
     else:
         main(options)

@@ -141,8 +141,7 @@ def estimate(example: recipe_files.Example, folder: Path) -> Estimated:
     from accel_ddp.config.parsing import parse_config
     from accel_ddp.doctor.check_options import load_recipe
     from accel_ddp.memory import step_trace
-    from accel_ddp.memory.estimate import GIB, Estimator, fits
-    from accel_ddp.memory.estimate_output import USABLE
+    from accel_ddp.memory.estimate import GIB, USABLE, Estimator, fits
     from accel_ddp.nodes.sharding_plan import ShardingPlan
 
     step_trace.LIMIT_SECONDS = 600  # T5 takes 10 s of a core, and others may use it

@@ -139,8 +139,7 @@ def render(page: str) -> str:
 
 def convert(text: str) -> str:
     """Return a page whose second block of YAML is what `accel-ddp convert` makes of the first one."""
-    from accel_ddp.launch.conversion import Conversion
-    from accel_ddp.launch.convert_command import detect
+    from accel_ddp.launch.conversion import Conversion, detect
 
     _, given, between, before, _ = re.split(r"```yaml\n(.*?)```", text, maxsplit=2, flags=re.DOTALL)
     name, gpus = re.search(r"`accel-ddp\s+convert\s+(\S+)\s+--gpus\s+(\d)`\s+prints", between).groups()

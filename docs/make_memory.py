@@ -24,8 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from accel_ddp.config.parsing import parse_config  # noqa: E402
 from accel_ddp.doctor.check_options import load_recipe  # noqa: E402
-from accel_ddp.memory.estimate import GIB, Estimate, Estimator, fits  # noqa: E402
-from accel_ddp.memory.estimate_output import USABLE  # noqa: E402
+from accel_ddp.memory.estimate import GIB, USABLE, Estimate, Estimator, fits  # noqa: E402
 from accel_ddp.nodes.recipe_files import recipe_path  # noqa: E402
 from accel_ddp.nodes.sharding_plan import ShardingPlan  # noqa: E402
 

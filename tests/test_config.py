@@ -103,7 +103,7 @@ def test_help_shows_groups_and_examples_as_typed(capsys):
         parse_config(classify, ["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    positions = [text.index(f"{group.replace('-', '_')} options") for group in GROUPS]
+    positions = [text.index(f"{group} options") for group in GROUPS]
     assert positions == sorted(positions), "model and data come first"
     assert "recipes/classify.py \\\n        --model FacebookAI/roberta-base" in text, "the continued line is shown as typed"
     assert "None" not in text

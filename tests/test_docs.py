@@ -27,13 +27,13 @@ from typing import NamedTuple
 import pytest
 
 from accel_ddp import cli
+from accel_ddp.config.commands import parser_of
 from accel_ddp.config.options import properties_of
 from accel_ddp.doctor.check_options import load_recipe_config
 from accel_ddp.doctor.doctor_command import add_options
 from accel_ddp.doctor.findings import FIXES
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR
-from accel_ddp.exporting import chat_command, predict_command
-from accel_ddp.launch import convert_command
+from accel_ddp.launch import conversion
 from accel_ddp.launch.description import read_description
 from accel_ddp.measure import scaling_plan as scaling_options
 from accel_ddp.measure.tune_options import build_parser
@@ -254,9 +254,8 @@ def parse(words: list[str]) -> bool:
             named = run if run in recipe_files.recipe_names() else "sft"  # the folder of the tutorial is runs/chat
             recipe = next((option.value for option in own if option.name == "recipe"), named)
             return parse(["accel-ddp", "run", recipe, *without(rest[1:], own), "--train_file", "rows.csv"])
-        elif command in ("predict", "chat", "convert"):
-            parsers = {"predict": predict_command, "chat": chat_command, "convert": convert_command}
-            parsers[command].build_parser().parse_args(rest)
+        elif command in ("predict", "chat", "export", "convert"):
+            (conversion.build_parser() if command == "convert" else parser_of(command)).parse_args(rest)
             return True
         elif command == "copy":
             assert rest[0] in recipe_files.examples() or recipe_files.recipe_path(rest[0])
@@ -321,6 +320,7 @@ def test_options_in_the_text_exist():
     names |= {"recipe", "output"}  # of evaluate
     names |= {"learning_rate"}  # an example of a name that is not an option
     names |= {"max_lora_rank", "template"}  # of vllm, ollama
+    names |= {"short", "before"}  # of benchmarks/vs_trainer.py
     names |= {"gpu_reset", "shm_size", "list_all", "ulimit", "signal", "no_deps", "kill_on_bad_exit"}  # of other programs
     names |= {
         "partition",

@@ -655,10 +655,11 @@ def test_nodes_with_different_options_are_rejected(tmp_path):
     [
         (["--cpu", "--num_processes", "2"], "asked for 2 processes but started 1", 1),
         (["--config_file", "multi_cpu.yaml"], "write `distributed_type: MULTI_GPU` and `use_cpu: false` into your config", 1),
-        (
+        pytest.param(  # tests/test_doctor.py checks it on two nodes
             ["--multi_gpu", "--num_machines", "2", "--num_processes", "3", "--machine_rank", "0"],
             "is not a multiple of num_machines 2",
             2,
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -11,7 +11,6 @@ from accel_ddp import accelerator
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
-from accel_ddp.ranks.team import Team
 from accel_ddp.saving import resume
 from tests.conftest import BIN, PROGRAMS, clean_environment, run_all, run_ranks
 
@@ -144,7 +143,7 @@ def test_a_rank_computes_the_micro_batches_of_its_workers():
         cfg.validate_sharded()
 
 
-def test_a_worker_that_has_not_stepped_yet_has_no_optimizer_state_after_a_resume(monkeypatch):
+def test_a_worker_that_has_not_stepped_yet_has_no_optimizer_state_after_a_resume():
     """Its items had no trained tokens, for example."""
     weight = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(weight.parameters(), lr=0.1, momentum=0.9)
@@ -157,9 +156,8 @@ def test_a_worker_that_has_not_stepped_yet_has_no_optimizer_state_after_a_resume
             own[suffix] = optimizer.state  # `load_state_dict` makes a new one
 
     there = {"weight/momentum_buffer@0": ([1, 2], torch.float32)}
-    monkeypatch.setattr(links, "team", Team(1, 0, workers=range(2), num_workers=2))
     for workers, expected in ((2, 0), (1, 1)):
         run = {"on_host": [], "values": {}, "config": {"local_workers": workers}}
         own |= {suffix: defaultdict(dict) for suffix in own}
-        resume._load_states(torch.device("cpu"), weight, optimizer, states, there, run, lambda *_: torch.ones(1, 2), False)
+        resume._load_states(torch.device("cpu"), weight, optimizer, states, there, run, lambda *_: torch.ones(1, 2), False, 2)
         assert (len(own["@0"]), len(own["@1"])) == (1, expected), "a worker that is added begins with the state of another one"

@@ -16,8 +16,8 @@ from torch import nn
 from accel_ddp.config.parsing import parse_config
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.memory import at_start, estimate_command, estimate_output, fake_model, step_trace
-from accel_ddp.memory.estimate import GIB, MARGIN, Estimator, fits, needed
+from accel_ddp.memory import at_start, estimate_command, fake_model, step_trace
+from accel_ddp.memory.estimate import GIB, MARGIN, USABLE, Estimator, fits, needed
 from accel_ddp.memory.fake_model import count_states
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.process import links
@@ -210,7 +210,7 @@ def test_adapters_of_an_8b_model_fit_on_24_gb_with_what_auto_chooses(shape_of_8b
     """The weights take 15.0 GiB. A step of one row fits with gradient checkpointing only."""
     recipe = estimate_command.load_recipe(ROOT / "recipes" / "sft.py")
     cfg = parse_config(recipe.Config, ["--model", shape_of_8b, "--lora_r", "16", "--max_length", "2048"])
-    room = 24 * estimate_output.USABLE * GIB
+    room = 24 * USABLE * GIB
     found = at_start.judge(Estimator(cfg, CAUSAL, "bf16"), 1, None, room, room)
     assert {name: value for name, (value, _) in found.choices.items()} == {"gradient_checkpointing": True, "eval_batch_size": 8}
     why = found.choices["gradient_checkpointing"][1]

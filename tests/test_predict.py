@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from accel_ddp import cli
+from accel_ddp.config.commands import parser_of
 from accel_ddp.config.options import column
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
@@ -39,7 +40,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def predict_here(output: Path, *words: object) -> list[dict]:
     """Do in this process what the processes of the command do, one shard after the other. Return the rows of the output."""
-    given = predict_command.build_parser().parse_args([*map(str, words), "--output", str(output)])
+    given = parser_of("predict").parse_args([*map(str, words), "--output", str(output)])
     options = {name: value for name, value in vars(given).items() if name not in predict_command.NO_EFFECT}
     partial = output.with_name(f"{output.name}.partial")
     partial.mkdir()
@@ -342,7 +343,7 @@ def test_mistakes_are_reported_before_a_model_is_loaded(tiny_model, cache, tmp_p
     assert Path("there.jsonl").read_text() == "mine"
     shutil.copytree(tiny_model, "run/model")
     assert trained_model.find("run", tmp_path).place == "run/model"
-    options = vars(predict_command.build_parser().parse_args(["classify", *pairs]))
+    options = vars(parser_of("predict").parse_args(["classify", *pairs]))
     assert InputRows(trained_model.find("classify", tmp_path), options).columns == {"text_column": "text"}, "and no candidate"
 
 

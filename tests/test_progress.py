@@ -334,9 +334,9 @@ def test_a_panel_fits_into_every_terminal(columns, encoding):
 def test_the_time_left_after_a_warm_up_in_the_middle_of_a_run_is_that_of_the_steps_after_it(capsys):
     progress = Progress(TrainConfig(log_every=10))
     progress.on_start(0, 1000, {})
-    progress.began -= 7000
+    progress.state.began -= 7000
     progress.on_warm_up(500, 5.0)
-    progress.began -= 10
+    progress.state.began -= 10
     for step in (500, 510):  # on a GPU the numbers of step 500 arrive after the warm-up
         progress.on_update(Numbers(step, 1e-4, 0.5, 0.6, 32, 0, 0, 0.0, 0.5), Pace(1.0, 1.0, 0.0, 0.4))
     assert capsys.readouterr().out.splitlines()[-1].endswith("8:10 left")

@@ -22,8 +22,9 @@ from accel_ddp.records import eval_tables as table_files
 from accel_ddp.records.run_log import LogWriter
 from accel_ddp.report import log_reader
 from accel_ddp.report.chart_data import downsample
+from accel_ddp.report.page import make_page
 from accel_ddp.report.run_reader import read_run
-from accel_ddp.report.sections import differences, title, unique_names
+from accel_ddp.report.sections import differences, unique_names
 from tests.conftest import ROOT, clean_environment
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
@@ -236,7 +237,7 @@ def test_secrets_in_messages_of_a_run_are_hidden(tmp_path, monkeypatch):
     (folder / "incidents.jsonl").write_text(json.dumps({"time": 1.0, "level": "error", "kind": "X", "text": texts}))
     run = read_run(folder)
     assert "planted" not in str(vars(run))
-    assert "torchrun &#x27;https://***@host/x failed with ***" in title(run)
+    assert "<code>torchrun &#39;https://***@host/x failed with ***" in make_page([run])
     assert "https://***@host/x failed with ***" in run.options["train_file"]
 
 

@@ -155,47 +155,7 @@ def test_the_largest_limit_is_named_first_with_its_numbers(ranks, parts, expecte
     assert not scaling_analysis.find_limits(Comparison(base, base), "strong", on_gpu=False)
 
 
-def test_the_advised_batch_reaches_90_percent_and_a_smaller_one_does_not():
-    """The efficiency of a batch is computed here from the durations, and not by the formula."""
-    base = result_of(1, 8, forward=[0.08], optimizer=[0.004])
-    found = scaling_analysis.find_batch(base, result_of(4, 8, 2, forward=[0.02], optimizer=[0.004], communication=[0.03]))
-
-    def efficiency(batch: int) -> float:
-        return (batch * 0.01 + 0.004) / (4 * (batch / 4 * 0.01 + 0.004 + 0.03))
-
-    assert found.batch == found.accumulation * found.micro * 4
-    assert efficiency(found.batch) >= 0.9 > efficiency(found.batch - found.micro * 4)
-    assert found.efficiency == pytest.approx(efficiency(found.batch))
-    slower = result_of(2, 8, forward=[0.04, 0.044], communication=[0.034, 0.03])
-    assert slower.known.straggling == pytest.approx(0.002), "the mean rank waits 2 ms for the slow one in each step"
-    slow = scaling_analysis.find_batch(base, result_of(2, 8, forward=[0.05], communication=[0.01]))
-    assert (slow.batch, slow.efficiency) == (0, pytest.approx(0.8)), "items that take 1.25 times as long"
-    assert "no global batch reaches 90%" in scaling_analysis.describe_advice(slow, 8)
-
-
-def test_the_prediction_is_the_doctors():
-    base = result_of(1, 8, size=100_000_000, forward=[0.03], backward=[0.05])
-    one = Comparison(base, result_of(2, 8, size=100_000_000, forward=[0.02], backward=[0.02], communication=[0.1]))
-    printed = "bandwidth: 8 MB in 8 ms (..): algorithm 1 GB/s, bus 1 GB/s\nlatency: all-reduce of 8 bytes in 200 us"
-    links = scaling_analysis.links_of_text(printed, 1, 2)
-    assert links == scaling_analysis.MeasuredLinks(1, 2, 1e9, pytest.approx(2e-4))
-    found = scaling_analysis.predict(one, links, "none")
-    assert found
-    sent = 0.1 + 4 * 2e-4  # 100 MB in 4 buckets
-    assert found.communication == pytest.approx(sent)
-    assert found.worst == pytest.approx(0.04 / (0.04 + sent))
-    assert found.best == pytest.approx(0.04 / (0.04 + sent - 0.04 * 2 / 3)), (
-        "hidden behind the backward pass of the last micro-batch"
-    )
-    half = scaling_analysis.predict(one, links, "fp16")
-    assert half
-    assert half.communication == pytest.approx(0.05 + 2 * 2e-4)
-    assert scaling_analysis.predict(one, links, "powersgd") is None
-    assert scaling_analysis.predict(one, None, "none") is None
-    assert scaling_analysis.links_of_text("E_COLLECTIVE_STUCK: a collective does not end", 1, 2) is None
-
-
-def test_the_summary_has_tables_limits_and_advice():
+def test_the_summary_has_tables_and_limits():
     results = [
         result_of(1, 8, modes=("strong", "weak"), size=10**8, forward=[0.08]),
         result_of(2, 8, modes=("strong",), size=10**8, forward=[0.04], communication=[0.03]),
@@ -203,18 +163,17 @@ def test_the_summary_has_tables_limits_and_advice():
         Result(Setting(Placement(1, 4), 8, 2, ("strong",)), None, "failed with exit code 1: <script>"),
     ]
     summary = Summary(
-        recipe="a<b>.py", modes=("strong", "weak"), results=results, links=[scaling_analysis.MeasuredLinks(1, 2, 1e9, 1e-4)],
-        left_out=[], on_gpu=False, threads=1, hook="none",
+        recipe="a<b>.py", modes=("strong", "weak"), results=results,
+        left_out=[], on_gpu=False, threads=1,
         steps=5, warmup=1, is_complete=True,
     )  # fmt: skip
     text = format_summary(summary)
     assert re.search(r"^ +2 +1 +8 +4 x 1 +70 ms +0% +114.3 +1,429 +1.14 of 2 +57%", text, flags=re.MULTILINE), text
     assert "4 ranks, global batch 8: failed with exit code 1: <script>." in text
-    assert "2 ranks: --global_batch_size 56 (7 micro-batches of 4 items per rank) would reach 90%." in text
+    assert "what limits strong scaling on 2 ranks, 57% efficient:\n  communication: the all-reduce of 100 MB of gradients" in text
     assert "1.14 of 2\n" in text
     found = json.loads(as_json(summary))
     assert [row["efficiency"] for row in found["tables"]["strong"]["rows"]] == [1.0, pytest.approx(0.571, abs=1e-3)]
-    assert found["advice"][0]["batch"] == 56
 
 
 # ---- mistakes, before anything runs
@@ -263,7 +222,7 @@ def test_more_ranks_than_gpus_are_refused():
 @pytest.mark.slow
 def test_a_slow_link_on_two_ranks_is_measured(tmp_path):
     """Computing is a pause of 40 ms for each micro-batch, and an all-reduce takes 60 ms, so that busy cores change little."""
-    words = ["--steps", 5, "--warmup", 1, "--ranks", "1,2", "--mode", "strong", "--no_prediction", "--json"]
+    words = ["--steps", 5, "--warmup", 1, "--ranks", "1,2", "--mode", "strong", "--json"]
     words += ["--folder", tmp_path / "runs", LINK, "--item_seconds", 0.01, "--link_seconds", 0.06]
     ended = run_all([scaling(*words)], [clean_environment(TMPDIR=str(tmp_path))]).well()
     found = json.loads(next(line for line in ended.text.splitlines() if line.startswith('{"recipe"')))
@@ -293,32 +252,8 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_advised_batch_really_reaches_90_percent(tmp_path):
-    """The first measurement advises a batch. The second one measures it. The doctor's prediction is part of the first."""
-    link = [LINK, "--item_seconds", 0.05, "--link_seconds", 0.15]  # so long that busy cores matter little
-    words = ["--warmup", 1, "--ranks", "1,2", "--mode", "strong", "--json"]
-    environment = clean_environment(TMPDIR=str(tmp_path))
-
-    def measured(*more: object) -> dict:
-        ended = run_all([scaling(*words, *more)], [environment]).well()
-        return json.loads(next(line for line in ended.text.splitlines() if line.startswith('{"recipe"')))
-
-    before = measured("--steps", 6, *link)
-    row, (advised,) = before["tables"]["strong"]["rows"][1], before["advice"]
-    assert row["efficiency"] < 0.75
-    assert before["links"][0]["ranks"] == 2, "the doctor has measured"
-    low, high = row["predicted_efficiency"]
-    assert 0 < low <= high <= 1
-    assert advised["batch"] > 8, json.dumps(before["results"])
-    after = measured("--steps", 5, "--no_prediction", *link, "--global_batch_size", advised["batch"])
-    reached = after["tables"]["strong"]["rows"][1]["efficiency"]
-    assert reached == pytest.approx(advised["efficiency"], abs=0.05), json.dumps(before["results"] + after["results"])
-    assert list(tmp_path.glob("accel_ddp_scaling_*")) == [], "temporary folders are removed"
-
-
-@pytest.mark.slow
 def test_interrupted_runs_end_and_what_was_measured_is_printed(tmp_path):
-    words = ["--steps", 5, "--warmup", 1, "--ranks", "1,2", "--mode", "strong", "--no_prediction"]
+    words = ["--steps", 5, "--warmup", 1, "--ranks", "1,2", "--mode", "strong"]
     running = Running([scaling(*words, LINK, "--item_seconds", 0.01)], [clean_environment(TMPDIR=str(tmp_path))])
     running.until("[2/2]")
     deadline = time.monotonic() + 180
@@ -339,7 +274,7 @@ def test_interrupted_runs_end_and_what_was_measured_is_printed(tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_that_fails_is_shown_once_and_one_that_does_not_fit_gets_smaller_micro_batches(tmp_path):
-    common = ["--steps", 4, "--warmup", 1, "--mode", "strong", "--no_prediction"]
+    common = ["--steps", 4, "--warmup", 1, "--mode", "strong"]
     commands = [
         scaling(*common, "--ranks", "1,2", PROGRAMS / "trains.py", "--fails_at", 2),
         scaling(*common, "--ranks", 1, LINK, "--most_items", 2, "--rows", 16),
@@ -367,8 +302,6 @@ def test_scaling_on_two_nodes_with_one_command(machines):
     places = [(one["nodes"], one["ranks"], one["global_batch"], one["modes"]) for one in found["results"]]
     assert places == [(1, 1, 8, ["strong", "weak"]), (2, 2, 8, ["strong"]), (2, 2, 16, ["weak"])]
     assert not any(one["problem"] for one in found["results"])
-    assert [(one["nodes"], one["ranks"]) for one in found["links"]] == [(2, 2)], "the doctor has measured between the nodes"
-    assert found["tables"]["weak"]["rows"][1]["predicted_efficiency"]
     for machine in machines.nodes:
         assert list((machine.work / "runs").glob("scaling-*")) == [], "nothing is left on the nodes"
     assert machines.left() == []
@@ -377,7 +310,7 @@ def test_scaling_on_two_nodes_with_one_command(machines):
 @pytest.mark.slow
 def test_no_process_is_left_on_the_nodes_after_ctrl_c_and_a_lost_node_does_not_hang_the_command(machines):
     file = machines.describe()
-    words = scaling("--cluster", file, "--steps", 4, "--warmup", 1, "--mode", "weak", "--no_prediction")
+    words = scaling("--cluster", file, "--steps", 4, "--warmup", 1, "--mode", "weak")
     words += ["tests/programs/slow_link.py", "--item_seconds", 0.05]
 
     def started() -> Running:

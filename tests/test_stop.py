@@ -91,7 +91,7 @@ def test_sigterm_to_one_nodes_launcher_stops_both_nodes_after_one_checkpoint(tmp
 def test_a_two_node_run_killed_at_a_random_step_resumes_with_the_same_result(tmp_path, uninterrupted):
     folder = tmp_path / "run"
     command = [sys.executable, TRAINS, *OPTIONS, "--output_dir", folder]
-    running = Running([[*command, "--step_seconds", 0.5]] * 2, node_environments(2))
+    running = Running([[*command, "--step_seconds", 0.3]] * 2, node_environments(2))
     at = random.randrange(5, 10)
     running.until(f"step {at:2}/12")
     wait_for(folder, 4)
@@ -142,7 +142,7 @@ def test_a_killed_rank_of_a_launcher_is_named_once(tmp_path):
 
 def stopped_by(how: str, folder: Path) -> Ended:
     """Start a run on two ranks, and request a stop: with a file, or with a signal to rank 1 and all its data workers."""
-    running = start_ranks(2, "--output_dir", folder, "--step_seconds", 0.5, "--save_every", 100)
+    running = start_ranks(2, "--output_dir", folder, "--step_seconds", 0.3, "--save_every", 100)
     running.until("step  2/12")
     if how == "file":
         (folder / "STOP").touch()
@@ -154,7 +154,8 @@ def stopped_by(how: str, folder: Path) -> Ended:
     return running.ended()
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR2", "SIGHUP", "SIGINT", "file"])
+# SIGUSR2 stops runs in tests/test_trackers.py too.
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGUSR2", marks=pytest.mark.slow), "SIGHUP", "SIGINT", "file"])
 def test_a_stop_request_to_one_rank_stops_all_at_the_same_step(tmp_path, uninterrupted, how):
     """Rank 1 and all its data workers receive the signal, as from Slurm."""
     for attempt in range(3):

@@ -205,7 +205,7 @@ def test_settings_that_were_fast_only_once_are_not_chosen():
             self.again, self.runner = again, SimpleNamespace(usual_seconds=trial_seconds)
             self.deadline = self.settings_deadline = time.monotonic() + 60
 
-        async def measure(self, trial, default, best=None):
+        async def measure(self, trial, default):
             trial.score = self.again.pop(trial.settings.get("X", ""))
             trial.failure = "it failed" if trial.score == math.inf else ""
             return trial
@@ -214,9 +214,8 @@ def test_settings_that_were_fast_only_once_are_not_chosen():
         """Return the chosen settings, and the settings that were measured again."""
         trials = [tune_results.Trial({"X": name} if name else {}, score=score) for name, score in first.items()]
         default, *measured = trials
-        best = min(trials, key=lambda trial: trial.score)
         scripted = ScriptedTuner(dict(again), trial_seconds)
-        found = asyncio.run(scripted.confirm(default, best, measured))
+        found = asyncio.run(scripted.confirm(default, measured))
         return found.settings.get("X", ""), set(again) - set(scripted.again)
 
     first = {"": 50.0, "lucky": 16.0, "steady": 17.0, "slow": 30.0}

@@ -154,3 +154,16 @@ def test_ranks_use_the_metrics_of_the_main_rank_if_those_of_ranks_differ(results
         for stopped, refused in results[ranks]["metrics of a rank"]:
             assert stopped == (2, {"own": -2.0})
             assert "the metric 'own' of the evaluation is list [0]" in refused
+
+
+def test_teams_of_one_two_and_four_ranks_in_one_job_take_the_same_steps(tmp_path):
+    """Each team is all that takes part in its steps: it computes the global batch, and gradients, numbers and dropout are its own."""
+    run_ranks(4, PROGRAMS / "teams.py", "--out", tmp_path / "out.pt", "--output_dir", tmp_path / "run").well()
+    everyone = torch.load(tmp_path / "out.pt")
+    weights, numbers = everyone[0][4]
+    for of_rank in everyone:
+        for size in (1, 2, 4):
+            assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(of_rank[size][0], weights, strict=True)), size
+            assert torch.allclose(torch.tensor(of_rank[size][1]), torch.tensor(numbers), rtol=1e-5), size
+    assert {items for _, _, items in numbers} == {8.0}
+    assert numbers[-1][0] < numbers[0][0]

@@ -76,7 +76,6 @@ class OptimizerConfig:
     )
 
     def check_optimizer(self) -> None:
-        """Raise UserError for values that no optimizer or schedule can have, and for options that would be ignored."""
         below_1 = [(name, getattr(self, name) < 1) for name in ("momentum", "beta1", "beta2", "ema_decay")]
         for name, is_valid, expected in (
             *((*pair, "a fraction, from 0 to below 1") for pair in below_1),
@@ -102,7 +101,6 @@ class OptimizerConfig:
         self.learning_rates()
 
     def learning_rates(self) -> dict[str, float]:
-        """Return the words of `--lr_of` and their learning rates. Raise UserError if a word has none."""
         found = {}
         for given in self.lr_of:
             word, _, value = given.rpartition("=")
@@ -117,7 +115,6 @@ class OptimizerConfig:
         return found
 
     def check_installed(self, is_sharded: bool) -> None:
-        """Raise UserError if the optimizer needs a package that is missing, or if it cannot be used with FSDP."""
         entry = OPTIMIZERS[self.optimizer]
         if is_sharded and entry.not_sharded:
             raise UserError(

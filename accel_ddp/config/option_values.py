@@ -15,13 +15,10 @@ Direction = Literal["min", "max", ""]
 
 
 class BestMetric(NamedTuple):
-    """A metric by which evaluations are compared."""
-
     name: str
     direction: Literal["min", "max"]
 
     def require(self, metrics: dict[str, float]) -> None:
-        """Raise UserError if an evaluation has not measured the metric."""
         if self.name not in metrics:
             reason = f"the evaluation has no such metric.{_suggest(self.name, list(metrics))} Use one of: {', '.join(metrics)}"
             raise UserError(f"--best_metric {self.name}: {reason}.")
@@ -78,8 +75,6 @@ MAX_RANKS = 16  # of `--profile_ranks auto`
 
 
 class Window(NamedTuple):
-    """The steps that are recorded, from `first` to `last`."""
-
     first: int
     last: int
 
@@ -88,7 +83,6 @@ class Window(NamedTuple):
 
 
 def parse_steps(text: str) -> Window | Literal["auto"] | None:
-    """Return the steps that `--profile` names, "auto", or None if nothing is recorded. Raise UserError for anything else."""
     word = text.strip().lower()
     if word in ("", "off", "no", "false", "none"):
         return None
@@ -111,7 +105,6 @@ def parse_steps(text: str) -> Window | Literal["auto"] | None:
 
 
 def check_end(text: str, total_steps: int) -> None:
-    """Raise UserError if `--profile` names steps after the last one of the run."""
     window = parse_steps(text)
     if isinstance(window, Window) and window.last > total_steps:
         first = max(1, min(window.first, total_steps - (window.last - window.first)))
@@ -120,10 +113,7 @@ def check_end(text: str, total_steps: int) -> None:
 
 
 def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Callable[[int], bool]) -> Window | None:
-    """Return the steps to record in a process that has done `first_step` steps. None: there are none after `first_step`.
-
-    A window ends before an evaluation or a checkpoint (`pauses_after`), whose time does not belong to a step.
-    """
+    """Return the steps to record after `first_step`, or None. They end before an evaluation or a checkpoint."""
     window = parse_steps(text)
     if window is None or first_step >= total_steps:
         return None
@@ -143,7 +133,6 @@ def choose_window(text: str, first_step: int, total_steps: int, pauses_after: Ca
 
 
 def parse_ranks(text: str) -> list[int] | Literal["all", "auto"]:
-    """Return the ranks that `--profile_ranks` names. Raise UserError if it names none."""
     word = text.strip().lower()
     if word in ("", "auto", "all"):
         return "all" if word == "all" else "auto"
@@ -176,7 +165,6 @@ def is_setting(name: object, value: object) -> bool:
 
 
 def check_settings(text: str) -> None:
-    """Raise UserError if `--tuned` is neither a known word nor settings that a run may have."""
     words = text.split()
     wrong = [word for word in words if not is_setting(*word.partition("=")[::2])]
     if text not in ("auto", "off") and (wrong or not words):
@@ -227,7 +215,6 @@ CHAT_TEMPLATES = ("plain", "chatml", "llama3", "gemma", "mistral")  # the names 
 
 
 def check_template(given: str) -> None:
-    """Raise UserError if `--chat_template` is not a built-in template, a file, or the text of a template."""
     if given and given not in CHAT_TEMPLATES and not ("{%" in given or "{{" in given) and not Path(given).is_file():
         raise UserError(
             f"--chat_template {given}: there is no such file or built-in template.{did_you_mean(given, CHAT_TEMPLATES)} "

@@ -56,21 +56,11 @@ class Properties:
 
 
 def option(
-    default: Any,
-    help: str | None = None,
-    *,
-    group: str | None = None,
-    affects_result: bool | None = None,
-    per_node: bool | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    legacy: Any = None,
-    also: tuple[str, ...] | None = None,
-    kind: str | None = None,
-    needs: str | None = None,
+    default: Any, help: str | None = None, *, group: str | None = None, affects_result: bool | None = None,
+    per_node: bool | None = None, at_least: float | None = None, above: float | None = None, below: float | None = None,
+    legacy: Any = None, also: tuple[str, ...] | None = None, kind: str | None = None, needs: str | None = None,
     excludes: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return a dataclass field for an option of a recipe. A field that overrides an inherited one keeps what is not given.
 
     - `help` and `group` (a key of GROUPS) are shown by `--help`.

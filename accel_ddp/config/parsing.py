@@ -1,18 +1,16 @@
 """The reader of a run's options: defaults, then `--config` (a YAML file or an example), then the command line. A later value wins.
 
-This module needs the standard library, yaml and tyro only, so a mistyped option is reported before torch is imported.
+This module needs the standard library and yaml only, so a mistyped option is reported before torch is imported.
 """
 
 import contextlib
 import dataclasses
 import inspect
-import io
 import re
 import sys
 import typing
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from accel_ddp.config.options import GROUPS, Properties, properties_of
 from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT
@@ -25,48 +23,71 @@ from accel_ddp.words import find_options, group_values, name_of, without
 
 C = TypeVar("C", bound=TrainConfig)
 # Values of options that may be given without one. --resume means the newest checkpoint of the output folder.
-IMPLIED = {"resume": "auto", "profile": "auto", "merge_adapters": "on"}
+IMPLIED = {"resume": ["auto"], "profile": ["auto"], "merge_adapters": ["on"]}
 MAY_BE_OFF = ("balance", "tuned")  # options with any text, for which `off` is a word
 
 
 def parse_config(cls: type[C], argv: list[str] | None = None, script: str | None = None) -> C:
-    """Return the options of this run, from `argv` or the command line. Raise UserError or exit with code 2 for a mistake.
-
-    `script` is the recipe that messages name, if another program reads its options.
-    """
-    import tyro
-
+    """Return the options of this run. Raise UserError for a mistake; exit after --help. `script` is the recipe in messages."""
     argv = list(sys.argv[1:] if argv is None else argv)
     types, properties = typing.get_type_hints(cls), properties_of(cls)
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    arguments: list[str] = []
+    if unknown := [name for name, found in properties.items() if found.group not in (*GROUPS, "")]:
+        raise ValueError(f"the group of --{unknown[0]} is none of {', '.join(GROUPS)}")
+    values: dict[str, Any] = {}
     files, recipe = find_options(argv, ["config"]), _recipe_of(cls)
     for file in files:
         if file.value is None:
             raise UserError("--config needs a file or the name of an example: --config my_run.yaml")
-        arguments += _read_file(file.value, recipe, types, properties, defaults)
+        values |= _read_file(file.value, recipe, types, properties, defaults)
     argv = without(argv, files)
     _check_names(argv, types, properties)
-    given = _normalize(argv, types)
-    _check_values(given, types, defaults)
-    arguments += given
-
-    description = f"{sys.modules[cls.__module__].__doc__ or ''}\n--config reads options from a YAML file.{_examples_of(recipe)}"
-    # Every rank parses the same words, and one message per node is enough. tyro prints errors even without `console_outputs`.
-    show = is_local_main()
-    with contextlib.nullcontext() if show else contextlib.redirect_stderr(io.StringIO()):
-        groups = tyro.cli(
-            _grouped(cls, types, properties), prog=script, args=arguments, description=description, use_underscores=True,
-            console_outputs=show, config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
-        )  # fmt: skip
-    values = {field.name: getattr(group, field.name) for group in vars(groups).values() for field in dataclasses.fields(group)}
+    given = group_values(argv)
+    if argv[:1] == ["-h"] or "help" in dict(given):
+        _print_help(cls, types, properties, defaults, script or sys.argv[0])
+    values |= dict(_read_value(name, words, types, defaults) for name, words in given)
+    if missing := [name for name, default in defaults.items() if default is dataclasses.MISSING and name not in values]:
+        raise UserError(f"--{missing[0]}: is needed. {properties[missing[0]].help}")
     cfg = cls(**values)
     cfg.validate()
     return cfg
 
 
+def _print_help(
+    cls: type, types: dict[str, Any], properties: dict[str, Properties], defaults: dict[str, Any], script: str
+) -> NoReturn:
+    """Print all options in the groups of GROUPS, those of the recipe first, and exit. One message per node is enough."""
+    import argparse
+
+    examples = _examples_of(_recipe_of(cls))
+    description = f"{sys.modules[cls.__module__].__doc__ or ''}\n--config reads options from a YAML file.{examples}"
+    parser = argparse.ArgumentParser(
+        script, "%(prog)s [-h] [OPTIONS]", description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own = own_options(cls)
+    for group, title in GROUPS.items():
+        shown = parser.add_argument_group(f"{group} options", title)
+        names = [name for name, found in properties.items() if (found.group or "model") == group]
+        for name in sorted(names, key=lambda name: name not in own):
+            kind, default, words = types[name], defaults[name], [f"--{name}"] + [f"--no_{name}"] * (types[name] is bool)
+            default = " ".join(default) if isinstance(default, tuple) else default
+            text = properties[name].help + f" (default: {default})" * (default != "")
+            options: dict[str, Any] = {"action": "store_true"} if kind is bool else {"metavar": _metavar(kind)}
+            options |= {"nargs": "*"} if typing.get_origin(kind) is tuple else {}
+            shown.add_argument(*words, help=text.replace("%", "%%"), **options)
+    if is_local_main():
+        parser.print_help()
+    sys.exit(0)
+
+
+def _metavar(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"{{{','.join(_choices(kind))}}}"
+    parts = [_metavar(one) for one in typing.get_args(kind) if one is not ...]
+    return "|".join(parts) or {str: "TEXT", bool: "{true,false}"}.get(kind) or kind.__name__.upper()
+
+
 def _recipe_of(cls: type) -> str:
-    """Return the name of the recipe that declares a config class, or "" for another script."""
     name = Path(getattr(sys.modules[cls.__module__], "__file__", None) or "").stem
     return name if name in recipe_files.recipe_names() else ""
 
@@ -79,9 +100,9 @@ def _examples_of(recipe: str) -> str:
 
 def _read_file(
     path: str, recipe: str, types: dict[str, Any], properties: dict[str, Properties], defaults: dict[str, Any]
-) -> list[str]:
-    """Return the lines of a config file as words of a command line. Raise one UserError for all lines that have to change."""
-    arguments, problems, empty = [], [], []
+) -> dict[str, Any]:
+    """Return the options of a config file. Raise one UserError for all lines that have to change."""
+    found, problems, empty = dict[str, Any](), [], []
     values = _read_yaml(path, recipe)
     if "recipe" not in properties and (stated := values.pop("recipe", recipe)) != recipe and recipe:
         reason = f"has options of the recipe {stated}, not {recipe}: accel-ddp run {stated} --config {path}"
@@ -93,9 +114,7 @@ def _read_file(
             problems.append(f"{name}: there is no such option.{_suggest(str(name), properties, value)}")
         else:
             try:
-                words = _normalize(_as_arguments(name, value, types[name]), types)
-                _check_values(words, types, defaults)
-                arguments += words
+                found[name] = _read_value(name, _as_words(name, value, types[name]), types, defaults)[1]
             except UserError as error:
                 problems.append(str(error))
     if empty:
@@ -106,7 +125,7 @@ def _read_file(
         problems = ["\n  ".join([f"{len(lines)} lines have to change. {todo} `name: value` for --name value:", *lines])]
     if problems:
         raise UserError(f"{path}: {problems[0]}")
-    return arguments
+    return found
 
 
 def own_options(cls: type) -> set[str]:
@@ -115,30 +134,7 @@ def own_options(cls: type) -> set[str]:
     return {name for base in bases for name in inspect.get_annotations(base)}
 
 
-def _grouped(cls: type[C], types: dict[str, Any], properties: dict[str, Properties]) -> type:
-    """Return a dataclass with one nested dataclass per group of options, from which tyro makes the groups of `--help`."""
-    import tyro
-
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-    groups, own = [], own_options(cls)
-    if unknown := [name for name, found in properties.items() if found.group not in (*GROUPS, "")]:
-        raise ValueError(f"the group of --{unknown[0]} is none of {', '.join(GROUPS)}")
-    for group, title in GROUPS.items():
-        names = [name for name in properties if (properties[name].group or "model") == group]
-        names.sort(key=lambda name: name not in own)
-        fields = [
-            (name, Annotated[types[name], tyro.conf.arg(help=properties[name].help)], dataclasses.field(default=defaults[name]))
-            for name in names
-        ]
-        if fields:
-            made = dataclasses.make_dataclass(group.replace("-", "_"), fields, kw_only=True)
-            made.__doc__ = title
-            groups.append((group.replace("-", "_"), made, dataclasses.field(default_factory=made)))
-    return dataclasses.make_dataclass("Options", groups, kw_only=True)
-
-
 def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, Properties]) -> None:
-    """Raise UserError for an option that does not exist, with the name of the one that was probably meant."""
     known = {*properties, *(f"no_{name}" for name, kind in types.items() if _is_switch(kind)), "help"}
     if argv and not argv[0].startswith("-"):
         meant = f" Did you mean --train_file {argv[0]}?" if "train_file" in properties else " See --help for all options."
@@ -149,41 +145,46 @@ def _check_names(argv: list[str], types: dict[str, Any], properties: dict[str, P
             raise UserError(f"--{name}: there is no such option.{_suggest(name.removeprefix('no_'), properties)}")
 
 
-def _check_values(arguments: list[str], types: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Raise UserError for an option without a value, with one too many, or with one that is not of the option's type."""
-    for name, values in group_values(arguments):
-        kind, default = types.get(name, bool), defaults.get(name)  # --help and --no_... are switches
-        example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
-        if not values and kind is not bool and (typing.get_origin(kind) is not tuple or name.endswith("_file")):
-            raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
-        if len(values) > 1 and typing.get_origin(kind) is not tuple:  # as in `--report_to wandb tensorboard` of HF Trainer
-            meant = f"Use --report_to {','.join(values)}." if name == "report_to" else "Put a value with spaces into quotes."
-            raise UserError(f"--{name} {' '.join(values)}: is one value too many. {meant}")
-        for value in (one for one in values if not _is_valid(one, kind)):
-            if _is_valid(value, float) and float(value).is_integer():  # 1e3, 8.0
-                example = f" Use --{name} {int(float(value))}."
-            elif meant := did_you_mean(value.lower(), _choices(kind), f"--{name} {{}}"):
-                example = meant
-            raise UserError(f"--{name} {value}: must be {_expected(kind)}.{example}")
-
-
-def _is_valid(value: str, kind: Any) -> bool:
+def _read_value(name: str, words: list[str], types: dict[str, Any], defaults: dict[str, Any]) -> tuple[str, Any]:
+    """Return an option and its value from the words behind `--name` or `--no_name`. Raise UserError if they do not fit its type."""
+    plain = name if name in types else name.removeprefix("no_")
+    kind, default, word = types[plain], defaults[plain], words[0].lower() if words else ""
+    choices, is_list = _choices(kind), typing.get_origin(kind) is tuple
+    if words and plain != name:
+        raise UserError(f"--{name} {words[0]}: --{name} takes no value. Use --{name} or --{plain}.")
+    if len(words) > 1 and not is_list:  # as in `--report_to wandb tensorboard` of HF Trainer
+        meant = f"Use --report_to {','.join(words)}." if name == "report_to" else "Put a value with spaces into quotes."
+        raise UserError(f"--{name} {' '.join(words)}: is one value too many. {meant}")
+    if _is_switch(kind) and (not words or word in ("true", "false") or (word in ("on", "off") and kind is not bool)):
+        return plain, word not in ("false", "off") and name == plain
     if kind is bool:
-        return value in ("True", "False")
-    if kind in (int, float):
-        with contextlib.suppress(ValueError):
-            kind(value)
-            return True
-        return False
+        raise UserError(f"--{name} {words[0]}: --{name} is a switch and takes no value. Use --{name} or --no_{name}.")
+    words = words or [*IMPLIED.get(name, ())]
+    if word in ("true", "false") and "on" in choices:
+        words = ["on" if word == "true" else "off"]
+    example = f" For example: --{name} {default}." if type(default) in (int, float) and default else ""
+    if not words and (not is_list or name.endswith("_file")):
+        raise UserError(f"--{name}: needs a value{f': {expected}' if (expected := _expected(kind)) else ''}.{example}")
+    found = [_convert(one, kind) for one in words]
+    for one in [one for one, values in zip(words, found) if not values]:
+        if [number for number in _convert(one, float) if number.is_integer()]:  # 1e3, 8.0
+            example = f" Use --{name} {int(float(one))}."
+        meant = did_you_mean(one.lower(), choices, f"--{name} {{}}")
+        raise UserError(f"--{name} {one}: must be {_expected(kind) or kind}.{meant or example}")
+    return plain, tuple(values[0] for values in found) if is_list else found[0][0]
+
+
+def _convert(word: str, kind: Any) -> list[Any]:
     if typing.get_origin(kind) is Literal:
-        return value in _choices(kind)
-    if typing.get_origin(kind) in (tuple, typing.Union, UnionType):
-        return any(_is_valid(value, one) for one in typing.get_args(kind) if one is not ...)
-    return True  # a text, or what only tyro knows
+        return [one for one in typing.get_args(kind) if str(one) == word]
+    if parts := typing.get_args(kind):
+        return [value for one in parts for value in _convert(word, one)][:1]
+    with contextlib.suppress(ValueError):
+        return [] if kind in (bool, type(None), ...) else [kind(word)]
+    return []
 
 
 def _is_switch(kind: Any) -> bool:
-    """Return whether an option needs no value: a bool, or one that may be `auto`."""
     return kind is bool or bool in typing.get_args(kind)
 
 
@@ -248,26 +249,23 @@ def _read_yaml(path: str, recipe: str) -> dict[str, Any]:
     return values
 
 
-def _as_arguments(name: str, value: Any, kind: Any) -> list[str]:
-    """Return a line of YAML as words of a command line, so that one parser checks both."""
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise UserError(f"{name}: {value!r} must be true or false.")
-        return [f"--{name}" if value else f"--no_{name}"]
-    if name.endswith("_file") and typing.get_origin(kind) is tuple:
-        return [f"--{name}", *_paths(name, value)]
+def _as_words(name: str, value: Any, kind: Any) -> list[str]:
+    """Return the value of a line of YAML as words of a command line, so that one function checks both."""
+    is_list = typing.get_origin(kind) is tuple
+    if kind is bool and not isinstance(value, bool):
+        raise UserError(f"{name}: {value!r} must be true or false.")
+    if name.endswith("_file") and is_list:
+        return _paths(name, value)
     if isinstance(value, dict):
         raise UserError(f"{name}: has nested lines, but takes one value.")
-    if isinstance(value, list):
-        if typing.get_origin(kind) is not tuple:
-            raise UserError(f"{name}: is a list, but takes one value.")
-        return [f"--{name}", *map(str, value)]
+    if isinstance(value, list) and not is_list:
+        raise UserError(f"{name}: is a list, but takes one value.")
     if value is None and kind is not str:
         raise UserError(f"{name}: needs a value.")
-    if isinstance(value, bool):  # YAML reads an unquoted `no`, `on` or `off` as a boolean
+    if isinstance(value, bool) and kind is not bool:  # YAML reads an unquoted `no`, `on` or `off` as a boolean
         known = ["off"] if name in MAY_BE_OFF else _choices(kind)
         value = next((word for word in (("on", "yes") if value else ("off", "no")) if word in known), value)
-    return [f"--{name}", "" if value is None else str(value)]
+    return [*map(str, value)] if isinstance(value, list) else ["" if value is None else str(value)]
 
 
 def _paths(name: str, value: Any) -> list[str]:
@@ -278,27 +276,3 @@ def _paths(name: str, value: Any) -> list[str]:
     if other := [one for one in words if not isinstance(one, str | None)]:
         raise UserError(f"{name}: {other[0]!r} is not a path. Write a list of paths, or of [path, weight].")
     return [word or "" for word in words]
-
-
-def _normalize(argv: list[str], types: dict[str, Any]) -> list[str]:
-    """Return the words as tyro accepts them: `--resume auto` for `--resume`, `--no_tf32` for `--tf32 false`, `on` for `true`."""
-    words = ["--help"] if argv[:1] == ["-h"] else []
-    for name, values in group_values(argv):
-        kind, word = types.get(name), values[0].lower() if values else ""
-        plain = name.removeprefix("no_")
-        if values and plain != name and name not in types:
-            raise UserError(f"--{name} {values[0]}: --{name} takes no value. Use --{name} or --{plain}.")
-        if bool in typing.get_args(types.get(plain)) and (not values or word in ("true", "false", "on", "off")):
-            words += [f"--{plain}", str(word not in ("false", "off") and name == plain), *values[1:]]
-            continue
-        if kind is bool and values:
-            if word not in ("true", "false"):
-                raise UserError(f"--{name} {values[0]}: --{name} is a switch and takes no value. Use --{name} or --no_{name}.")
-            words += [f"--{name}" if word == "true" else f"--no_{name}", *values[1:]]
-        elif word in ("true", "false") and "on" in _choices(kind):
-            words += [f"--{name}", "on" if word == "true" else "off", *values[1:]]
-        elif len(values) == 1 and word.startswith("-"):
-            words.append(f"--{name}={values[0]}")
-        else:
-            words += [f"--{name}", *(values or ([IMPLIED[name]] if name in IMPLIED else []))]
-    return words

@@ -78,10 +78,9 @@ class MultiNodeConfig:
     )
     sync_batchnorm: bool = option(False, "compute batch norm over the micro-batches of all ranks (GPU only)", affects_result=True)
     sync_every: int = option(
-        0,
-        "slow links: workers take this many local steps, then average (DiLoCo, another algorithm); 0: all-reduce in every step",
+        0, "slow links: workers take this many local steps, then average (DiLoCo, another algorithm); 0: all-reduce in every step",
         affects_result=True,
-    )
+    )  # fmt: skip
     local_workers: int = option(
         0, "with --sync_every: groups of ranks with their own weights; 0: one per node; the result depends on it", affects_result=True,
         legacy=0,
@@ -114,11 +113,9 @@ class TrainingConfig:
     dropout: bool = option(True, "use dropout")
     freeze: tuple[str, ...] = option((), "freeze parameters whose names contain one of these words")
     allow_inexact: bool = option(
-        False,
-        "train although the result depends on padding or on other items, and therefore on micro-batches and ranks, or on what no "
-        "checkpoint contains",
-        affects_result=False,
-    )
+        False, "train although the result depends on padding or on other items, and therefore on micro-batches and ranks, or on what "
+        "no checkpoint contains", affects_result=False,
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -135,12 +132,10 @@ class SpeedConfig:
     )
     padding_free: Literal["auto", "on", "off"] = option("auto", "compute without padding; auto: if the loss stays the same")
     compile: int | Literal["auto", "on", "graphs", "off"] = option(
-        "auto",
-        "compile the layers. on: before the first step; a number: from this step on; auto: where it saves time, chosen once per run; "
-        "graphs: only capture CUDA graphs; off: neither",
-        legacy="auto",
-        at_least=0,
-    )
+        "auto", "compile the layers. on: before the first step; a number: from this step on; auto: where it saves time, chosen once "
+        "per run; graphs: only capture CUDA graphs; off: neither",
+        legacy="auto", at_least=0,
+    )  # fmt: skip
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = option(
         "auto", "compute precision; auto: from the accelerate config, else bf16 if all GPUs support it, and no (float32) on CPUs",
         affects_result=True, legacy="no",
@@ -151,11 +146,9 @@ class SpeedConfig:
     )
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, about a third more time")
     keep_gathered: Literal["auto", "none", "weights", "gradients"] = option(
-        "auto",
-        "FSDP: what stays unsharded during a step: the weights, or also the gradients of several micro-batches; auto: what "
-        "fits in memory",
-        legacy="none",
-    )
+        "auto", "FSDP: what stays unsharded during a step: the weights, or also the gradients of several micro-batches; auto: what "
+        "fits in memory", legacy="none",
+    )  # fmt: skip
     gpu_memory_gb: float = option(0.0, "GiB of each GPU that the run may use; a model that needs more is refused; 0: all of it")
 
 

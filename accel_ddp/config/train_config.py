@@ -107,7 +107,6 @@ class TrainConfig(RunConfig, OptimizerConfig):
         return {}
 
     def best(self) -> BestMetric:
-        """Return the metric of `--best_metric`. Raise UserError if the recipe does not measure it."""
         return option_values.choose(self.best_metric, self.metric_directions(), can_add=hasattr(self, "metrics"))
 
     def tracker_names(self) -> list[str]:
@@ -202,7 +201,6 @@ class TrainConfig(RunConfig, OptimizerConfig):
 
 
 def _changed(cfg: TrainConfig, *names: str) -> list[str]:
-    """Return those of the options that do not have their default, as the user would type them."""
     return [f"--{name} {getattr(cfg, name)}" for name in names if getattr(cfg, name) != getattr(TrainConfig, name)]
 
 
@@ -325,7 +323,6 @@ class RecipeConfig(ModelConfig):
 
 
 def has_splits(cfg: RecipeConfig) -> bool:
-    """Return whether `--train_file` is one folder of `save_to_disk` with splits."""
     return len(cfg.train_file) == 1 and Path(split_weight(cfg.train_file[0])[0], "dataset_dict.json").is_file()
 
 
@@ -346,7 +343,6 @@ def options_that_must_match(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def options_that_keep_the_result(cls: type) -> set[str]:
-    """Return the names of the options that a resumed run may change freely."""
     return {name for name, properties in properties_of(cls).items() if not properties.affects_result}
 
 

@@ -14,10 +14,7 @@ from accel_ddp import compat
 
 
 def add_to_torchrun():
-    """Put the preflight before torch's rendezvous backends. torch calls this function when a launcher starts.
-
-    Returns a rendezvous backend, as torch requires: the usual static one, which is then registered under this package's name.
-    """
+    """Wrap torch's rendezvous backends. torch calls this at a launcher's start, and registers the static one it returns."""
     creators = compat.rendezvous_creators()
     usual = {name: creators[name] for name in ("static", "c10d") if name in creators}
     if argv := find_script(sys.argv[1:]):
@@ -31,7 +28,6 @@ def add_to_torchrun():
 
 
 def find_script(argv: list[str]) -> list[str]:
-    """Return the script that a launcher starts, with its arguments, or an empty list if it does not use this package."""
     for at, argument in enumerate(argv):
         if argument in ("-m", "--module"):
             return argv[at + 1 :] if _uses_package(_file_of_module(argv[at + 1 : at + 2])) else []

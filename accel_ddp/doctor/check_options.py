@@ -96,7 +96,6 @@ def load_recipe(path: Path) -> Any:
 
 
 def read_recipe_option(argv: list[str], name: str, default: str) -> str:
-    """Return an option of the recipe: --name VALUE, --name=VALUE, or a line of its --config file."""
     value = default
     for option in find_options(argv, ("config", name)):
         if option.name == name:

@@ -29,10 +29,7 @@ from accel_ddp.watch.restart_files import IS_RESTART
 
 
 async def check_cluster(topology: Topology, options: CheckOptions, print_progress: Callable[[str], None]) -> Outcome:
-    """Run all checks except for collectives and return their outcome, in bounded time whatever the other nodes do.
-
-    The node that has the main address runs the coordinator. Every node, including that one, connects to it as a client.
-    """
+    """Return the outcome in bounded time. The node with the main address coordinates; all nodes connect to it as clients."""
     began = time.monotonic()
     token = messages.make_token(topology.main_port, options.script, options.secret)
     try:
@@ -56,8 +53,6 @@ async def check_cluster(topology: Topology, options: CheckOptions, print_progres
 
 
 class _ClusterCheck:
-    """The checks of one node together with all other nodes. `ip` is the address of the main node."""
-
     def __init__(self, topology: Topology, options: CheckOptions, print_progress: Callable[[str], None], token: bytes, ip: str):
         self.topology, self.options, self.print_progress, self.token, self.ip = topology, options, print_progress, token, ip
         self.findings = [*options.findings]  # of this node
@@ -66,7 +61,6 @@ class _ClusterCheck:
         self.tasks: list[asyncio.Future] = []
 
     async def run(self, began: float) -> Outcome:
-        """Connect to the coordinator, or start it, and return its verdict. Raises OSError if the connection is lost."""
         await asyncio.to_thread(self._check_host)
         collecting = asyncio.ensure_future(asyncio.to_thread(_collect_facts, self.topology, self.options))  # while it connects
         self.tasks.append(collecting)
@@ -119,11 +113,9 @@ class _ClusterCheck:
             self.findings += host.check_limits(topology, options.output_dir, self.folder)
 
     async def _connect(self, began: float) -> messages.Stream | None:
-        """Return a connection to the coordinator, which may be started here. None: `findings` has the reason."""
         topology, findings, is_main_address = self.topology, self.findings, host.is_local_address(self.ip)
         may_coordinate = is_main_address and topology.local_rank == 0
-        # With two nodes on one machine, a node other than 0 that took the port first would block node 0's launcher. It
-        # therefore waits some seconds for node 0.
+        # With two nodes on one machine, another node could take the port of node 0, so it waits for node 0.
         start_after = 0.0 if not topology.node_rank else 5.0 if ipaddress.ip_address(self.ip).is_loopback else 0.5
         if may_coordinate and not start_after:
             self.coordinator = await self._start_coordinator()
@@ -146,10 +138,7 @@ class _ClusterCheck:
         return opened if isinstance(opened, messages.Stream) else None
 
     async def _start_coordinator(self, is_rescue: bool = False) -> Examiner | None:
-        """Return a coordinator that listens, or None if its port cannot be used. `is_rescue` is for errors of this node.
-
-        A port in use belongs to another doctor of this run or to another program, which connecting to it shows.
-        """
+        """None: the port is used, by a doctor of this run or another program. `is_rescue` is for errors of this node."""
         topology = self.topology
         coordinator = Examiner(self.token, self.options.wait_seconds, self.print_progress)
         # Nodes find the rescue port when the main address is wrong, so no single address of this host is the right one.

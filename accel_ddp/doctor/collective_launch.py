@@ -42,7 +42,6 @@ class WorkerProcesses:
         self.running: asyncio.Future | None = None
 
     def start(self, trial: int, port: int, variables: dict[str, str], spec: dict[str, Any], send_event: SendEvent) -> None:
-        """Start the workers, which measure what `spec` describes. Their reports and exits are given to `send_event`."""
         if not variables.keys() <= self.allowed_variables:
             forbidden = ", ".join(variables.keys() - self.allowed_variables)
             raise ValueError(f"the variables {forbidden} are not tuned and not given with --try on this node")
@@ -79,7 +78,6 @@ class WorkerProcesses:
         send_event({"event": "node_done", "trial": trial})
 
     def states(self) -> dict[int, str]:
-        """Return the states of the workers that are still running, for example `stopped`, by their ranks."""
         found = {}
         for rank, process in enumerate(self.processes, self.first_rank):
             if process.returncode is None:
@@ -94,7 +92,6 @@ class WorkerProcesses:
                     process.kill()
 
     async def close(self) -> None:
-        """Kill the workers and wait at most 5 s for their end."""
         self.kill()
         if self.running:
             with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError):
@@ -120,7 +117,6 @@ async def _forward_reports(
 
 
 def run_collectives(outcome: Outcome, options: dict[str, Any], seconds: float) -> tuple[list[str], list[Finding], dict[str, Any]]:
-    """Run the doctor's checks on the ranks of this node. Return (lines, findings, figures), the same on all nodes."""
     main_ip = next((peer for peer in outcome.roster if peer["node"] == 0), outcome.roster[0])["ip"]
     # The interfaces are those that the preflight of a recipe sets. A user who has set NCCL_DEBUG wants the log.
     environment = clean_environment() | socket_interface_variables(outcome.interface, main_ip)

@@ -49,12 +49,10 @@ class CollectiveWorker:
             self.torch.cuda.set_device(device)
 
     def connect_store(self, starts: bool, seconds: float) -> Any:
-        """Return a connection to the store of rank 0, which `starts` starts. A request fails after `seconds`."""
         host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
         return self.dist.TCPStore(host, port, is_master=starts, timeout=timeout, wait_for_workers=False)
 
     def open_group(self, store: Any, seconds: float) -> None:
-        """Create the process group: NCCL for GPUs, gloo for CPUs. A collective fails after `seconds`."""
         on_gpu = self.device.type == "cuda"
         self.dist.init_process_group(
             "nccl" if on_gpu else "gloo", store=self.dist.PrefixStore("group", store), rank=self.rank, world_size=self.num_ranks,

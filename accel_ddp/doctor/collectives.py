@@ -39,8 +39,6 @@ class CheckFailed(Exception):
 
 
 class CollectiveChecks(CollectiveWorker):
-    """Runs the steps and reports. Rank 0 composes the report, and puts it into its store for the other ranks."""
-
     def __init__(self, spec: dict[str, Any]):
         super().__init__(spec)
         self.seconds, self.began = spec["seconds"], time.monotonic()
@@ -68,7 +66,6 @@ class CollectiveChecks(CollectiveWorker):
         self.store.set(f"finding/{self.store.add('findings', 1)}", json.dumps(self.finding(code, saw, rank, fix)))
 
     def add_line(self, text: str, unless: str = "") -> None:
-        """Add a line to the report, unless it has a finding with the code `unless`."""
         self.lines.append((self.step, unless, text))
 
     def run(self) -> None:
@@ -91,7 +88,6 @@ class CollectiveChecks(CollectiveWorker):
         threading.Event().wait()
 
     def _monitor(self) -> None:
-        """Publish progress and failures of this rank until there is a report, then end the process."""
         try:
             for beat in range(1 << 40):
                 now = time.monotonic()
@@ -112,7 +108,6 @@ class CollectiveChecks(CollectiveWorker):
             self._end_alone(self.finding("E_COLLECTIVE_FAILED", text, 0))
 
     def _compose_report_if_over(self, now: float) -> None:
-        """On rank 0, store the report if all ranks are done, one has failed, or one has waited too long."""
         store = self.monitor_store
         for rank, beat in enumerate(store.multi_get([f"beat/{rank}" for rank in range(self.num_ranks)])):
             if beat != self.beats[rank]:
@@ -126,21 +121,18 @@ class CollectiveChecks(CollectiveWorker):
                 text = f"{self._describe_progress(silent[0], reached)}; rank {findings[0]['rank']} saw: {findings[0]['saw']}"
                 findings = [self.finding("E_COLLECTIVE_FAILED", text, silent[0], FIX_DEAD_RANK)]
         elif min(reached)[0] < REPORT and store.check(["late"]):
-            findings = [self._explain_delay(store.get("late").decode(), reached, silent)]
+            behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
+            ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
+            text = f"stuck in step '{STEPS[max(reached)[0]]}' for {store.get('late').decode()} s: "
+            text += ranks or "every rank has entered the collective, and none returns"
+            found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
+            findings = [found if behind else found | {"host": "every host", "node": None, "rank": None}]
         elif min(reached)[0] < REPORT:
             return
         findings += [json.loads(store.get(f"finding/{i + 1}")) for i in range(store.add("findings", 0))]
         codes = {finding["code"] for finding in findings}
         lines = [text for step, unless, text in self.lines if step < min(reached)[0] and unless not in codes]
         store.set("report", json.dumps({"findings": findings, "lines": lines, "figures": dict(self.figures)}))
-
-    def _explain_delay(self, seconds: str, reached: list[list[int]], silent: list[int]) -> dict[str, Any]:
-        behind = silent or [rank for rank in range(self.num_ranks) if reached[rank] < max(reached)]
-        ranks = "; ".join(self._describe_progress(rank, reached) for rank in behind[:8])
-        text = f"stuck in step '{STEPS[max(reached)[0]]}' for {seconds} s: "
-        text += ranks or "every rank has entered the collective, and none returns"
-        found = self.finding("E_COLLECTIVE_STUCK", text, behind[0] if behind else None)
-        return found if behind else found | {"host": "every host", "node": None, "rank": None}
 
     def _describe_progress(self, rank: int, reached: list[list[int]]) -> str:
         (step, calls), name = reached[rank], f"rank {rank} on {self.facts[rank]['host']}" if self.facts else f"rank {rank}"
@@ -234,8 +226,7 @@ class CollectiveChecks(CollectiveWorker):
         for dtype in ("float32", "bfloat16") if self.device.type == "cuda" else ("float32",):
             for size in sizes:
                 at = torch.arange(size, device=self.device)
-                # First each element comes from one rank, so that a wrong element identifies the rank. Then each comes from
-                # all ranks, or from 100 of them, so that sums are small whole numbers, which are exact in bf16 too.
+                # One rank per element: a wrong one names its rank. Then up to 100: their sums are exact in bf16 too.
                 single, expected_single = (at % n == self.rank) * (at % 5 + 1), at % 5 + 1
                 for mine, expected in ((single, expected_single), ((at + self.rank) % n < 100, at * 0 + min(n, 100))):
                     got = self.all_reduce(mine.to(getattr(torch, dtype)))
@@ -274,7 +265,6 @@ class CollectiveChecks(CollectiveWorker):
         self.figures |= {"latency_seconds": latency, "bandwidth": rows}
 
     def find_transport(self) -> None:
-        """Report which transport and interface each rank uses, and warn about sockets where there is InfiniBand."""
         transport, names = "gloo over TCP", [os.environ.get("GLOO_SOCKET_IFNAME", "")]
         if self.device.type == "cuda":
             ways, network, names = read_nccl_log(self.read_log())
@@ -294,7 +284,6 @@ class CollectiveChecks(CollectiveWorker):
         self.figures["transport"] = "; ".join(dict.fromkeys(transports))
 
     def check_gradients(self) -> None:
-        """Run one step of a small DDP model, and compare its weights, buffers and gradients with a single process."""
         torch, nn, device = self.torch, self.torch.nn, self.device
 
         def make_model(rank: int) -> Any:

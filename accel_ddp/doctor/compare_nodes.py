@@ -21,6 +21,7 @@ _CODES = {  # of the groups of facts
     "environment": "W_ENVIRONMENT", "driver": "W_DRIVER",
 }  # fmt: skip
 FACT_GROUPS = tuple(_CODES)
+_HUB_COMMIT = "hub commit"
 _MAY_LACK = ("code", "accelerate")  # groups: there may be no git, or a setting has its default
 _CLOCK_SECONDS = 5.0
 _MANY = 3  # if more nodes than this cannot reach a node, they share one finding
@@ -58,11 +59,7 @@ def counts_ranks(members: list[Hello]) -> bool:
 
 
 def check_counts(members: list[Hello], is_complete: bool = False) -> list[Finding]:
-    """Return findings for numbers of nodes and ranks that contradict each other.
-
-    `members` has one process of each node, and `is_complete` states that these are all nodes. Nodes may have different numbers of
-    ranks, but not under `accelerate launch`, which divides the total by the number of nodes.
-    """
+    """`members`: one process per node (`is_complete`: of all). Only `accelerate launch` needs equal numbers of ranks."""
     found = []
     members = _sort_members(members)
     # With WORLD_SIZE, the numbers of nodes are estimates.
@@ -90,15 +87,14 @@ def check_duplicates(members: list[Hello]) -> list[Finding]:
     old = "end what is left of an earlier run; a second job needs another"
     found = []
     for (number, local_rank), same in sorted(holders.items()):
-        used = "is used by " + " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in same[:8])
-        if len(same) > 1 and by_rank:
-            fix = f"set another RANK for each process; {old} MASTER_PORT"
-            found.append(Finding("E_DUPLICATE", f"rank {number} {used}", fix))
-        elif len(same) > 1:
+        which, fix = f"rank {number}", f"set another RANK for each process; {old} MASTER_PORT"
+        if not by_rank:
             which = f"machine_rank {number}" + (f", local rank {local_rank}" if local_rank else "")
             more = f": start one of them with --machine_rank {free[0]}" if len(free) == 1 else ""
             fix = f"give each node its own machine_rank{more}{'' if free else f'; {old} --main_process_port'}"
-            found.append(Finding("E_DUPLICATE", f"{which} {used}", fix, node=number))
+        used = " and ".join(f"{m['host']} ({m['ip']}, pid {m['pid']})" for m in same[:8])
+        if len(same) > 1:
+            found.append(Finding("E_DUPLICATE", f"{which} is used by {used}", fix, node=None if by_rank else number))
     return found
 
 
@@ -126,9 +122,6 @@ def compare_facts(members: list[Hello]) -> tuple[list[Finding], list[str]]:
     columns = columns[:8] if len(members) > 8 else list(range(len(members)))
     header = ["differs", *[f"{members[i]['node']} {members[i]['host']}" for i in columns], ""]
     return found, table([header, *([label, *[values[i][:40] for i in columns], severity] for label, values, severity in rows)])
-
-
-_HUB_COMMIT = "hub commit"
 
 
 def _differ(group: str, name: str, values: list[str]) -> bool:
@@ -162,10 +155,7 @@ def _compare_gpus(members: list[Hello], found: list[Finding], rows: list[tuple[s
 
 
 def count_ranks(members: list[Hello]) -> dict[int, int]:
-    """Return the number of ranks of each node: its own number (torchrun), or the same for all nodes (accelerate).
-
-    Without any number it is the number of GPUs of the node that has the fewest, at least 1.
-    """
+    """Return the ranks of each node: its own number (torchrun), the same on all, or the fewest GPUs of a node, at least 1."""
     ranks, nodes = max((m["ranks"] for m in members), default=0), max((m["nodes"] for m in members), default=1)
     same = ranks // nodes or min((len(m.get("facts", {}).get("gpus") or []) for m in members), default=0) or 1
     return {m["node"]: m["node_ranks"] or same for m in members}
@@ -188,11 +178,7 @@ def check_storage(members: list[Hello], folders: dict[int, dict[str, Any]], need
 
 
 async def probe_all(node: int, roster: list[dict[str, Any]], token: bytes, measures: bool) -> list[dict[str, Any]]:
-    """Return the probes from this node to every other one.
-
-    Probes run at the same time. Measurements run one after the other and start with the next node. Otherwise all nodes would
-    measure the path to the same node at once.
-    """
+    """Probe all other nodes at once. Measurements follow one by one from the next node on, so none is measured by all at once."""
     others = [peer for peer in roster if peer["node"] != node]
     others.sort(key=lambda peer: (peer["node"] - node) % (max(p["node"] for p in roster) + 1))
     results = await asyncio.gather(*(probe(peer["ip"], peer["ports"], token, False) for peer in others))
@@ -246,7 +232,6 @@ def check_paths(probes: list[dict[str, Any]], roster: list[dict[str, Any]]) -> l
 
 
 def format_paths(probes: list[dict[str, Any]], few: int) -> list[str]:
-    """Return a line with the slowest path and the longest round trip, and a table of all pairs of up to `few` nodes."""
     good = [one for one in probes if one["how"] == OK and one.get("rate")]
     if not good:
         return ["no path works"]
@@ -299,11 +284,7 @@ _FIELDS = {
 
 
 def clean(kind: str, message: Any) -> dict[str, Any]:
-    """Return the fields of a message that another process sent as JSON.
-
-    A `hello` is the first message of a node: its rank, its address and what it requires. A `folder` is its answer about the output
-    folder, and a `peer` a node in the list that the coordinator sends.
-    """
+    """Return the fields of what another process sent: a `hello`, its first message; its `folder`; or a `peer` of the list."""
     if not isinstance(message, dict):
         raise ValueError("not a message")
     return {name: _CHECKS[name](message.get(name)) for name in _FIELDS[kind].split()}

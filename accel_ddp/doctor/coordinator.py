@@ -4,9 +4,8 @@ Messages are JSON objects. The coordinator sends requests, whose kind is the val
 the last one. A node first sends a description of itself (`hello`), then answers and events. Both sides send something every 2 s, so
 a side that sends nothing for several times this long has died, hangs or has lost its network.
 
-A node that cannot use the main address finds the coordinator by a broadcast. If the main address is wrong on every node, node 0 finds
-this out by itself, and without the broadcast the others would wait for an address that is not node 0's. Cloud networks do not deliver
-broadcasts, so there the other nodes report after their own time limit.
+A node that cannot use the main address finds the coordinator by a broadcast. If the address is wrong on every node, the others would
+otherwise wait for it. Cloud networks deliver no broadcasts, so there the other nodes report after their own time limit.
 """
 
 import asyncio
@@ -57,11 +56,7 @@ class Member:
 
 
 class Coordinator:
-    """Accepts nodes that have the token, keeps their connections alive, and receives their messages.
-
-    A subclass defines which nodes it accepts: `read_hello` returns the valid description of a node or raises ValueError, TypeError
-    or KeyError. It may also define `join`, and handle messages as they arrive (`take`).
-    """
+    """Accepts nodes with the token. A subclass has `read_hello` (ValueError ... for a bad one), perhaps `join` and `take`."""
 
     def __init__(self, find_key: Callable[[int], bytes | None], silence_seconds: float):
         self.door, self.silence_seconds = messages.Door(find_key), silence_seconds
@@ -73,13 +68,11 @@ class Coordinator:
         self.keeping_alive: asyncio.Future | None = None
 
     async def listen(self, ip: str, port: int) -> None:
-        """Accept connections on this port too. Raises OSError if it is in use."""
         sock = messages.open_listening_socket(ip, port, small_segments=True)
         self.servers.append(await asyncio.start_server(self._serve, sock=sock, limit=1 << 16))
         self.keeping_alive = self.keeping_alive or asyncio.ensure_future(self._keep_alive())
 
     def stop_listening(self) -> None:
-        """Accept no more nodes. The members stay connected."""
         for server in self.servers:
             server.close()
 
@@ -160,17 +153,12 @@ def describe_loss(error: BaseException, silence_seconds: float) -> str:
 
 
 class CoordinatorClient:
-    """A node's side of a connection: it describes this node and answers the requests of the coordinator."""
-
     def __init__(self, stream: Stream, silence_seconds: float):
         self.stream, self.silence_seconds = stream, silence_seconds
         self.outbox: asyncio.Queue[Message] = asyncio.Queue()  # answers and events
 
     async def follow(self, hello: Message, answer: Callable[[Message], Awaitable[None]]) -> Message:
-        """Send `hello`, call `answer` for each request, and return the request to close the connection.
-
-        Raises OSError or asyncio.TimeoutError if the connection is lost, and ValueError, TypeError or KeyError for invalid requests.
-        """
+        """Answer requests until the last one. OSError or TimeoutError: the connection is lost; ValueError ...: bad request."""
         self.outbox.put_nowait(hello)
         sending = asyncio.ensure_future(self._send())
         try:
@@ -194,7 +182,6 @@ class CoordinatorClient:
 
 
 async def try_port(ip: str, port: int, key: bytes, node: int = 0) -> Stream | tuple[str, str]:
-    """Return a connection to the coordinator on this port, or (how the attempt failed, the reason)."""
     try:
         reader, writer = await messages.connect(ip, port, 3.0, small_segments=True)
     except (OSError, asyncio.TimeoutError) as error:
@@ -235,21 +222,22 @@ class Responder(asyncio.DatagramProtocol):
 
 
 def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, bool]:
-    """Return the IP address of a coordinator that answers a broadcast, and whether its main address is the same.
-
-    The address is empty if none answers. A coordinator with another main address may belong to another run of the same script.
-    """
+    """Ask by broadcast. Return an address or "", and whether its main address is ours; else it may be of another run."""
     nonce, wanted = os.urandom(_NONCE), main_address.encode()
     query = nonce + make_proof(token, _QUERY, nonce, wanted) + wanted
     same, other = (make_proof(token, kind, nonce) for kind in (_SAME, _OTHER))
     found = ""
     with contextlib.ExitStack() as stack:
         sockets = []
-        for ip, broadcast in _broadcast_addresses():
+        entries = psutil.net_if_addrs()
+        for entry in (entry for name in external_interfaces() for entry in entries.get(name, ())):
+            if entry.family != socket.AF_INET or not entry.netmask:
+                continue
+            broadcast = str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address)
             with contextlib.suppress(OSError):  # an interface that is just going down
                 sock = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
-                sock.bind((ip, 0))
+                sock.bind((entry.address, 0))
                 sock.sendto(query, (broadcast, port))
                 sockets.append(sock)
         deadline = time.monotonic() + _BROADCAST_SECONDS
@@ -262,14 +250,3 @@ def find_coordinator(token: bytes, main_address: str, port: int) -> tuple[str, b
                     if hmac.compare_digest(data, other):
                         found = sender[0]
     return found, False
-
-
-def _broadcast_addresses() -> list[tuple[str, str]]:
-    """Return (address, broadcast address) of each interface that leads to other hosts of a local network."""
-    entries = psutil.net_if_addrs()
-    return [
-        (entry.address, str(ipaddress.ip_network(f"{entry.address}/{entry.netmask}", strict=False).broadcast_address))
-        for name in external_interfaces()
-        for entry in entries.get(name, [])
-        if entry.family == socket.AF_INET and entry.netmask
-    ]

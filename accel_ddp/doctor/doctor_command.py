@@ -91,7 +91,6 @@ def main(argv: list[str], prog: str = "accel-ddp doctor") -> int:
 
 
 def parse_before_script(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the parsed options before the script, their words, and the script with its arguments. Exits if one is unknown."""
     at = script_at(argv)
     given, unknown = parser.parse_known_args(argv[:at])
     if unknown:

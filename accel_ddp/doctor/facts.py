@@ -1,7 +1,4 @@
-"""What this node has that must be the same on the other nodes: packages, code, options and files, and its GPUs.
-
-The driver reports the GPUs, without torch.
-"""
+"""What this node has that must be the same on the others: packages, code, options, files, and its GPUs, without torch."""
 
 import concurrent.futures
 import contextlib
@@ -35,7 +32,6 @@ _HANGS = "nvidia-smi does not answer"
 
 
 def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict[str, str], str]:
-    """Return (GPUs, versions of the driver and of CUDA, error). The GPUs are None if they are not known."""
     if not (command := shutil.which("nvidia-smi")):
         if Path("/dev/nvidia0").exists():
             return None, {}, "this host has /dev/nvidia0 but no nvidia-smi: its GPUs were not checked"
@@ -54,7 +50,6 @@ def query_driver(seconds: float = 15) -> tuple[list[dict[str, Any]] | None, dict
 
 
 def count_visible() -> int:
-    """Return the number of GPUs that ranks on this host would use. 0: they would use CPUs."""
     gpus = [] if cpu_is_wanted() or "cuda" not in read_torch_build() else query_driver()[0]
     if gpus is None:  # a container without nvidia-smi has the devices of its GPUs
         gpus = [{"uuid": ""} for _ in Path("/dev").glob("nvidia[0-9]*")]
@@ -91,7 +86,6 @@ def _number(text: str) -> int:
 def check_gpus(
     topology: Topology, gpus: list[dict[str, Any]] | None, driver: dict[str, str], error: str
 ) -> tuple[list[int] | None, list[Finding]]:
-    """Return the indices of the GPUs that this node would use (None: not known), and findings about them."""
     if cpu_is_wanted():
         return [], []
     if gpus is None:
@@ -177,10 +171,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hash_files(path: Path, seconds: float = 1e9) -> str:
-    """Return a hash of a file, or of all files below a folder with their names and sizes.
-
-    Of large files only samples of all parts are read. Returns NOT_READ after `seconds`, so nothing is read during training.
-    """
+    """Hash a file or a folder, of large files only samples. NOT_READ after `seconds`, so nothing is read during training."""
     if not path.exists():
         raise FileNotFoundError(2, "there is no such file")
     deadline, total = time.monotonic() + seconds, hashlib.sha256()
@@ -204,7 +195,6 @@ def hash_files(path: Path, seconds: float = 1e9) -> str:
 
 
 def hub_commits(names: dict[str, Any]) -> dict[str, str]:
-    """Return the commit of `main` for a model and a dataset of the hub that are in the cache of this node."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
     found = {}
@@ -216,7 +206,6 @@ def hub_commits(names: dict[str, Any]) -> dict[str, str]:
 
 
 def code_versions(script: str) -> dict[str, str]:
-    """Return a hash of this package and the script, and git's commit with a hash of the changes since."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
     own = (path for path in package.rglob("*") if path.suffix in (".py", ".yaml", ".sh"))
@@ -239,11 +228,7 @@ def code_versions(script: str) -> dict[str, str]:
 
 
 def accelerate_facts(config: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of `accelerate launch` that must be the same on all nodes.
-
-    Settings about sharding are replaced by what they mean, because ranks that shard in different ways wait for each other forever.
-    They are in the config of a command, and in the variables of a launcher and its ranks. Raise UserError if they are not supported.
-    """
+    """Sharding, from a config or a launcher's variables, is replaced by what it means: ranks that differ wait forever."""
     left_out = {*PER_NODE_SETTINGS, "fsdp_config", "parallelism_config"}
     found = {name: str(value) for name, value in config.items() if name not in left_out and (name, value) != _IS_FSDP}
     plan = read_plan({**variables_of(config), **variables})
@@ -295,10 +280,8 @@ def _hash_or_error(path: str, seconds: float) -> str:
     def compute() -> str:
         try:
             return hash_files(Path(path).expanduser(), seconds)
-        except OSError as error:
-            return f"!{error.strerror}"
-        except RuntimeError as error:  # `~nobody`
-            return f"!{error}"
+        except (OSError, RuntimeError) as error:  # `~nobody`
+            return f"!{getattr(error, 'strerror', None) or error}"
 
     return call_with_timeout(compute, seconds + 1, NOT_READ)
 

@@ -17,8 +17,6 @@ ERROR, WARNING, INFO = "error", "warning", "info"
 
 @dataclass(frozen=True)
 class Finding:
-    """One observation about the cluster: where it was made, what it is, and how to fix it."""
-
     code: str  # E_...: training must not start; W_...: training works, with a disadvantage; I_...: information
     saw: str
     fix: str | None = None  # None: the usual one of the code, in FIXES
@@ -65,7 +63,6 @@ class Outcome:
 
     @property
     def ranks_of_nodes(self) -> list[int]:
-        """Return the number of ranks of each node, in the order of the nodes."""
         return [peer["ranks"] for peer in sorted(self.roster, key=lambda peer: peer["node"])]
 
 
@@ -97,7 +94,6 @@ def format_findings(findings: list[Finding], color: bool = False) -> str:
 
 
 def summarize(findings: list[Finding]) -> str:
-    """Return the verdict, for example `healthy` or `2 errors, 1 warning`. Findings are counted as they are printed."""
     severities = list({(f.code, f.saw, f.fix): f.severity for f in findings}.values())
     counts = {severity: severities.count(severity) for severity in (ERROR, WARNING)}
     parts = [counted(n, severity) for severity, n in counts.items() if n]

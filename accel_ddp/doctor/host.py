@@ -1,7 +1,4 @@
-"""This host alone: its addresses, interfaces and folders, and the checks of them before any connection is opened.
-
-No call takes longer than its timeout.
-"""
+"""This host alone: its addresses, interfaces and folders, and checks of them. No call takes longer than its timeout."""
 
 import contextlib
 import functools
@@ -39,7 +36,6 @@ _LITTLE = 1 << 30  # bytes; less free space than this is a warning
 
 
 def detect_platform(vendor_file: Path = Path("/sys/class/dmi/id/sys_vendor")) -> str:
-    """Return the platform of this host: `kubernetes`, `slurm`, `ec2` or an empty text. Only variables and a file are read."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
     if "SLURM_JOB_ID" in os.environ:
@@ -54,7 +50,6 @@ def firewall_advice() -> str:
 
 
 def local_finding(topology: Topology, code: str, saw: str, fix: str | None = None) -> Finding:
-    """Return a finding about this node. Without `fix`, it has the usual one of its code."""
     return Finding(code, saw, fix, host=HOST, node=topology.node_rank)
 
 
@@ -73,11 +68,7 @@ def call_with_timeout(call: Callable[[], T], seconds: float, default: T) -> T:
 
 
 def limit_name_lookups() -> None:
-    """Wait 2 s instead of 10 s for each name server in this launcher and its ranks, if none answers now.
-
-    torch's launcher looks up its host at every event, and a TCPStore the names of addresses: 2 minutes for a run of two ranks. Another
-    process asks, because glibc keeps the limit of the first lookup of a process.
-    """
+    """torch looks names up at each event: 2 minutes for 2 ranks. A child asks, because glibc keeps a process's first limit."""
     try:
         subprocess.run(["getent", "hosts", "192.0.2.1"], capture_output=True, timeout=1)  # an address that no hosts file contains
     except OSError:
@@ -88,8 +79,6 @@ def limit_name_lookups() -> None:
 
 
 def resolve(name: str, seconds: float = 5) -> str:
-    """Return an address of a host name, IPv4 if it has one. Raises UserError with the reason if there is none."""
-
     def look_up() -> tuple[str, str]:
         try:
             found = sorted(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), key=lambda entry: entry[0] != socket.AF_INET)
@@ -113,11 +102,10 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def port_answers(address: str, port: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((address, port), timeout=2).close()
         return True
-    except OSError:
-        return False
+    return False
 
 
 def is_local_address(ip: str) -> bool:
@@ -139,7 +127,6 @@ def find_port_user(ip: str, port: int) -> str:
 
 
 def route_to(ip: str) -> str:
-    """Return the address of this host from which packets to `ip` leave, or an empty text if there is no route."""
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((ip, 9))  # for UDP this selects the route and sends nothing
@@ -154,11 +141,7 @@ def external_interfaces() -> list[str]:
 
 
 def choose_coordinator_addresses(topology: Topology, ip: str) -> tuple[str, str]:
-    """Return (address on which the coordinator listens, address under which this node connects to it).
-
-    On the main node, the main address may be a name that its own hosts file resolves to 127.0.1.1, or 0.0.0.0, which other nodes
-    cannot reach. Launchers then listen on all addresses, and so does the coordinator if the host has several.
-    """
+    """Return where it listens and connects. The main name may mean 127.0.1.1 or 0.0.0.0 there: then on all addresses."""
     one = ipaddress.ip_address(ip)
     is_name_of_loopback = one.is_loopback and topology.main_address != ip
     if topology.num_nodes == 1 or topology.node_rank or not (one.is_unspecified or is_name_of_loopback):
@@ -176,17 +159,13 @@ def external_addresses() -> list[str]:
 
 
 def socket_interface_variables(interface: str, main_ip: str) -> dict[str, str]:
-    """Return the variables that select the interface which leads to the main node, without those the user has set.
-
-    gloo uses one interface in any case. NCCL can use several at once, so its variable is left unset if there are several.
-    """
+    """gloo uses one interface in any case. NCCL can use several, so its variable is left unset if there are several."""
     is_only = external_interfaces() == [interface] or ipaddress.ip_address(main_ip).is_loopback
     names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if is_only else [])]
     return {name: interface for name in names if interface and not os.environ.get(name)}
 
 
 def nearest_existing_folder(folder: str) -> Path | None:
-    """Return the folder, or the nearest parent that exists; None if the disk does not answer."""
     path = Path(os.path.abspath(os.path.expanduser(folder)))
     return call_with_timeout(lambda: next(one for one in (path, *path.parents) if one.is_dir()), 3, None)
 
@@ -257,11 +236,7 @@ def choose_data_address(topology: Topology, main_ip: str) -> tuple[str, str, lis
 def check_host_name(
     topology: Topology, interface: str, main_ip: str, variables: dict[str, str], will_be_set: bool
 ) -> list[Finding]:
-    """Return a finding if the host name resolves to loopback, or not at all, and an interface leads to the main node.
-
-    gloo announces the address of the host name to the other nodes. With Debian's default of 127.0.1.1 they would connect to
-    themselves. `variables` select the right interface; `will_be_set` is true if the caller sets them.
-    """
+    """gloo announces the host name's address: with Debian's 127.0.1.1, nodes connect to themselves. `variables` prevent it."""
     address = call_with_timeout(lambda: resolve(HOST, 2), 3, "")
     is_good = address and not address.startswith("127.") and address != "::1"
     if is_good or os.environ.get("GLOO_SOCKET_IFNAME") or ipaddress.ip_address(main_ip).is_loopback or not interface:
@@ -298,8 +273,6 @@ def check_limits(topology: Topology, output_dir: str, folder: Path | None) -> li
 
 
 class FolderCheck:
-    """Checks the output folder: the nodes share it if they see the marker file that node 0 writes into it."""
-
     def __init__(self, folder: Path | None):
         self.folder, self.error = folder, ""
         self.marker: Path | None = None

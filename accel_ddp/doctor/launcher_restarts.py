@@ -1,9 +1,8 @@
 """Inside `accelerate launch` and torchrun: the preflight before their ranks start, their exit code, and restarts (`--max_restarts`).
 
-By themselves the launchers return 1 for every failure. A scheduler sees only this code. With the code of the ranks it can tell a user's
-mistake (2), which must not be restarted, from a stop with a checkpoint (75), which can be continued. After both, the launchers also
-print for each rank that they end it, and a report that the script has FAILED. These lines are left out, because the ranks have printed
-in a line or two why they end.
+By themselves the launchers return 1 for every failure. With the code of the ranks, a scheduler can tell a user's mistake (2), which
+must not be restarted, from a stop with a checkpoint (75), which can be continued. After both, the launchers' lines for each rank and
+their report FAILED are left out, because the ranks have printed why they end.
 
 torch's agents restart their ranks by a second call of `next_rendezvous`. What goes wrong there in torch 2.13, and what the handler of
 this module does about it:
@@ -45,14 +44,7 @@ from accel_ddp.doctor.check_options import CheckOptions, runs_preflight, wait_of
 from accel_ddp.doctor.cluster import print_progress
 from accel_ddp.doctor.host import HOST, call_with_timeout, limit_name_lookups
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.nodes.launcher import (
-    CONFIG_FILE,
-    TYPED,
-    find_config_file,
-    parse_accelerate_command,
-    read_accelerate_config,
-    stated_precision,
-)
+from accel_ddp.nodes import launcher
 from accel_ddp.nodes.sharding_plan import read_plan, variables_of
 from accel_ddp.nodes.spawn import raise_file_limit
 from accel_ddp.nodes.topology import Topology, find_topology
@@ -81,29 +73,28 @@ def prepare_launcher(argv: list[str]) -> None:
     limit_name_lookups()
     return_exit_code_of_ranks()
     adopt_config()
-    request = parse_accelerate_command(sys.orig_argv) or {}
+    request = launcher.parse_accelerate_command(sys.orig_argv) or {}
     if request.get("distributed_type") == "DEEPSPEED":
         names = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port", "rdzv_backend")
         given = {name: request.get(name) for name in names}
-        find = lambda: find_topology(given, find_config_file(sys.orig_argv))
+        find = lambda: find_topology(given, launcher.find_config_file(sys.orig_argv))
         _check_sharding(variables_of({"distributed_type": "DEEPSPEED"}), 0, find if runs_preflight(argv) else None, argv[0])
     num_nodes = request.get("num_machines")
     if runs_preflight(argv) and isinstance(num_nodes, int) and num_nodes > 1:
-        # If another program has the main port, Accelerate raises an exception on node 0 before the preflight begins, and the other
-        # nodes do not receive the reason. The preflight reports it on every node.
+        # If another program has the main port, Accelerate fails on node 0 alone. The preflight tells every node.
         compat.skip_port_check()
 
 
 def adopt_config() -> None:
     """Set the variables that `accelerate launch` would set for a config, if torchrun has one and they are not set already."""
-    file = os.path.expanduser(os.environ.get(CONFIG_FILE, ""))
-    if not file or parse_accelerate_command(sys.orig_argv) is not None:
+    file = os.path.expanduser(os.environ.get(launcher.CONFIG_FILE, ""))
+    if not file or launcher.parse_accelerate_command(sys.orig_argv) is not None:
         return
     try:
-        config = read_accelerate_config(file)
+        config = launcher.read_accelerate_config(file)
     except UserError as error:
-        _exit_with(str(error).replace("--config_file", CONFIG_FILE))
-    precision = {"ACCELERATE_MIXED_PRECISION": stated} if (stated := stated_precision(config)) else {}
+        _exit_with(str(error).replace("--config_file", launcher.CONFIG_FILE))
+    precision = {"ACCELERATE_MIXED_PRECISION": stated} if (stated := launcher.stated_precision(config)) else {}
     for name, value in {**variables_of(config), **precision}.items():
         os.environ.setdefault(name, value)
 
@@ -116,12 +107,9 @@ def _exit_with(reason: str, find: Callable[[], Topology] | None = None, script: 
 
 
 def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable[[], Topology] | None, script: str) -> None:
-    """Exit with code 2 if the ranks could not use these variables. One message replaces the messages of all ranks.
-
-    `find` returns the topology of nodes that would wait for this one because they have another config. None: there are none.
-    """
+    """Exit with code 2 before all ranks report it. `find` gives the nodes that would wait, because their config differs."""
     try:
-        read_plan(variables, num_ranks, find_config_file(sys.orig_argv))
+        read_plan(variables, num_ranks, launcher.find_config_file(sys.orig_argv))
     except UserError as error:
         _exit_with(str(error), find, script)
 
@@ -129,7 +117,7 @@ def _check_sharding(variables: Mapping[str, str], num_ranks: int, find: Callable
 def create_after_preflight(params: Any, backend: str, create: Callable[[Any], Any], argv: list[str]) -> "RestartingRendezvous":
     """Run the preflight, then return a wrapped rendezvous handler of `create`. Exits with code 2 if there are errors."""
     is_on = params.max_nodes > 1 and params.min_nodes == params.max_nodes and runs_preflight(argv)
-    request = parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
+    request = launcher.parse_accelerate_command(sys.orig_argv)  # None: this is torchrun
     num_ranks = (request or {}).get("num_processes")
     num_ranks = max(0, num_ranks) if isinstance(num_ranks, int) else 0
 
@@ -213,7 +201,6 @@ def return_exit_code_of_ranks() -> None:
 
 
 def choose_exit_code(codes: Iterable[int | None]) -> int:
-    """Return the first code of a rank that ended by itself. The launcher ends the remaining ranks with SIGTERM (-15)."""
     return next((code for code in codes if code is not None and code > 0), 0)
 
 
@@ -231,11 +218,12 @@ def names_killed_ranks(error: BaseException) -> bool:
     failures = list(getattr(error, "failures", {}).values())
     texts = [text for one in failures if "RANK_DIED" in (text := str(one.message))]
     is_named = lambda one: "RANK_DIED" in str(one.message) or any(f"pid {one.pid})" in text for text in texts)
-    return os.environ.get(TYPED, "").partition(" ")[0] == str(os.getpid()) and bool(texts) and all(map(is_named, failures))
+    return (
+        os.environ.get(launcher.TYPED, "").partition(" ")[0] == str(os.getpid()) and bool(texts) and all(map(is_named, failures))
+    )
 
 
 def _find_in_frames(frames: Iterable[tuple[FrameType, int]], name: str, read: Callable[[Any], Any]) -> Any:
-    """Return the first true value that `read` returns for the local variable `name` of one of these frames of torch, or None."""
     return next((found for frame, _ in frames if (found := read(frame.f_locals.get(name)))), None)
 
 
@@ -248,11 +236,7 @@ class RestartingRendezvous:
         self, params: Any, backend: str, create: Callable[[Any], Any], check: Callable[..., bool], argv: list[str], wait: float,
         max_restarts: int,
     ):  # fmt: skip
-        """Run the preflight and create torch's handler with `create`.
-
-        `check(is_running)` runs the preflight. It returns True if there is none, because `is_running()` finds that the job runs.
-        `argv` is the script with its arguments. `wait` is the number of seconds to wait for the main node at a restart.
-        """
+        """`check(is_running)` is the preflight; True: none, the job runs. `wait`: seconds for the main node at a restart."""
         self.params, self.backend, self.create, self.check, self.wait_seconds = params, backend, create, check, wait
         self.max_restarts = max_restarts
         self.command = [os.path.basename(argv[0]), *argv[1:], "--max_restarts", str(max_restarts)]
@@ -282,7 +266,6 @@ class RestartingRendezvous:
         self._open()
 
     def _open(self) -> None:
-        """Create torch's handler: after the preflight, or at once if a launcher of this job already has its store open."""
         self.joins_running_job = self.check(self._finds_running_job)
         if self.joins_running_job:
             print_progress(f"the job is already running at {self.params.endpoint}: this node joins it")
@@ -324,7 +307,6 @@ class RestartingRendezvous:
         return waiting
 
     def next_rendezvous(self) -> Any:
-        """Return where and with whom the ranks are started. Exit if the attempt before must be the last one."""
         if self.num_rounds:
             self._end_after_last_attempt()
         os.environ[restart_files.ROUND] = str(self.num_rounds)
@@ -337,10 +319,7 @@ class RestartingRendezvous:
         return info
 
     def _exit_if_stopped(self) -> None:
-        """Exit if the stop signal has arrived while no ranks run. The script of a Slurm job blocks it, and it stays pending.
-
-        Ranks that have just been started look at the pending signals of their launcher themselves.
-        """
+        """Exit at a stop signal without ranks; new ranks see it themselves. A Slurm script blocks it, so it stays pending."""
         signals = {signal.SIGUSR1, signal.SIGUSR2}
         while not (signals & signal.sigpending() and self.is_waiting):
             time.sleep(0.2)
@@ -358,16 +337,14 @@ class RestartingRendezvous:
             joined = {"kind": "joined", "text": text, "exit_code": 1, "step": None, "host": HOST, "time": time.time()}
             restart_files.write_outcome(self.pid, joined, replaced=last)
             return
-        # A rank that stops or reports an error has written the outcome. If a rank was killed, the monitor may still be writing it,
-        # which matters only if this step has already failed twice.
+        # The monitor may still write the outcome of a killed rank. It matters if this step has already failed twice.
         deadline = time.monotonic() + (DECIDE_SECONDS if len(failed_steps) >= restart_files.MOST_FAILURES_OF_A_STEP - 1 else 0)
         while (ended := restart_files.read_outcome(self.pid, last)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if ended and (reason := restart_files.why_not_restarted(ended, failed_steps)):
             print_progress(f"the ranks are not restarted, because {reason}")
             sys.exit(ended["exit_code"] or 1)
-        # Programs that end before `accel_ddp.start`, or without it, store no outcome. Their launcher sends SIGTERM to the remaining
-        # ranks, which may then return the code of a stop.
+        # Without `accel_ddp.start` there is no outcome. Ranks that the launcher ends may return the code of a stop.
         codes = set(_find_in_frames(traceback.walk_stack(sys._getframe()), "self", compat.exit_codes_of) or []) - {0, None}
         codes = {USER_ERROR} if USER_ERROR in codes else codes
         if ended is None and len(codes) == 1 and codes <= {USER_ERROR, STOPPED, UNSAVED, INTERRUPTED}:
@@ -377,7 +354,6 @@ class RestartingRendezvous:
     # ---- the rendezvous
 
     def _try_rendezvous(self, deadline: float) -> Any:
-        """Return the result of torch's handler, or None if it has failed and must be tried again."""
         from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
         if self.num_rounds > 1 and self.params.max_nodes > 1 and not self._store_answers():
@@ -387,8 +363,7 @@ class RestartingRendezvous:
             self._announce_job()
             self._agree_on_restart(info)
             if self.connection is None and self.params.max_nodes > 1:
-                # One more connection shows whether the store is closed. A use of a lost store would show it too, but torch prints a
-                # page of C++ frames each time.
+                # One more connection shows whether the store is closed. Using a lost store prints a page of C++ frames.
                 with contextlib.suppress(OSError):
                     self.connection = socket.create_connection(_endpoint_of(self.params, self.backend), timeout=2)
                     self.connection.setblocking(False)
@@ -431,7 +406,6 @@ class RestartingRendezvous:
         return call_with_timeout(lambda: store.check(["any"]) is not None, 2 * PROBE_SECONDS, False)
 
     def _is_store_closed(self) -> bool:
-        """Return whether the store was lost with the process that had it open."""
         if not self.is_store_lost and self.connection:
             with contextlib.suppress(BlockingIOError):  # it is open, and has sent nothing
                 try:
@@ -443,7 +417,6 @@ class RestartingRendezvous:
         return self.is_store_lost
 
     def _open_again(self, deadline: float) -> None:
-        """Wait until the main launcher runs again or is reachable again, and create another handler."""
         address, port = _endpoint_of(self.params, self.backend)
         began = printed_at = time.monotonic()
         while not host.port_answers(address, port):
@@ -465,7 +438,6 @@ class RestartingRendezvous:
         self._open()
 
     def _announce_job(self) -> None:
-        """Store which command this node runs, for launchers that are restarted. Commands may differ in options of a node."""
         store = compat.store_of_handler(self.handler)  # of the launchers; the static handler opens it in its first round
         if store is not None and self.max_restarts:
             with contextlib.suppress(RuntimeError):  # the store is lost; the next round finds this out
@@ -473,7 +445,6 @@ class RestartingRendezvous:
                 store.set(self.job_key, "")
 
     def _finds_running_job(self) -> bool:
-        """Return whether a node with the same command has a store open at the endpoint. Raises UserError if options differ."""
         from torch.distributed import TCPStore
 
         if self.params.config.get("rank") in (0, "0"):

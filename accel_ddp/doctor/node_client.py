@@ -33,7 +33,6 @@ RESCUE_INTERVAL = 2.0  # seconds; every node of a network receives a broadcast
 async def resolve_main_address(
     topology: Topology, wait_seconds: float, print_progress: Callable[[str], None], began: float
 ) -> str:
-    """Return the IP address of the main node, in Kubernetes once its pod has started. Raises UserError if there is none."""
     printed_at = 0.0
     while True:
         try:
@@ -52,12 +51,7 @@ async def resolve_main_address(
 
 
 class CoordinatorSearch:
-    """Tries to connect to the coordinator at `ip` until it answers or a time limit is over.
-
-    `began` is the time from which the limits count. Errors among `findings` shorten the wait, because they end the run in any case. A
-    finding is added to them if the main node can be reached, but not on its main port. If nothing listens after `start_after`
-    seconds, `start_coordinator` is called, if it is given.
-    """
+    """Errors in `findings` shorten the wait from `began`. Without a listener, `start_coordinator` is called in the end."""
 
     def __init__(
         self, topology: Topology, ip: str, token: bytes, options: CheckOptions, print_progress: Callable[[str], None],
@@ -76,7 +70,6 @@ class CoordinatorSearch:
         return time.monotonic() - self.began
 
     async def run(self) -> Stream | Examiner | Finding:
-        """Return a connection to the coordinator, the coordinator that was started here, or why there is none."""
         while True:
             answers = await asyncio.gather(*(try_port(self.ip, port, self.token) for port in self.topology.coordinator_ports))
             connections = [answer for answer in answers if isinstance(answer, Stream)]
@@ -154,11 +147,7 @@ class CoordinatorSearch:
         return local_finding(topology, code, saw, fix)
 
     async def _try_rescue_port(self) -> Stream | None:
-        """Return a connection to the rescue port of the coordinator, or None.
-
-        The coordinator has the main address, or answers a broadcast because the main address is wrong on all nodes. If it listens
-        on the main port too, a firewall blocks that port.
-        """
+        """The main address may be wrong on all nodes (broadcast). If the main port is open too, a firewall blocks it."""
         topology, port = self.topology, self.topology.rescue_port or 0
         direct, is_same = await try_port(self.ip, port, self.token), False
         if not topology.local_rank and not ipaddress.ip_address(self.ip).is_loopback:  # which is the main address of many runs
@@ -199,10 +188,7 @@ async def find_address_without_name(topology: Topology, token: bytes) -> str:
 
 
 async def is_torch_store(ip: str, port: int) -> bool:
-    """Return whether a TCPStore of torch answers a ping.
-
-    torch's own client prints pages of warnings for any other program, and waits without a limit for one that sends nothing.
-    """
+    """torch's own client prints pages of warnings for another program, and waits without a limit for one that is silent."""
     with contextlib.suppress(OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
         reader, writer = await messages.connect(ip, port, 3.0)
         with contextlib.closing(writer):
@@ -216,7 +202,6 @@ async def follow_coordinator(
     connection: Stream, hello: Message, collecting: "asyncio.Future[Facts]", folder: Path | None, token: bytes,
     measures_bandwidth: bool, print_progress: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
-    """Send `hello` and the facts, answer the coordinator's requests, and return its verdict. Raises OSError or TimeoutError."""
     client = CoordinatorClient(connection, host.MAIN_SILENT)
     send = client.outbox.put_nowait
     outcome: Outcome | None = None

@@ -31,7 +31,6 @@ _FEW = 16  # up to this number of nodes, all of them and all paths are listed
 
 
 def find_missing(hellos: list[Message]) -> list[str]:
-    """Return the machine ranks (or RANKs) that have not connected, and the missing local ranks of nodes that have."""
     by_rank, local_ranks = compare_nodes.counts_ranks(hellos), {}
     key, total, name, kind = ("rank", "ranks", "rank", "ranks") if by_rank else ("node", "nodes", "machine_rank", "nodes")
     numbers = sorted(set(range(max((hello[total] for hello in hellos), default=1))) - {hello[key] for hello in hellos})
@@ -56,10 +55,7 @@ class Examiner(Coordinator):
         self.mark = os.urandom(6).hex()  # in the names of the files that show whether nodes share a folder
 
     async def open(self, ip: str, ports: tuple[int, ...], shown_ip: str, rescue_port: int | None, main_address: str) -> None:
-        """Listen on the first free port. Raises OSError if none is free. `shown_ip` is the address in messages.
-
-        Nodes that cannot reach this port or do not find this host use `rescue_port`, over TCP and as a broadcast over UDP.
-        """
+        """Listen on the first free port, else OSError. Nodes that cannot reach it use `rescue_port`, by TCP and by broadcast."""
         for port in ports:
             try:
                 await self.listen(ip, port)
@@ -124,14 +120,12 @@ class Examiner(Coordinator):
         self._number_nodes()
 
     def _number_nodes(self) -> None:
-        """Set the node of each rank, if the user has set RANK and WORLD_SIZE."""
         if compare_nodes.counts_ranks(self.hellos):
             hellos = sorted(self.hellos, key=lambda hello: hello["rank"])
             for hello, node in zip(hellos, find_nodes([(m["host"], m["local_rank"], m["local_ranks"]) for m in hellos])):
                 hello["node"] = node
 
     async def take(self, member: Member, message: Message) -> None:
-        """Store the facts of a node, which it sends first. Everything else is an answer."""
         if "facts" in member.hello:
             await super().take(member, message)
             return
@@ -143,13 +137,15 @@ class Examiner(Coordinator):
     # ---- the wait for all nodes
 
     async def _wait_for_all(self) -> list[Finding]:
-        """Wait until every node has sent its facts, and print which are missing. Returns why the wait ended early."""
         began = time.monotonic()
         printed_at = began - host.NOTICE_INTERVAL + host.FIRST_NOTICE
         grace = min(GRACE_SECONDS, 0.75 * self.wait_seconds)
         errors_since = complete_since = None  # errors make it pointless to wait for more nodes
         while True:
-            await self._remove_lost()
+            for member in [m for m in self.members if m.lost]:
+                self.members.remove(member)
+                self._number_nodes()
+                await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
             now, missing, errors = time.monotonic(), find_missing(self.hellos), self._find_errors()
             without_facts = [member for member in self.members if "facts" not in member.hello]
             num_connected, num_expected, _ = self._count_expected()
@@ -174,12 +170,6 @@ class Examiner(Coordinator):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), 0.25)
 
-    async def _remove_lost(self) -> None:
-        for member in [m for m in self.members if m.lost]:
-            self.members.remove(member)
-            self._number_nodes()
-            await self._print_everywhere(f"{name_of(member.hello)} has closed its connection.")
-
     def _find_errors(self) -> list[Finding]:
         errors = compare_nodes.check_duplicates(self.hellos)
         errors += compare_nodes.check_counts([member.hello for member in self.mains])
@@ -196,16 +186,12 @@ class Examiner(Coordinator):
         )
 
     def _count_expected(self) -> tuple[int, int, str]:
-        """Return how many nodes (or ranks, see `counts_ranks`) are connected, how many are expected at least, and their word."""
         if compare_nodes.counts_ranks(self.hellos):
             return len(self.members), min(hello["ranks"] for hello in self.hellos), "ranks"
         return len(self.mains), min((hello["nodes"] for hello in self.hellos), default=1), "nodes"
 
     def _own_findings(self) -> list[Finding]:
-        """Return what the nodes found on their own.
-
-        E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0.
-        """
+        """E_MAIN_IS_HERE is left out if node 0 has connected: the node that reports it then shares a machine with node 0."""
         # A rank only estimates its node if the user has set RANK and WORLD_SIZE.
         found = [
             replace(finding, **({} if hello["rank"] is None else {"node": hello["node"]}))
@@ -228,7 +214,6 @@ class Examiner(Coordinator):
         )  # fmt: skip
 
     def report_silent(self, member: Member, seconds: float, activity: str) -> Finding:
-        """Return the finding for a member that does not answer, and stop sending requests to it."""
         member.is_silent = True
         how = "closed its connection" if member.lost else f"did not answer within {seconds:.0f} s"
         saw = f"{name_of(member.hello)} {how} while {activity}"
@@ -304,7 +289,6 @@ class Examiner(Coordinator):
     async def _request(
         self, message: Message, clean: Callable[[Message, int], Any], activity: str, outcome: Outcome
     ) -> dict[int, Any]:
-        """Send a request to every node. Returns the answers by node rank. `outcome` gets a finding for each node without one."""
         mains = [member for member in self.mains if not (member.lost or member.is_silent)]
         seconds = ANSWER_SECONDS + PER_PATH_SECONDS * len(mains)
         await asyncio.gather(*(member.send({**message, "mark": self.mark}) for member in mains))
@@ -317,12 +301,7 @@ class Examiner(Coordinator):
         return cleaned
 
     async def _send_verdict(self, expects_more: bool) -> None:
-        """Send the verdict to all nodes, then stop listening, then let the nodes continue.
-
-        A server that closed early would look like a fault to a slow node, and a node that connects late should receive the
-        verdict too. Nodes continue only after the server is closed: the launchers that they start next would take its port
-        for the rendezvous.
-        """
+        """Late nodes get it too, so the server closes after it, and nodes go on after that: their launchers need the port."""
         receivers = [member for member in self.members if not member.is_silent]
         await asyncio.gather(*(member.send(_verdict_message(self.outcome, member)) for member in receivers))
         await self.collect_answers(receivers, 5)  # the confirmations

@@ -32,7 +32,6 @@ from accel_ddp.engine.step_sums import Carry, UpdateStats
 from accel_ddp.errors import UserError
 from accel_ddp.phases import SYNC, phase
 from accel_ddp.ranks.agreement import is_any
-from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.team import Team
 
 MOST_AT_ONCE = 2**22  # numbers that are exchanged at once. The monitor sees progress after each: 3 s on a link of 100 Mbit/s
@@ -43,23 +42,23 @@ _Held = tuple[int, float, Tensor, Tensor, tuple[str, ...], Sequence[float]]
 
 
 class Workers:
-    """The workers that this rank computes. Without `--sync_every` all ranks are one worker, and only the team is formed."""
+    """The workers that this rank computes, with the other ranks of its `team`. Without `--sync_every` all ranks are one worker."""
 
-    def __init__(self, cfg: TrainConfig, schedule: Schedule):
-        """Form the teams. This is a collective."""
+    def __init__(self, cfg: TrainConfig, schedule: Schedule, world: Team):
+        """Form the teams from all ranks. This is a collective."""
         self.cfg, self.every, self.schedule = cfg, 0 if cfg.evaluate_only else cfg.sync_every, schedule
-        ranks, total = this_rank.num_ranks, max(1, cfg.local_workers) if self.every else 1
+        self.world, ranks, total = world, world.size, max(1, cfg.local_workers) if self.every else 1
         size, each = max(1, ranks // total), max(1, total // ranks)  # ranks of a worker, workers of a rank
-        row, column = divmod(this_rank.rank, size)
+        row, column = divmod(world.rank, size)
         teams = [range(first, first + size) for first in range(0, ranks, size)]
         self._across: dist.ProcessGroup | None = None  # the ranks at the same place of all teams; None: all ranks
-        team = None
+        group = None
         if 1 < size < ranks:
             limit = timedelta(seconds=cfg.ddp_timeout_seconds)
-            team = [dist.new_group([*some], timeout=limit) for some in teams][row]
+            group = [dist.new_group([*some], timeout=limit) for some in teams][row]
             self._across = [dist.new_group([*some], timeout=limit) for some in zip(*teams)][column]
-        links.team = Team(size, column, team, range(row * each, (row + 1) * each), total)
-        self.total, self.own, self._num_teams = total, links.team.workers, len(teams)
+        self.team = Team(size, column, group, range(row * each, (row + 1) * each), total)
+        self.total, self.own, self._num_teams = total, self.team.workers, len(teams)
         self._held: list[_Held] = []
         self._place = 0  # of the worker whose weights the model has
 
@@ -91,7 +90,7 @@ class Workers:
         """Begin with the weights that the model has on rank 0. Call it when they are loaded."""
         if self.every:
             self._global = self._flat(self._tensors())
-            if this_rank.num_ranks > 1:
+            if self.world.size > 1:
                 dist.broadcast(self._global, 0)  # without frozen weights, which may be large and come from files
             self._load(self._tensors())
             own = self.own if len(self.own) > 1 else ()  # a single worker needs no copy of its weights
@@ -170,12 +169,12 @@ class Workers:
         """Return the numbers of the steps since the last synchronization, over all workers."""
         held, self._held, parts = self._held, [], []
         for _, _, numbers, _, _, sample in held:
-            places = torch.zeros(this_rank.num_ranks, len(sample), dtype=numbers.dtype)
-            places[this_rank.rank] = torch.tensor(sample, dtype=places.dtype)
-            of_team = numbers if links.team.rank == 0 else torch.zeros_like(numbers)  # all of its ranks have them
+            places = torch.zeros(self.world.size, len(sample), dtype=numbers.dtype)
+            places[self.world.rank] = torch.tensor(sample, dtype=places.dtype)
+            of_team = numbers if self.team.rank == 0 else torch.zeros_like(numbers)  # all of its ranks have them
             parts += [of_team, places.flatten().to(of_team.device)]
         flat = torch.cat(parts)
-        if this_rank.num_ranks > 1:
+        if self.world.size > 1:
             dist.all_reduce(flat)
         found, values = [], iter(flat.split([len(part) for part in parts]))
         for step, lr, _, local_loss, names, sample in held:
@@ -215,7 +214,7 @@ class Workers:
         The rank at place r of each team averages slice r, of which each of these ranks sums a part. A link between two nodes thus
         transports each value twice, however many ranks the nodes have.
         """
-        team, teams, size = links.team, self._num_teams, len(own[0])
+        team, teams, size = self.team, self._num_teams, len(own[0])
         part = -(-size // (team.size * teams))
         sent = torch.zeros(len(own), team.size * teams * part, dtype=dtype, device=own[0].device)
         sent[:, :size] = torch.stack(own)

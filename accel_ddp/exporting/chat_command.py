@@ -1,6 +1,5 @@
 """The command `accel-ddp chat`: talk to a model in the terminal, or through a pipe with one question per line."""
 
-import argparse
 import contextlib
 import copy
 import json
@@ -10,31 +9,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.commands import COMMANDS, parser_of
 from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.exporting import trained_model
-from accel_ddp.exporting.predict_command import add_model_options, check_options
+from accel_ddp.exporting.predict_command import check_options
 from accel_ddp.ranks.reporting import hide_torchao
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow, read_tools
 
-HELP = """/reset         forget the conversation
-/system TEXT   set the system prompt; without a text, remove it
-/undo          forget the last question and its answer
-/exit          exit, as Ctrl-D does; Ctrl-C stops an answer"""
 CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|\[?\{")  # where the calls of an answer begin
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accel-ddp chat", description=__doc__.partition(":")[2])
-    add_model_options(parser)
-    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
-    parser.add_argument("--tools", default="", metavar="FILE", help="a JSON file with a list of tools that the model may call")
-    parser.add_argument("--plain", action="store_true", help="continue each text, without a chat template and without history")
-    return parser
-
-
 def main(words: list[str]) -> int:
-    given = build_parser().parse_args(words)
+    given = parser_of("chat").parse_args(words)
     check_options(given)
     hide_torchao()
     try:
@@ -56,8 +43,6 @@ def main(words: list[str]) -> int:
 
 
 class Conversation:
-    """The model, and what was said so far."""
-
     def __init__(self, found: trained_model.TrainedModel, options: dict[str, Any], tools: list[dict[str, Any]]):
         from accel_ddp.exporting import predictors
 
@@ -132,7 +117,7 @@ class Conversation:
             places = [i for i, one in enumerate(self.messages) if one["role"] == "user"]
             self.messages = self.messages[: places[-1]] if name == "/undo" and places else []
         else:
-            print(HELP, file=sys.stderr)
+            print(COMMANDS["chat"]["keys"], file=sys.stderr)
 
 
 def find_calls(text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,7 +135,6 @@ def find_calls(text: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _talk(chat: Conversation) -> None:
-    """Read questions, commands and results of tools until the input ends."""
     is_terminal, was_interrupted, called = sys.stdin.isatty(), False, list[str]()
     if is_terminal:
         with contextlib.suppress(ImportError):

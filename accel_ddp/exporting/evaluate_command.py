@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.commands import COMMANDS
 from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.options import properties_of
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
@@ -27,19 +28,6 @@ from accel_ddp.saving.checkpoint_format import read_facts, read_json
 from accel_ddp.text import did_you_mean_path, table
 from accel_ddp.words import find_options, group_values, without
 
-HELP = """usage: accel-ddp evaluate MODEL_OR_RUN [--eval_file FILE] [--output FILE] [--recipe NAME] [options of the recipe]
-
-Evaluate a model with the metrics of its recipe, on all GPUs of this machine. Nothing is written into its folder.
-
-  accel-ddp evaluate runs/classify/1                       the best checkpoint, else the newest, with the run's evaluation rows
-  accel-ddp evaluate runs/classify/1/step_00000100         a particular checkpoint
-  accel-ddp evaluate runs/classify/1/model --eval_file test.csv --output metrics.json
-  accel-ddp evaluate me/my-model --recipe classify --eval_file test.csv
-
-MODEL_OR_RUN comes first. --eval_file replaces the evaluation rows, --output writes the metrics as JSON, and --recipe names the recipe
-(or the path of your script) of a model that accel-ddp has not trained. Options of the recipe, such as --eval_batch_size, and options
-for processes, such as --num_processes 2 or --config_file fsdp.yaml, work as in `accel-ddp run`."""
-
 OF_TRAINING = {"saving", "logging", "multi-node"}  # groups of options that an evaluation does not need
 # The model's files state these, or they name files of another machine.
 OF_FILES = (
@@ -50,7 +38,7 @@ OF_ROWS = ("dataset", "train_split", "eval_split", "eval_fraction", "train_file"
 
 def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(HELP, file=sys.stdout if words else sys.stderr)
+        print(COMMANDS["evaluate"]["text"], file=sys.stdout if words else sys.stderr)
         return 0 if words else USER_ERROR
     place, words = words[0], words[1:]
     if place.startswith("-"):
@@ -88,7 +76,6 @@ def main(words: list[str]) -> int:
 
 
 def _script_of(place: str, recipe: str, facts: dict[str, Any]) -> Path:
-    """Return the recipe that evaluates. Raise UserError if there is no such model, or if its recipe is not known."""
     is_name = not place.startswith((".", "/", "~")) and place.count("/") < 2
     if not Path(place).exists() and not (recipe and is_name):
         hint = " For a model of the Hub, add its recipe: --recipe classify." if is_name else ""
@@ -134,12 +121,10 @@ def _options_of(place: str, facts: dict[str, Any], cfg: TrainConfig, words: Sequ
 
 
 def _values(name: str, text: str) -> list[str]:
-    """Return the values of an option that `as_plain_dict` has joined."""
     return text.split("\n" if name.endswith("_file") else None)
 
 
 def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfig) -> bool:
-    """Return whether the rows are those of the evaluations in training, as far as the options tell."""
     of_data = {name for name, found in properties_of(type(cfg)).items() if found.group == "data"}
     given = {name: values for name, values in group_values(words) if name in of_data}
     names = lambda values: [Path(one).name for one in values]
@@ -148,7 +133,6 @@ def _has_same_rows(words: Sequence[str], stored: dict[str, Any], cfg: TrainConfi
 
 
 def _describe(place: str, metrics: dict[str, float], before: dict[str, float]) -> list[str]:
-    """Return lines with the metrics, and how much they differ from the evaluation in training."""
     shared = [name for name in metrics if name in before]
     if not shared:
         return [f"{place}:", *table([[name, f"{value:.4f}"] for name, value in metrics.items()], 1)]

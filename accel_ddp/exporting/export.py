@@ -16,15 +16,7 @@ from accelerate import Accelerator
 from accel_ddp import phases
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.errors import UserError
-from accel_ddp.exporting.export_files import (
-    card,
-    cast_weights,
-    find_names,
-    public_name,
-    public_options,
-    without_paths,
-    write_weights,
-)
+from accel_ddp.exporting import export_files
 from accel_ddp.phases import EXPORT
 from accel_ddp.ranks import reporting
 from accel_ddp.ranks.agreement import print_on_main, together
@@ -58,11 +50,7 @@ PEFT_CLASSES = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_2_SEQ_LM": "AutoPe
 
 
 def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -> dict[str, bytes]:
-    """Return the files of the exported folder except the weights, and `more`.
-
-    They are stored in every checkpoint, so each one can be exported alone. `processor` is a tokenizer or an image
-    processor.
-    """
+    """Return the files of the exported folder except the weights. Every checkpoint has them, so each can be exported alone."""
     base = model.get_base_model() if has_adapters(model) else model
     config = copy.deepcopy(getattr(base, "_original_config", base.config))
     config.architectures = [class_name(base)]
@@ -90,14 +78,9 @@ def files_of(model: Any, processor: Any, more: dict[str, bytes] | None = None) -
 
 
 def at_the_end(
-    accelerator: Accelerator,
-    cfg: TrainConfig,
-    model: Any,
-    files: dict[str, bytes],
-    metrics: Metrics,
-    example: str = "",
+    accelerator: Accelerator, cfg: TrainConfig, model: Any, files: dict[str, bytes], metrics: Metrics, example: str = "",
     best: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write OUTPUT_DIR/model, completely or not at all, and upload it if `--push_to_hub` asks for it. Call it on every rank.
 
     `example` is Python code that uses the exported {folder}. With `best`, export the checkpoint of this step instead of the weights
@@ -137,11 +120,7 @@ def at_the_end(
 
 
 def describe(folder: Path, files: dict[str, bytes], config: dict[str, Any], example: str = "") -> str:
-    """Return lines that state what the exported folder contains, with a command that loads it.
-
-    `files` come from `files_of`, `config` has the options of the run. `example` is code that uses {folder}, or {model}: what
-    `pipeline` takes.
-    """
+    """Return lines on what the exported folder contains and a command that loads it. `example` uses {folder} or {model}."""
     lines, base = [f"model saved in {folder}"], _base_of(files)
     if (whole := folder / "config.json").is_file():
         dtype = _exported_dtype({whole.name: whole.read_bytes()}, "auto")
@@ -201,17 +180,14 @@ def _code(folder: Path, files: dict[str, bytes], base: str, example: str = "") -
 
 
 def _base_of(files: dict[str, bytes]) -> str:
-    """Return the model below adapters: a Hub name, a built-in name or an absolute path. Return "" without adapters."""
     return json.loads(files[ADAPTER_CONFIG])["base_model_name_or_path"] if ADAPTER_CONFIG in files else ""
 
 
 def _locate(base: str, config: dict[str, Any]) -> str:
-    """Return the place of the model below adapters. `config` has the options of the run that trained them."""
     return locate(base, config.get("cache_dir") or TrainConfig.cache_dir)
 
 
 def _adds_tokens(files: dict[str, bytes]) -> bool:
-    """Return whether adapters contain embeddings of tokens that their model lacks."""
     return bool(json.loads(files.get(ADAPTER_CONFIG, b"{}")).get("trainable_token_indices"))
 
 
@@ -255,7 +231,6 @@ def from_checkpoint(
 
 
 def _chosen(place: Path, weights: str) -> Path:
-    """Return the checkpoint to export, whose files are verified. Raise UserError if there is none."""
     there = checkpoint_format.list_checkpoints(place)
     if not there and not place.is_dir():
         raise UserError(f"{place}: there is no such folder.{did_you_mean_path(place)}")
@@ -286,8 +261,6 @@ def _problem(path: Path, weights: str) -> str:
 
 
 class Stream(NamedTuple):
-    """Weights that are copied from a checkpoint, one tensor at a time."""
-
     pieces: Pieces
     names: dict[str, str]  # the name in the checkpoint of each tensor
     kind: Any  # the class of the model
@@ -337,7 +310,7 @@ def _weights_of(path: Path, averaged: bool) -> Any:
         adapters.base_model_name_or_path = None  # peft sets it, and warns if it changes
         model = peft.get_peft_model(base, adapters)
     else:
-        if names := find_names(kind, config, there):
+        if names := export_files.find_names(kind, config, there):
             return Stream(pieces, names, kind)
         model = kind(config)
     weights = to_save(model)
@@ -369,11 +342,11 @@ def _write(
         config = facts["config"]
         if base:  # who publishes the folder does not publish where the base model lies
             is_published = _is_on_hub(base) or config.get("push_to_hub") or config.get("log_model")
-            place = public_name(base) if is_published else _locate(base, config)
-            adapters = {**json.loads(without_paths(files[ADAPTER_CONFIG])), "base_model_name_or_path": place}
+            place = export_files.public_name(base) if is_published else _locate(base, config)
+            adapters = {**json.loads(export_files.without_paths(files[ADAPTER_CONFIG])), "base_model_name_or_path": place}
             files = {**files, ADAPTER_CONFIG: json.dumps(adapters, indent=1).encode()}
         more = json.loads(files.get(checkpoint_format.FACTS, b"{}"))  # of the recipe, such as the columns that it has chosen
-        published = {**facts, **more, "config": public_options(config)}
+        published = {**facts, **more, "config": export_files.public_options(config)}
         stored = json.dumps({("options" if name == "config" else name): value for name, value in published.items()}, indent=1)
         if merges:
             _save(partial / ADAPTER, model, files, dtype)
@@ -382,9 +355,9 @@ def _write(
             model = _merge(model, _exported_dtype(files, dtype))
         _save(partial, model, files, dtype)
         name = published["config"].get("push_to_hub") or "FOLDER"
-        code, _, pipeline = _code(partial, original, public_name(base))
+        code, _, pipeline = _code(partial, original, export_files.public_name(base))
         use = code.replace("{model}", pipeline).replace("{folder}", examples.literal(name)).replace("; ", "\n")
-        (partial / "README.md").write_text(card(published, use, base and public_name(base)))
+        (partial / "README.md").write_text(export_files.card(published, use, base and export_files.public_name(base)))
         (partial / checkpoint_format.FACTS).write_text(stored)
         if folder.exists():  # hidden first, so that a kill meanwhile leaves no partial folder
             old = folder.with_name(f".{folder.name}.old")
@@ -406,9 +379,9 @@ def _save(folder: Path, model: Any, files: dict[str, bytes], dtype: str) -> None
         files = {**files, "config.json": json.dumps({**config, "dtype": dtype}, indent=2).encode()}
     dtype = _exported_dtype(files, dtype).replace("auto", "")
     if isinstance(model, Stream):
-        write_weights(folder, *model, dtype)
+        export_files.write_weights(folder, *model, dtype)
     else:
-        weights = cast_weights(to_save(model) if has_adapters(model) else model.state_dict(), type(model), dtype)
+        weights = export_files.cast_weights(to_save(model) if has_adapters(model) else model.state_dict(), type(model), dtype)
         options: dict[str, Any] = {"state_dict": weights} if weights else {}
         if has_adapters(model):  # embeddings below them are not trained; peft would ask the Hub whether they were resized
             model.save_pretrained(folder, save_embedding_layers=False, **options)
@@ -421,7 +394,7 @@ def _save(folder: Path, model: Any, files: dict[str, bytes], dtype: str) -> None
     for name, content in files.items():  # they replace those that `save_pretrained` has written
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         is_config = Path(name).name in CONFIGS and name != ADAPTER_CONFIG
-        (folder / name).write_bytes(without_paths(content) if is_config else content)
+        (folder / name).write_bytes(export_files.without_paths(content) if is_config else content)
 
 
 def _exported_dtype(files: dict[str, bytes], dtype: str) -> str:

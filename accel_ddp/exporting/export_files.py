@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ddp.saving.pieces import Pieces, write_file
 from accel_ddp.sources import builtin
-from accel_ddp.text import counted
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +124,6 @@ def public_name(value: str) -> str:
 
 
 def public_options(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a run without the folders of this machine."""
     files = ("train_file", "eval_file", "output_dir", "cache_dir", "resume")  # their values are never names of the Hub
     last = lambda value: "\n".join(Path(one).expanduser().resolve().name for one in value.split("\n"))  # of one or several paths
     public = lambda name, value: last(value) if name in files else public_name(value)
@@ -147,26 +145,17 @@ def without_paths(content: bytes) -> bytes:
 
 
 def card(facts: dict[str, Any], use: str, base: str) -> str:
-    """Return the README.md of a model: its origin, its metrics and its options, for people and for the Hub.
+    """Return the README.md of a model, for people and the Hub. `use` is code that loads it; options have no local paths."""
+    import jinja2
 
-    `facts["config"]` are options without paths. `use` is code that loads the model. `base` is the model below adapters.
-    """
     files = {name: value.replace("\n", " ") for name, value in facts["config"].items() if value and name.endswith("_file")}
-    facts = {**facts, "config": facts["config"] | files}
-    config, metrics = facts["config"], facts["metrics"]
-    base = base or config.get("model", "")
-    origin = f"`{base or 'A model'}`, fine-tuned with accel_ddp's `{facts['recipe']}` on"
-    lines = ["---", _head_of_card(facts, base).to_yaml().strip(), "---", "", f"# {config['output_dir']}", ""]
-    lines += [f"{origin} `{(config.get('train_file') or config.get('dataset', '')) or 'other data'}`.", ""]
-    lines += ["## Use", "", "```python", use, "```", ""]
-    if metrics:
-        lines += ["## Evaluation", "", f"On {_describe_evaluation_data(config)}:", "", "| metric | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()] + [""]
-    step = f"{facts['step']} steps" if "step" in facts else "All steps"
-    lines += ["## Training", "", f"{step} on {counted(facts['num_ranks'], 'rank')}, with these options:", ""]
-    lines += ["```yaml", *(f"{name}: {json.dumps(value)}" for name, value in config.items()), "```", ""]
-    lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in facts["versions"].items()), ""]
-    return "\n".join(lines)
+    config = facts["config"] | files
+    base, facts = base or config.get("model", ""), facts | {"config": config}
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment.filters["json"] = json.dumps
+    more = {"head": _head_of_card(facts, base).to_yaml().strip(), "evaluated_on": _describe_evaluation_data(config)}
+    template = environment.from_string(Path(__file__).with_name("model_card.jinja").read_text("utf-8"))
+    return template.render(**facts, **more, base=base, use=use)
 
 
 def _describe_evaluation_data(config: dict[str, Any]) -> str:
@@ -192,12 +181,8 @@ def _head_of_card(facts: dict[str, Any], base: str) -> "ModelCardData":
         EvalResult(task or "other", kind, tested, name, round(value, 6), dataset_split=split)
         for name, value in facts["metrics"].items()
     ]
+    library = "sentence-transformers" if facts["recipe"] == "embed.py" else "transformers"
     return ModelCardData(
-        library_name="sentence-transformers" if facts["recipe"] == "embed.py" else "transformers",
-        base_model=base if is_name(base) else None,
-        datasets=[data.split(":")[0]] if is_dataset else None,
-        pipeline_tag=task,
-        tags=["accel_ddp"],
-        model_name=config["output_dir"],
-        eval_results=results or None,
-    )
+        library_name=library, base_model=base if is_name(base) else None, datasets=[data.split(":")[0]] if is_dataset else None,
+        pipeline_tag=task, tags=["accel_ddp"], model_name=config["output_dir"], eval_results=results or None,
+    )  # fmt: skip

@@ -17,11 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from accel_ddp.config.commands import parser_of
 from accel_ddp.config.option_values import check_template
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import USER_ERROR, UserError
 from accel_ddp.exporting import trained_model
 from accel_ddp.exporting.predict_rows import InputRows
+from accel_ddp.exporting.trained_model import KINDS
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.spawn import MODULE, clean_environment, die_with_parent
 from accel_ddp.records.files import replace_file, sync
@@ -30,18 +32,13 @@ from accel_ddp.text import counted
 
 ENDINGS = (".jsonl", ".csv", ".parquet", ".npy")
 NO_EFFECT = ("output", "columns", "num_processes")  # options on which the predictions do not depend
-USED_BY = {
-    "text_column": "labels scores tags masks texts vectors answers", "text_pair_column": "labels scores", "image_column": "images",
-    "messages_column": "answers rewards", "prompt_column": "answers rewards", "answer_column": "rewards",
-    "prefix": "labels scores masks texts vectors", "max_length": "labels scores tags masks texts vectors",
-    "chat_template": "answers rewards", "max_new_tokens": "answers texts", "temperature": "answers texts", "seed": "answers texts",
-    "top_k": "labels images masks",
-}  # what a model must predict so that an option has an effect  # fmt: skip
+# The options that have an effect for some models only.
+OPTIONS = [*dict.fromkeys(name for kind in KINDS for name in trained_model.options_of(kind))]
 Types = dict[str, tuple[str, int]]  # of the columns of predictions: the type, and how many lists are around it
 
 
 def main(words: list[str]) -> int:
-    given = build_parser().parse_args(words)
+    given = parser_of("predict").parse_args(words)
     check_options(given)
     output = Path(given.output)
     if output.suffix not in ENDINGS:
@@ -67,35 +64,6 @@ def main(words: list[str]) -> int:
         lock.close()
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accel-ddp predict", description=__doc__.partition(":")[2].partition("\n")[0])
-    add = parser.add_argument
-    add_model_options(parser)
-    add("--input", nargs="+", required=True, metavar="FILE", help="files with the rows, as for --train_file")
-    add("--output", required=True, metavar="FILE", help="a new file: .jsonl .csv .parquet, or .npy for vectors")
-    for name in [name for name in USED_BY if name.endswith("_column")]:
-        add(f"--{name}", default="", metavar="NAME", help="default: as in training, or the usual name")
-    add("--columns", nargs="*", metavar="NAME", help="columns of the input to keep in the output; default: all")
-    add("--prefix", help="text before each input; default: as in training")
-    add("--max_length", type=int, default=0, help="tokens per text; longer texts are truncated; default: as in training")
-    add("--top_k", type=int, default=1, help="labels, or tokens of a mask, to return for each row")
-    add("--batch_size", type=int, default=0, help="rows that are computed at once; default: by their length")
-    add("--num_processes", type=int, default=0, help="default: one for each GPU, or one on CPUs")
-    add("--skip_broken", action="store_true", help="rows that cannot be used get no prediction (null)")
-    return parser
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="an exported folder, adapters, a run, a checkpoint, or any folder or Hub name")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="auto: as stored; float32 on CPUs")
-    add("--chat_template", default="", help="for models without one: plain, chatml, llama3, gemma, mistral or a .jinja file")
-    add("--max_new_tokens", type=int, default=0, help="tokens of an answer; default: from the model's generation config, or 256")
-    add("--temperature", type=float, default=0.0, help="0: the most probable answer; above 0: sample")
-    add("--top_p", type=float, default=1.0, help="sample from the most probable tokens with this total probability")
-    add("--seed", type=int, default=0, help="seed of sampled answers, which also depend on the row number")
-
-
 def check_options(given: argparse.Namespace) -> None:
     check_template(given.chat_template)
     positive = {"top_p": "above 0 and at most 1", "top_k": "1 or more"}
@@ -108,10 +76,9 @@ def check_options(given: argparse.Namespace) -> None:
 
 
 def check_effect(given: argparse.Namespace, found: trained_model.TrainedModel) -> None:
-    """Raise UserError for an option that this model would ignore."""
-    parser, has_rank = build_parser(), _types(found, 2) != _types(found, 1)
-    for name in [name for name in USED_BY if getattr(given, name) != parser.get_default(name)]:
-        if found.kind not in USED_BY[name].split() or (name == "top_k" and not has_rank):
+    parser, has_rank = parser_of("predict"), _types(found, 2) != _types(found, 1)
+    for name in [name for name in OPTIONS if getattr(given, name) != parser.get_default(name)]:
+        if name not in trained_model.options_of(found.kind) or (name == "top_k" and not has_rank):
             what = f"would be ignored, because {given.model} predicts {found.kind}"
             raise UserError(f"--{name} {getattr(given, name)}: {what}. Leave it out.")
 
@@ -167,7 +134,6 @@ def _types(found: trained_model.TrainedModel, top_k: int) -> Types:
 
 
 def store_job(partial: Path, options: dict[str, Any], found: trained_model.TrainedModel, rows: InputRows) -> None:
-    """Store what the shards depend on. Raise UserError if those that exist depend on something else."""
     folders = {"files of --input": rows.files.files.paths, "model files": [found.place]}
     below = lambda path: sorted(path.rglob("*")) if path.is_dir() else [path]
     facts = lambda file: [str(file), file.stat().st_size, file.stat().st_mtime_ns] if file.is_file() else str(file)
@@ -220,7 +186,6 @@ def run_processes(given: argparse.Namespace, partial: Path, rows: InputRows) -> 
 
 
 def join(rows: InputRows, partial: Path, path: Path, columns: list[str], types: Types) -> None:
-    """Write all shards and the columns of the input as one file."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ddp.config.train_config import IMAGE_FILES, TABLE_FILES, RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.exporting.trained_model import TrainedModel
+from accel_ddp.exporting.trained_model import KINDS, TrainedModel
 from accel_ddp.sources import data
 from accel_ddp.sources.places import Progress
 from accel_ddp.sources.table_files import SENTENCE_FILES, load_file
@@ -16,32 +16,20 @@ from accel_ddp.text import counted, listed
 if TYPE_CHECKING:
     import datasets
 
-# For what a model predicts: groups of options of `predict` that name its columns, of which the first that suits the data is used. Each
-# option comes with the options of recipes that mean the same.
-COLUMNS: dict[str, tuple[dict[str, tuple[str, ...]], ...]] = {
-    "labels": ({"text_column": (), "text_pair_column": ()},), "images": ({"image_column": ("image_column",)},),
-    "scores": ({"text_column": ("query_column",), "text_pair_column": ("candidate_column",)},),
-    "tags": ({"text_column": ("tokens_column",)},), "texts": ({"text_column": ("source_column",)},),
-    "vectors": ({"text_column": ("anchor_column", "positive_column")},), "masks": ({"text_column": ()},),
-    "answers": ({"messages_column": ()}, {"prompt_column": ()}, {"text_column": ()}),
-    "rewards": ({"messages_column": ()}, {"prompt_column": (), "answer_column": ("chosen_column",)}),
-}  # fmt: skip
 GUESSED = ("images", "tags", "answers", "rewards")  # their data may have no columns, or columns that describe themselves
 PREFIXES = {"source_column": "prefix", "anchor_column": "anchor_prefix", "positive_column": "positive_prefix"}
-SHARD_ROWS = {"answers": 256, "texts": 256, "images": 256}  # the most; others have 1,000
 CORRECT = "Correct them, or give --skip_broken: they get no prediction."
 
 
 class InputRows:
-    """The rows of `--input`, and what the model is given of each of them."""
-
     def __init__(self, found: TrainedModel, options: dict[str, Any]):
         self.found, self.kind, self.prefix = found, found.kind, options["prefix"] or ""
         self.files = self.table = self._load(options["input"])
         self.separator = found.option("separator", "").replace(r"\n", "\n").replace(r"\t", "\t")
         self.columns: dict[str, str] = {}
-        given = {option for group in COLUMNS[self.kind] for option in group if options[option]}
-        for group in [group for group in COLUMNS[self.kind] if given & {*group}] or COLUMNS[self.kind]:
+        groups = KINDS[self.kind]["columns"]
+        given = {option for group in groups for option in group if options[option]}
+        for group in [group for group in groups if given & {*group}] or groups:
             self.columns = {option: name for option in group if (name := self._find(option, group[option], options))}
             if self.columns:
                 break
@@ -59,7 +47,7 @@ class InputRows:
 
             self.table = self.table.cast_column(self.columns["image_column"], datasets.Image(decode=False))
         # The result of a row depends a little on the rows it is padded with, so shards do not depend on the number of processes.
-        self.shard_rows = min(SHARD_ROWS.get(self.kind, 1000), max(32, -(-len(self.table) // 64)))
+        self.shard_rows = min(KINDS[self.kind].get("shard_rows", 1000), max(32, -(-len(self.table) // 64)))
         self.num_shards = -(-len(self.table) // self.shard_rows)
 
     def _load(self, paths: list[str]) -> "datasets.Dataset":
@@ -121,12 +109,10 @@ class InputRows:
         return f"{found.prompt}{self.separator}{found.answer}" if isinstance(found, Pair) else found
 
     def describe(self, broken: dict[int, str]) -> str:
-        """Return the reasons why rows cannot be used, with the first rows of each."""
         head = f"{len(broken):,} of {counted(len(self.files), 'row')} of {listed(self.files.files.paths)} cannot be used:"
         return "\n".join([head, *(f"  {kind}" for kind in data.describe_kinds(broken, self.files.files)), CORRECT])
 
     def check(self, skips: bool) -> None:
-        """Raise UserError if rows cannot be used, or print them if they are skipped. Images are decoded later."""
         broken: dict[int, str] = {}
         with Progress("checking", len(self.table)) as progress:
             for shard in map(self.shard, range(self.num_shards if self.kind != "images" else 0)):
@@ -139,7 +125,6 @@ class InputRows:
 
 
 def _read_images(option: str, path: str) -> "datasets.Dataset":
-    """Return images of a table, of a folder with or without classes, or one image."""
     import datasets
 
     from accel_ddp.tasks import vision

@@ -68,7 +68,6 @@ class Predictor:
             self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def encode(self, item: Any) -> Encoded:
-        """Return the inputs of one row. Raise UnusableRow if the model cannot read it."""
         if self.kind == "images":
             from accel_ddp.tasks import vision
 
@@ -96,7 +95,6 @@ class Predictor:
         return Encoded(dict(encoded), len(ids), places)
 
     def batches(self, rows: dict[int, Encoded]) -> list[list[int]]:
-        """Return the numbers of rows in batches of similar length, which depend on these rows only."""
         most, tokens = (self.options["batch_size"], 1 << 60) if self.options["batch_size"] else LARGEST[self.device.type]
         made: list[list[int]] = []
         for number in sorted(rows, key=lambda i: (-rows[i].length, i)):
@@ -174,8 +172,6 @@ class Predictor:
 
 
 class Prompts:
-    """What a language model is given for a chat or a text, in tokens, as in training."""
-
     def __init__(self, tokenizer: Any, found: TrainedModel, template: str = ""):
         date = found.option("template_date", "auto")
         cfg = SimpleNamespace(chat_template=template, model=found.name, template_date=date)
@@ -184,7 +180,6 @@ class Prompts:
         self.first_ids, _ = chat.tokens_around(tokenizer)
 
     def ids(self, item: Chat | str, is_whole: bool = False) -> list[int]:
-        """Return the tokens before an answer, or of a whole chat."""
         if isinstance(item, str):
             return chat.prompt_ids(self.tokenizer, self.first_ids, item + (self.tokenizer.eos_token or "") * is_whole)
         if self.template is None:
@@ -200,7 +195,6 @@ def context_length(model: Any, tokenizer: Any) -> int:
 
 
 def generation_config(model: Any, tokenizer: Any, options: dict[str, Any]) -> Any:
-    """Return the settings of the model for a search without random numbers; `sampling` adds them."""
     config = copy.deepcopy(model.generation_config)
     config.do_sample, config.temperature, config.top_p, config.top_k, config.max_length = False, None, None, None, None
     config.max_new_tokens = options["max_new_tokens"] or config.max_new_tokens or MOST_NEW
@@ -210,10 +204,7 @@ def generation_config(model: Any, tokenizer: Any, options: dict[str, Any]) -> An
 
 
 def sampling(options: dict[str, Any], numbers: list[int], device: torch.device) -> dict[str, Any]:
-    """Return the options of `generate` with which a greedy search samples, if `--temperature` asks for it.
-
-    Gumbel noise is added to the scores, so the best token is a sample. The noise of a row depends on the seed and its number only.
-    """
+    """Return options with which a greedy search samples: Gumbel noise, which depends on the seed and the row number only."""
     if not options["temperature"]:
         return {}
     from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
@@ -250,7 +241,6 @@ class Worker:
         self.rows, self.predictor = InputRows(found, self.options), Predictor(found, self.options)
 
     def write(self, shard: int) -> None:
-        """Predict the rows of a shard and write it, completely or not at all."""
         numbers, encoded = self.rows.shard(shard), {}
         for number, item, problem in zip(numbers, *self.rows.read(numbers)):
             try:

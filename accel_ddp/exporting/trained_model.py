@@ -14,23 +14,22 @@ from accel_ddp.saving import checkpoint_format
 from accel_ddp.sources.adapters import load_base
 from accel_ddp.sources.builtin import from_pretrained, locate
 from accel_ddp.sources.places import prepare_hub
+from accel_ddp.text import read_table
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-# What a model predicts, and the ending of its class. AutoModel with the same ending loads it.
-HEADS = {
-    "rewards": "ForSequenceClassification", "scores": "ForSequenceClassification", "labels": "ForSequenceClassification",
-    "tags": "ForTokenClassification", "images": "ForImageClassification", "masks": "ForMaskedLM", "answers": "ForCausalLM",
-    "texts": "ForSeq2SeqLM", "vectors": "",
-}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_name("kinds.yaml"))
 ALSO = {"ForPreTraining": "masks", "LMHeadModel": "answers", "Model": "vectors"}
 
 
-class TrainedModel(NamedTuple):
-    """A model that is not loaded yet."""
+def options_of(kind: str) -> list[str]:
+    """Return the options of `predict` that have an effect on predictions of this kind, columns first."""
+    return [*(name for group in KINDS[kind]["columns"] for name in group), *KINDS[kind]["options"]]
 
+
+class TrainedModel(NamedTuple):
     name: str  # as the user has typed it
     place: str  # a folder, or a name on the Hub
-    kind: str  # a key of HEADS
+    kind: str  # a key of KINDS
     config: dict[str, Any]  # of the whole model
     base: str  # the model below the adapters, or ""
     facts: dict[str, Any]  # how it was trained, see `read_facts`
@@ -72,7 +71,6 @@ def find(name: str, scratch: Path) -> TrainedModel:
 
 
 def _of_run(folder: Path, scratch: Path) -> Path:
-    """Return the model that a run has exported, or the files of its best or newest checkpoint, or the folder if it is no run."""
     is_model = lambda place: any((place / file).is_file() for file in (CONFIG, ADAPTER_CONFIG))
     if is_model(folder / "model"):
         return folder / "model"
@@ -86,7 +84,6 @@ def _of_run(folder: Path, scratch: Path) -> Path:
 
 
 def export(found: TrainedModel, scratch: Path) -> TrainedModel:
-    """Return the model with its weights: a checkpoint is exported into `scratch`."""
     if not (Path(found.place).parent / checkpoint_format.MANIFEST).is_file():
         return found
     from accel_ddp.exporting.export import from_checkpoint
@@ -115,7 +112,7 @@ def read(place: str, file: str) -> Any:
 
 def _kind(name: str, config: dict[str, Any], place: str) -> str:
     architecture = (config.get("architectures") or [""])[0]
-    endings = {**ALSO, **{ending: kind for kind, ending in HEADS.items() if ending}}
+    endings = {**ALSO, **{one["class"]: kind for kind, one in reversed(KINDS.items()) if one["class"]}}
     kind = next((kind for ending, kind in endings.items() if architecture.endswith(ending)), "")
     if kind in ("", "vectors") and config.get("is_encoder_decoder"):
         kind = "texts"
@@ -134,7 +131,7 @@ def load(found: TrainedModel, dtype: str, device: Any) -> Any:
         from accel_ddp.tasks import vision as vision  # registers its models with transformers
     stored = found.config.get("dtype") or found.config.get("torch_dtype") or "float32"
     dtype = (stored if device.type == "cuda" else "float32") if dtype == "auto" else dtype
-    auto_class, options = getattr(transformers, f"AutoModel{HEADS[found.kind]}"), {"dtype": getattr(torch, dtype)}
+    auto_class, options = getattr(transformers, f"AutoModel{KINDS[found.kind]['class']}"), {"dtype": getattr(torch, dtype)}
     if not found.base:
         return from_pretrained(auto_class, found.name, found.place, **options).eval().to(device)
     import peft

@@ -31,11 +31,7 @@ _NOT_MADE, _NOT_WRITABLE, _NO_PROGRAM, _IS_HOME = range(64, 68)  # exit codes of
 
 
 def list_files(folder: Path, left_out: Iterable[str] = (), seconds: float | None = None) -> list[str]:
-    """Return the files below a folder that git does not ignore, relative to the folder and sorted.
-
-    Files that never belong to the code are left out: repositories, virtual environments, caches, and the paths `left_out`. Raises
-    TimeoutError after `seconds`.
-    """
+    """Return the files below a folder, sorted, without those that git ignores or that are no code. Or TimeoutError."""
     paths = [os.path.normpath(path) for path in left_out if path]
     deadline = None if seconds is None else time.monotonic() + seconds
     found = []
@@ -81,10 +77,7 @@ def _walk(folder: Path, deadline: float | None) -> Iterable[str]:
 
 
 def describe_code(folder: Path, script: str = "", left_out: Iterable[str] = ()) -> dict[str, Any]:
-    """Return what `compare_code` compares: git's commit, and hashes of the package accel_ddp and of the code in a folder.
-
-    It takes at most some seconds. `files` is empty if there are too many files.
-    """
+    """Return what `compare_code` compares, in some seconds at most: git's commit and hashes. No `files`: they are too many."""
     commit = git_output(folder, "rev-parse", "--short=12", "HEAD").strip()
     hashes = {}
     try:
@@ -103,10 +96,7 @@ def describe_code(folder: Path, script: str = "", left_out: Iterable[str] = ()) 
 
 
 def compare_code(facts: dict[str, dict[str, Any]]) -> str | None:
-    """Return one message that states which hosts have other code than the rest, or None. `facts` is from `describe_code`.
-
-    A file that only some hosts have is a difference in folders without git. In a repository it is a file that is not committed.
-    """
+    """Return which hosts have other code than the rest, or None. In a repository, a file that some lack is not committed."""
     advice = "Update the code there, for example with `git pull`, or write copy: rsync in the cluster file."
     usual_commit = _most_frequent([one.get("commit") for one in facts.values()])
     candidates = [one for one in facts.values() if not usual_commit or one.get("commit") == usual_commit]
@@ -162,10 +152,7 @@ def git_output(folder: Path, *words: str) -> str:
 
 
 def find_source(script: str) -> Path:
-    """Return the folder that `copy: rsync` copies: the current folder, so that all paths of the command line fit.
-
-    The script must be below this folder.
-    """
+    """Return the folder that `copy: rsync` copies: the current one, so all paths of the command fit. The script is below it."""
     source = Path.cwd()
     if not shutil.which("rsync"):
         raise UserError("copy: rsync: the program rsync is not installed on this machine. Install it, or write copy: none.")
@@ -185,11 +172,7 @@ def find_source(script: str) -> Path:
 async def copy_code(
     cluster: Cluster, source: Path, ssh_words: Callable[[Node], list[str]], note: Callable[[str], None] = print
 ) -> None:
-    """Copy the code in `source` to the code folder of every node, on all nodes at the same time.
-
-    `ssh_words` returns the ssh command for a node, which ends with the host. `note` prints a message. Raises UserError with the
-    reason of each node.
-    """
+    """Copy `source` to all nodes at once, by the ssh command of each, which ends with its host. UserError has all reasons."""
     copier = _Copier(cluster, source, ssh_words)
     copier.warn(note)
     results = await asyncio.gather(*map(copier.copy, cluster.nodes), return_exceptions=True)
@@ -202,10 +185,7 @@ async def copy_code(
 
 
 class _Copier:
-    """Copies the files that git would not ignore, as they are now.
-
-    Files of the node are deleted only if an earlier copy has brought them. `.accel_ddp/copied` in the code folder lists these.
-    """
+    """Copies what git would not ignore. Deletes on a node only what an earlier copy has brought: `.accel_ddp/copied` lists it."""
 
     def __init__(self, cluster: Cluster, source: Path, ssh_words: Callable[[Node], list[str]]):
         self.cluster, self.source, self.ssh_words = cluster, source, ssh_words
@@ -220,8 +200,7 @@ class _Copier:
         """Copy the files to a node, after those were deleted there that are gone here. Raises Lost."""
         if not node.folder:
             raise Lost("copy: rsync needs a folder for the code. Write for example folder: ~/work")
-        # From rsync 3.5 on, a link that leads out of the code folder, for example from `data` to a disk, is followed only with this
-        # option. The protection is against users who can write into the folder. They could as well change the code that is run.
+        # From rsync 3.5 on, a link out of the folder, as to a disk, needs this. Who can write there can change the code too.
         find_option = '"$(rsync --help | grep -q -e --insecure-links && echo --insecure-links)"'
         ready = f"printf '%s%s\\0%s\\0' {_MARK.decode()} \"$(pwd -P)\" {find_option}; cat .accel_ddp/copied 2>/dev/null || true"
         folder, option, *copied_before = await self.run_on(node, f"{_prepare(node)}; {ready}")
@@ -231,8 +210,7 @@ class _Copier:
         missing = filter(is_inside, set(copied_before) - set(self.names))
         if gone := [name for name in missing if not os.path.lexists(self.source / name)]:
             await self.run_on(node, f"{there}; xargs -0 rm -f -- || exit 1", _joined(gone))
-        # -K: a link to a folder stays. Without implied folders, their permissions stay too.
-        # -s: the folder may contain spaces.
+        # -K: a link to a folder stays. Without implied folders, their permissions stay too. -s: spaces in the folder.
         words = ["rsync", "-lptKs", "--no-implied-dirs", "--timeout=300", "--from0", "--files-from=-"]
         words += [f"--rsync-path=rsync {option}"]
         # `rsync -e` has its own rules: a quote inside quotes is doubled.
@@ -244,7 +222,6 @@ class _Copier:
         await self.run_on(node, f"{there}; {store}mv .accel_ddp/copied.$$ .accel_ddp/copied || exit 1", _joined(self.names))
 
     async def run(self, node: Node, words: list[str], given: bytes = b"") -> bytes:
-        """Run a program on this machine and return its output. Raises Lost with the reason if it fails."""
         pipe = asyncio.subprocess.PIPE
         # In a session of its own, a program does not receive the Ctrl-C of the terminal. It is ended below instead.
         process = await asyncio.create_subprocess_exec(
@@ -296,10 +273,7 @@ class _Copier:
 
 
 def _prepare(node: Node) -> str:
-    """Return a script that makes the code folder of a node and checks that code can be copied to it.
-
-    Folders above it are made in the home directory only: a missing one elsewhere is probably a disk that is not mounted.
-    """
+    """Folders above the code folder are made in the home directory only: elsewhere a missing one is an unmounted disk."""
     folder = shell_path(node.folder)
     make = "mkdir -p" if node.folder.startswith("~") or not node.folder.startswith("/") else "mkdir"
     lines = [

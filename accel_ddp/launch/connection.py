@@ -27,8 +27,7 @@ def ssh_words(cluster: Cluster, node: Node) -> list[str]:
     """Return `ssh` with its options and the host. Options of the description come first, because ssh uses the first value of each."""
     connect = cluster.ssh.get("connect_seconds", CONNECT_SECONDS)
     options = ["BatchMode=yes", f"ConnectTimeout={connect}", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
-    # An existing master is used. As a master itself, this ssh would end the user's other sessions when the job ends. Forwardings and
-    # the command of an interactive session in the user's configuration would fail here.
+    # An existing master is used. As one itself, this ssh would end other sessions. Forwardings and commands would fail.
     options += ["ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"]
     return ["ssh", *cluster.ssh.get("options", []), "-T", *(word for option in options for word in ("-o", option)), node.host]
 
@@ -44,7 +43,6 @@ def guard_command(node: Node) -> str:
 
 
 def explain(cluster: Cluster, node: Node, code: int | None, text: str) -> str:
-    """Return why the connection to a node or the start of its guard failed, and what to do. `text` is what ssh printed."""
     host, file = node.host, cluster.file
     end = "no answer within the time limit" if code is None else f"exit code {code}"
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "").rstrip(".")
@@ -90,7 +88,6 @@ class Connection:
         self._tasks: list[asyncio.Task] = []
 
     async def open(self) -> None:
-        """Start the guard and wait for its first message. Raises Lost with an explanation."""
         env = dict(os.environ)
         if self.cluster.backend == "local":
             folder, venv = Path(self.node.folder or ".").expanduser().absolute(), self.node.venv
@@ -142,7 +139,6 @@ class Connection:
                     return message
 
     async def ask(self, kind: str, answer: str, limit: float = 60.0, **values: Any) -> dict[str, Any]:
-        """Send a request and return its answer. Raises Lost."""
         self.send(kind, **values)
         try:
             while (message := await asyncio.wait_for(self.receive(), limit))["is"] not in (answer, "failed"):
@@ -173,7 +169,6 @@ class Connection:
                 await self._exit_code(2)
 
     async def _exit_code(self, seconds: float) -> int | None:
-        """Wait for the end of ssh. Return its exit code, or None if it still runs."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
         return self.process.returncode

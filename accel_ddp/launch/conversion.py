@@ -1,8 +1,10 @@
-"""What a file of axolotl or LLaMA-Factory is as options of a recipe, with what differs and what has no equivalent."""
+"""`accel-ddp convert`: a file of axolotl or LLaMA-Factory as options of a recipe, with what differs and what is lost."""
 
+import argparse
 import json
 import re
 import shlex
+import sys
 import tempfile
 import textwrap
 from collections.abc import Iterable
@@ -14,6 +16,7 @@ from accel_ddp.config.options import properties_of
 from accel_ddp.config.other_names import INSTEAD, NO_EQUIVALENT, NOTES, OTHER_NAMES, TABLES
 from accel_ddp.config.train_config import TABLE_FILES
 from accel_ddp.doctor.check_options import load_recipe, load_recipe_config
+from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.recipe_files import recipe_path
 from accel_ddp.text import counted, shorten
@@ -25,8 +28,6 @@ ROLES, FORMATS, ELSEWHERE = ({*TABLES["data_words"][name].split()} for name in (
 
 
 class Conversion:
-    """The options of a recipe that do what a file of another toolkit does."""
-
     def __init__(self, toolkit: str, values: dict[str, Any], gpus: int, file: Path, info: str):
         self.toolkit, self.gpus, self.file, self.info = toolkit, gpus, file, info
         self.left = {str(name): _number(value) for name, value in values.items() if value not in (None, "", [], {})}
@@ -272,7 +273,6 @@ class Conversion:
             self._put_columns(where, entry)
 
     def _entries(self, given: Any) -> Iterable[tuple[str, str, list[str], dict[str, Any]]]:
-        """Yield the name, the path, the files (none: it is on the Hub) and the description of each dataset."""
         if not given:
             raise UserError(f"{self.file}: has no datasets, and a run needs one.")
         if self.toolkit == "axolotl":
@@ -404,7 +404,6 @@ class Conversion:
         return "\n".join([*lines, *(f"# {line}" for line in self.summary())]) + "\n"
 
     def summary(self) -> list[str]:
-        """Return all keys of the file that are no option of the same name, with what became of them."""
         lines = [*self.differences(), *_listed("Not needed:", self.not_needed)]
         listed = {word for line in lines for word in re.findall(r"^ +(?:\w+ )?(\w+)", line)} | {*self.empty, *self.options}
         read = sorted(name for name in self.names if name not in listed)
@@ -412,7 +411,6 @@ class Conversion:
         return [*lines, f"Empty or off: {', '.join(sorted(self.empty))}"] if self.empty else lines
 
     def differences(self) -> list[str]:
-        """Return what the run needs, and what has no equivalent or is done in another way."""
         more = [OPTIMIZERS[self.options.get("optimizer", "adamw")].package, *self.options.get("report_to", "").split(",")]
         wanted = ["bitsandbytes"] * ("quantize" in self.options) + [name for name in more if name not in ("", "all")]
         lines = [f"Needs: pip install {' '.join(wanted)}"] if wanted else []
@@ -435,7 +433,6 @@ def _listed(title: str, reasons: dict[str, str]) -> list[str]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number that YAML reads as a text: 2e-5."""
     return float(value) if isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d*)?[eE][+-]?\d+", value) else value
 
 
@@ -452,3 +449,64 @@ def read_yaml(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{file}: must contain lines of `name: value`, as files of axolotl and LLaMA-Factory do.")
     return values
+
+
+# ---- the command
+
+
+def detect(file: Path, values: dict[str, Any]) -> str:
+    if "base_model" in values:
+        return "axolotl"
+    if "model_name_or_path" in values:
+        return "llama_factory"
+    if "distributed_type" in values or "compute_environment" in values:
+        raise UserError(f"{file}: is a config of accelerate. Use it as it is: accel-ddp run RECIPE --config_file {file}.")
+    if "model" in values or "train_file" in values:
+        recipe = values.get("recipe", "RECIPE")
+        raise UserError(f"{file}: is already a file of accel_ddp. Run it: accel-ddp run {recipe} --config {file}.")
+    raise UserError(
+        f"{file}: is neither a file of axolotl (it has no base_model) nor of LLaMA-Factory (it has no model_name_or_path). If it "
+        "is, add --from axolotl or --from llama_factory."
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accel-ddp convert",
+        description="Write the options of a recipe that do what a YAML file of axolotl or LLaMA-Factory does. What has no "
+        "equivalent is listed in the file and on stderr.",
+    )
+    parser.add_argument("file", help="the YAML file of the other toolkit")
+    parser.add_argument("--out", default="", metavar="FILE", help="the file to write (default: stdout); it must not exist")
+    parser.add_argument("--from", dest="toolkit", choices=tuple(TITLES), help="its toolkit (default: found out)")
+    help = "GPUs that the file ran on; with its batch per GPU they give --global_batch_size (default: this machine's, or 1)"
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help=help)
+    help = "dataset_info.json of LLaMA-Factory (default: in dataset_dir below this folder, next to the file or above it)"
+    parser.add_argument("--dataset_info", default="", metavar="FILE", help=help)
+    return parser
+
+
+def main(words: list[str]) -> int:
+    given = build_parser().parse_args(words)
+    file, gpus = Path(given.file), given.gpus or count_visible() or 1
+    if gpus < 1:
+        raise UserError(f"--gpus {gpus}: must be a whole number, 1 or more.")
+    values = read_yaml(file)
+    try:
+        done = Conversion(given.toolkit or detect(file, values), values, gpus, file, given.dataset_info)
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{file}: a value has a wrong type: {error}") from error
+    text = done.text(given.out)
+    if given.out:
+        try:
+            with Path(given.out).open("x") as out:
+                out.write(text)
+        except OSError as error:
+            raise UserError(f"--out {given.out}: cannot be written: {error.strerror}. Choose another name.") from error
+    else:
+        print(text, end="")
+    told = "" if given.gpus else f" ({'the GPUs of this machine' if gpus > 1 else 'the default'}; --gpus N for another number)"
+    lines = [*done.differences(), f"for {counted(gpus, 'GPU')}{told}", f"run it: {done.command(given.out)}"]
+    lines += [f"on several machines: {done.launch_command(given.out)}"] * (gpus > 1)
+    print(*lines, sep="\n", file=sys.stderr)
+    return 0

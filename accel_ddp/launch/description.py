@@ -1,7 +1,4 @@
-"""The description of a cluster and of how jobs run there: the keys of cluster.yaml, and their reader.
-
-docs/cluster.md shows the texts of the keys.
-"""
+"""The keys of cluster.yaml, which describe a cluster and how jobs run there (docs/cluster.md), and their reader."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -60,22 +57,6 @@ def _choice(*names: str) -> Callable[[Any], str]:
     return check
 
 
-_FLAG = _that(lambda value: isinstance(value, bool), "must be true or false")
-_IS_NAME = lambda value: isinstance(value, str) and NAME.fullmatch(value)
-_NAME = _that(_IS_NAME, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder")
-_NAMES = _that(_list_of(_IS_NAME), "must be a list of names, for example [wandb]")
-_HOST = _that(
-    lambda value: isinstance(value, str) and re.fullmatch(r"(?!-)[^\s'\"`$;|&<>\\/\0]+", value),
-    "must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address",
-)
-# YAML reads an unquoted yes as true.
-_IS_WORDS = _that(_list_of(lambda word: type(word) in (str, int)), "must be a list of words, for example [-F, my_ssh_config]")
-_WORDS = lambda value: [str(word) for word in _IS_WORDS(value)]
-_TABLE = _that(lambda value: isinstance(value, dict) and all(type(key) is str for key in value), "must be lines of KEY: value")
-_ARE_LABELS = lambda value: isinstance(value, dict) and all(type(word) is str for pair in value.items() for word in pair)
-_LABELS = _that(_ARE_LABELS, "must be lines of NAME: text")
-
-
 def _variables(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise ValueError("must be lines of NAME: value")
@@ -103,16 +84,24 @@ def _seconds(value: Any) -> int:
 
 
 class Key(NamedTuple):
-    """A key of the description. `check` returns the value, or raises ValueError with the reason."""
-
     check: Callable[[Any], Any]
     help: str
 
 
+_IS_NAME = lambda value: isinstance(value, str) and NAME.fullmatch(value)
+_IS_HOST = lambda value: isinstance(value, str) and re.fullmatch(r"(?!-)[^\s'\"`$;|&<>\\/\0]+", value)
+_IS_TABLE = lambda value: isinstance(value, dict) and all(type(key) is str for key in value)
+_ARE_WORDS = _that(_list_of(lambda word: type(word) in (str, int)), "must be a list of words, for example [-F, my_ssh_config]")
 _CHECKS = {
     "any": lambda value: value,  # the reader of the description checks it
-    "text": _text, "name": _NAME, "names": _NAMES, "host": _HOST, "words": _WORDS, "table": _TABLE, "labels": _LABELS, "flag": _FLAG,
-    "variables": _variables, "seconds": _seconds,
+    "text": _text, "variables": _variables, "seconds": _seconds,
+    "name": _that(_IS_NAME, "must consist of at most 63 letters, digits, '.', '_' and '-', because it is the name of a folder"),
+    "names": _that(_list_of(_IS_NAME), "must be a list of names, for example [wandb]"),
+    "host": _that(_IS_HOST, "must be a host as in `ssh HOST`: a name of your ssh configuration, an address, or user@address"),
+    "words": lambda value: [*map(str, _ARE_WORDS(value))],
+    "table": _that(_IS_TABLE, "must be lines of KEY: value"),
+    "flag": _that(lambda value: isinstance(value, bool), "must be true or false"),
+    "labels": _that(lambda value: _IS_TABLE(value) and all(type(one) is str for one in value.values()), "must be lines of NAME: text"),
 }  # fmt: skip
 
 
@@ -147,8 +136,6 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster description. KEYS documents the key that each field comes from."""
-
     file: Path
     name: str = ""  # of the job; the default is the name of the recipe
     backend: str
@@ -179,10 +166,7 @@ class Cluster:
 
 
 def read_description(file: str | Path, changes: Iterable[str] = ()) -> Cluster:
-    """Return the cluster that a file describes. `changes` are texts KEY=VALUE or TABLE.KEY=VALUE, which replace keys of the file.
-
-    Raises UserError with the file, the key, its value and the reason.
-    """
+    """Read a cluster file. `changes` are texts (TABLE.)KEY=VALUE. UserError has the file, the key, its value and the reason."""
     file, changes = Path(file), tuple(changes)
     values = _load(file)
     for change in changes:

@@ -71,8 +71,6 @@ class Channel:
 
 
 class JobOnNode:
-    """The job on this node: its launcher with all descendants, its output and its end."""
-
     def __init__(self, request: dict[str, Any], channel: Channel):
         self.request, self.channel = request, channel
         self.kill_seconds = request.get("kill_seconds", KILL_SECONDS)
@@ -89,7 +87,6 @@ class JobOnNode:
         self.timers: list[asyncio.TimerHandle] = []
 
     async def start(self) -> str:
-        """Start the launcher. Return an error, or "" if it runs."""
         request, place, is_own = self.request, str(self.record.log), False
         try:
             if not (is_own := self.record.claim()):
@@ -141,10 +138,7 @@ class JobOnNode:
         return ""
 
     def stop(self, why: str, seconds: float | None = None, is_interrupt: bool = False) -> None:
-        """Ask the launcher to stop as Ctrl-C does: the ranks save and end. After `seconds` everything is killed.
-
-        Before the first step, the ranks have nothing to save. The exit code is then 130 after Ctrl-C, and 75 after any other stop.
-        """
+        """Stop as Ctrl-C does, and kill after `seconds`. Before the first step, Ctrl-C returns 130, and other stops 75."""
         if seconds is not None:
             self.timers.append(asyncio.get_running_loop().call_later(seconds, self.kill, why))
         if self.why:
@@ -203,7 +197,6 @@ class JobOnNode:
         self.ended.set()
 
     async def _end_descendants(self) -> str:
-        """Wait for the descendants of the launcher and kill those that are left. Return a message about those that survive."""
         deadline = time.monotonic() + LEFTOVER_SECONDS
         while self._descendants() and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -216,7 +209,6 @@ class JobOnNode:
         return ""
 
     def _read_rest(self) -> None:
-        """Store and send what is unread after the end of the launcher, and close the pipes."""
         for descriptor in self.outputs.filenos():
             asyncio.get_running_loop().remove_reader(descriptor)
         for rank, data in self.outputs.drain():
@@ -243,7 +235,6 @@ class JobOnNode:
                 process.kill()
 
     def _read(self, descriptors: list[int]) -> None:
-        """Read what a rank has printed, or the launcher and its descendants without an output of their own (rank None)."""
         for rank, data in self.outputs.read(descriptors):
             self._receive(rank, data)
 
@@ -322,7 +313,6 @@ class _Guard:
             await asyncio.sleep(0.01)
 
     async def handle(self, message: dict[str, Any]) -> bool:
-        """Do what a message asks for. Return whether it was the last one."""
         send, do = self.channel.send, message["do"]
         if do == "beat":
             send("beat")
@@ -351,7 +341,6 @@ class _Guard:
         return False
 
     async def answer(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a request until it has ended or the machine that asked is gone: `logs -f` lasts as long as a job."""
         answering = asyncio.ensure_future(work)
         while not answering.done():
             reading = asyncio.ensure_future(self.read())
@@ -365,7 +354,6 @@ class _Guard:
             answering.result()
 
     async def start(self, request: dict[str, Any]) -> bool:
-        """Start a job, or another guard for a detached one. Return whether no further message is expected."""
         if request["detach"] and not self.is_detached:
             self.channel.send(**await asyncio.to_thread(_start_detached, request))
             return True
@@ -387,7 +375,6 @@ def _end_own_sshd() -> None:
 
 
 def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
-    """Start a guard that does not depend on this connection. Return the message about it."""
     words = [sys.executable, "-m", "accel_ddp.launch.guard", "--detached"]  # as this one was started
     with contextlib.ExitStack() as stack:
         errors: Any = subprocess.DEVNULL
@@ -403,7 +390,6 @@ def _start_detached(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run a guard. Return the exit code of the guard itself, which is not that of the job."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         return asyncio.run(serve("--detached" in sys.argv))
     return 1

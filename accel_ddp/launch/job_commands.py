@@ -21,8 +21,6 @@ class Shell(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is started: a script and its options, under a name."""
-
     name: str
     script: str
     options: tuple[str, ...]
@@ -30,10 +28,6 @@ class Job:
 
 
 def make_job(cluster: Cluster, recipe: str, options: Iterable[str], name: str = "") -> Job:
-    """Return the job for a recipe, which is a name or the path of a script in the code folder of the nodes.
-
-    The job's folder is `--output_dir` if the options give it. Otherwise `--output_dir` is added.
-    """
     options = list(options)
     script = recipe if recipe.endswith(".py") else f"recipes/{recipe_files.recipe_path(recipe).name}"
     name = name or cluster.name or Path(script).stem
@@ -57,7 +51,6 @@ def uses_package(script: str) -> bool:
 
 
 def config_word(cluster: Cluster) -> str:
-    """Return the path of the accelerate config on a node. A bare name is one of ours."""
     word = cluster.accelerate_config
     if "/" in word or Path(word).is_file():
         return word
@@ -71,19 +64,12 @@ def config_word(cluster: Cluster) -> str:
 
 
 def uses_torchrun(cluster: Cluster) -> bool:
-    """Return whether torchrun is needed.
-
-    Accelerate divides num_processes by the number of machines, so nodes with different numbers of processes need torchrun. For a
-    single process Accelerate starts no launcher at all, which returns 1 for every failure.
-    """
+    """Accelerate gives all nodes the same number of processes, and starts no launcher for one, so every failure returns 1."""
     return not cluster.has_equal_nodes or cluster.num_processes == 1
 
 
 def used_config(cluster: Cluster) -> str:
-    """Return the path of the accelerate config that the nodes need, or "" if there is one process and the default config.
-
-    torchrun reads no accelerate config. FSDP and mixed precision reach its ranks through the variable CONFIG_FILE (`doctor.at_launch`).
-    """
+    """Empty if no config is needed. torchrun reads none: FSDP and mixed precision reach its ranks through CONFIG_FILE."""
     is_default = cluster.accelerate_config == Cluster.accelerate_config
     return "" if cluster.num_processes == 1 and is_default else config_word(cluster)
 
@@ -133,7 +119,6 @@ def words_of_job(cluster: Cluster, job: Job) -> str:
 
 
 def follow_lines(cluster: Cluster, job: Job) -> list[str]:
-    """Return the commands that show, follow and stop a job, as lines for a user."""
     which = words_of_job(cluster, job)
     commands = {"status": "status", "output": "logs -f", "stop": "stop"}
     return [f"  {name + ':':<8} accel-ddp {command} {which}" for name, command in commands.items()]
@@ -147,10 +132,7 @@ def shell_path(path: str) -> Shell:
 
 
 def replace_home(words: Iterable[str], paths: Iterable[str], replace: Callable[[str], str]) -> list[str]:
-    """Return the words after `replace` was called for those of `paths` that begin with `~`, which only a shell would replace.
-
-    No shell replaces it in --output_dir=~/runs either.
-    """
+    """Replace those of `paths` that begin with `~`, which only a shell would do, and none does it in --output_dir=~/runs."""
     homes = {path for path in paths if path.startswith("~")}
     found = []
     for word in words:

@@ -1,7 +1,4 @@
-"""The files of a node's part of a job, in RUN_FOLDER/launch: its log, its state, and a lock that is held while it runs.
-
-`send_status`, `send_log` and `stop_job` answer questions about jobs that other guards run on the node.
-"""
+"""The files of a node's part of a job (log, state, lock) in RUN_FOLDER/launch, and answers about them to other machines."""
 
 import asyncio
 import contextlib
@@ -83,10 +80,7 @@ class Record:
 
 
 class LogFile:
-    """Appends lines to the log of a node. A full disk must not end a job, so errors of writing are only stored.
-
-    A log that is larger than `most_bytes` is renamed to HOST.log.1, which replaces the one before, and a new log begins.
-    """
+    """A log that becomes HOST.log.1 when it exceeds `most_bytes`. A full disk must not end a job, so errors are only stored."""
 
     def __init__(self, path: Path, most_bytes: int = 64 << 20):
         self.path, self.most_bytes = path, most_bytes
@@ -147,7 +141,6 @@ async def send_status(request: dict[str, Any], channel: Any) -> None:
 
 
 async def send_log(request: dict[str, Any], channel: Any) -> None:
-    """Send the last lines of the log, and with `follow` also those that are added until the job ends."""
     record = find_record(request)
     try:
         file = record.log.open("rb")
@@ -182,17 +175,11 @@ def skip_to_last_lines(file: Any, count: int) -> None:
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - (1 << 20))
     file.seek(start)
-    data = file.read(size - start)
-    at = len(data)
-    for _ in range(count + 1):
-        at = data.rfind(b"\n", 0, at)
-        if at < 0:
-            break
-    file.seek(start + at + 1)
+    rest = b"\n".join(file.read(size - start).split(b"\n")[-1 - count :])
+    file.seek(size - len(rest))
 
 
 async def stop_job(request: dict[str, Any], channel: Any) -> None:
-    """Ask the guard of a job for a stop, or with `now` kill the job, and wait until the guard has ended."""
     record = find_record(request)
     state = record.read()
     if not record.is_running() or not _is_guard(state.get("pid")):

@@ -3,30 +3,33 @@
 import json
 import re
 import secrets
+import shlex
 import subprocess
 import sys
 import time
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
 
-from accel_ddp.errors import STOPPED, UserError
-from accel_ddp.launch.description import Cluster
-from accel_ddp.launch.job_commands import REFUSALS, Job, follow_lines, words_of_job
-from accel_ddp.launch.manifests import (
-    CONTAINER,
-    INSTANCE,
-    TRAINER,
-    fail,
-    make_objects,
-    object_name,
-    read_settings,
-    render,
-    token_name,
-)
+from accel_ddp.errors import STOPPED, UNSAVED, USER_ERROR, UserError
+from accel_ddp.launch import job_commands
+from accel_ddp.launch.description import Cluster, shown_value
+from accel_ddp.launch.job_commands import REFUSALS, Job, Shell, follow_lines, launcher_words, shell_path, to_shell, words_of_job
 from accel_ddp.nodes.run_secret import TOKEN
+from accel_ddp.text import read_table
+from accel_ddp.words import find_options, has_option
 
-_TRAIN_JOB, _RUNTIME = f"trainjob.{TRAINER}", f"trainingruntime.{TRAINER}"
+_TRAIN_JOB, _RUNTIME = "trainjob.trainer.kubeflow.org", "trainingruntime.trainer.kubeflow.org"
+_CONTAINER, _INSTANCE = "node", "app.kubernetes.io/instance"  # as in manifest.yaml
 _POLL_SECONDS = 2
 _RUNTIME_SECONDS = 15  # until a webhook sees an object that exists
+WAIT_SECONDS = 1800  # of the first pods for the others: pods are scheduled, and images are pulled, at different times
+REPORT_SECONDS = 15  # the launcher ends its ranks this long before the kubelet ends it, and then has the time to report
+TRAINER_PORT = 29500  # Kubeflow Trainer announces it in PET_MASTER_PORT
+DEFAULTS = {
+    "namespace": "default", "mount": "/data", "shared_memory": "16Gi", "grace_seconds": 300, "secrets": [], "labels": {}, "pod": {},
+    "resources": {},
+}  # fmt: skip
 
 
 def launch(cluster: Cluster, job: Job) -> int:
@@ -85,7 +88,6 @@ def _check_volume_and_secrets(cluster: Cluster, settings: dict[str, Any], kubect
 
 
 def status(cluster: Cluster, job: Job | None) -> int:
-    """Print the state of a job and of its pods, and the last lines of each pod that failed. Without a job, print that of all jobs."""
     settings, kubectl = read_settings(cluster), _Kubectl(cluster)
     if job is None:
         found = json.loads(kubectl.run("get", _TRAIN_JOB, "-l", "app.kubernetes.io/name=accel-ddp", "-o", "json"))["items"]
@@ -106,11 +108,7 @@ def status(cluster: Cluster, job: Job | None) -> int:
 
 
 def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
-    """Print the output of all pods of a job, each line with the name of its pod. With `follow`, return the exit code of the job.
-
-    Pods that are started later, also those that replace others, are followed too. Each pod has a kubectl of its own: with a label,
-    kubectl would print the logs of replaced pods again, and end if a single container waits for its image.
-    """
+    """Follow later pods too, each by its own kubectl: one with a label repeats replaced pods, and ends if an image is late."""
     kubectl = _Kubectl(cluster)
     one: dict[str, Any] | None = kubectl.find(job)
     readers: dict[str, subprocess.Popen[bytes]] = {}
@@ -121,7 +119,7 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
             for pod in filter(_has_started, pods):
                 name = pod["metadata"]["name"]
                 if name not in readers:
-                    words = ["logs", f"pod/{name}", "-c", CONTAINER, "--prefix", f"--tail={lines}"]
+                    words = ["logs", f"pod/{name}", "-c", _CONTAINER, "--prefix", f"--tail={lines}"]
                     readers[name] = subprocess.Popen([*kubectl.words, *words, *(["-f"] if follow else [])])
             are_read = all(reader.poll() is not None for reader in readers.values())
             if not follow or one is None or (_state(one).startswith(("Complete", "Failed")) and are_read):
@@ -142,7 +140,6 @@ def logs(cluster: Cluster, job: Job, follow: bool, lines: int) -> int:
 
 
 def _report_end(job: Job, one: dict[str, Any] | None, pods: list[dict[str, Any]]) -> int:
-    """Print how a job has failed. Return its exit code: that of the first pod that failed."""
     if one is None:
         print(f"{job.name} was deleted", file=sys.stderr)
         return STOPPED
@@ -163,7 +160,7 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
         kubectl.find(job)
     if now:
         kubectl.run("delete", resource, "--ignore-not-found", "--wait=false")
-        kubectl.run("delete", "pods", "-l", f"{INSTANCE}={name}", "--grace-period=1", timeout=0)
+        kubectl.run("delete", "pods", "-l", f"{_INSTANCE}={name}", "--grace-period=1", timeout=0)
     else:
         print(f"stopping {resource}: its ranks have {seconds} s to save a checkpoint", flush=True)
         # A deletion in the foreground ends after that of the pods.
@@ -176,7 +173,6 @@ def stop(cluster: Cluster, job: Job, now: bool) -> int:
 
 
 def _container_states(pod: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
-    """Return the states of the containers of a pod that are of these kinds: waiting, running or terminated."""
     states = [one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", [])]
     return [state[kind] for state in states for kind in kinds if kind in state]
 
@@ -218,10 +214,7 @@ def _pod_state(pod: dict[str, Any]) -> tuple[str, str]:
 
 
 class _Kubectl:
-    """The user's kubectl, in the context and namespace of a description.
-
-    Its first request fails within 10 s. Other commands make many requests if there is no answer.
-    """
+    """The user's kubectl. Its first request fails within 10 s; other commands make many requests if there is no answer."""
 
     def __init__(self, cluster: Cluster):
         settings = read_settings(cluster)
@@ -231,7 +224,6 @@ class _Kubectl:
         self.run("get", "--raw=/version", timeout=10)
 
     def start(self, *words: str, text: str = "", timeout: int = 15) -> subprocess.CompletedProcess[str]:
-        """Run a kubectl command with `text` as its input. `timeout` limits each of its requests; 0: no limit."""
         limit = [f"--request-timeout={timeout}s"] if timeout else []
         try:
             return subprocess.run([*self.words, *limit, *words], input=text, capture_output=True, text=True)
@@ -242,7 +234,6 @@ class _Kubectl:
             ) from None
 
     def run(self, *words: str, text: str = "", timeout: int = 15) -> str:
-        """Return the output of a kubectl command. Raises UserError with the reason why it failed."""
         done = self.start(*words, text=text, timeout=timeout)
         if done.returncode:
             raise UserError(self.explain(words[0], done.stderr))
@@ -272,7 +263,7 @@ class _Kubectl:
 
     def pods(self, one: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the newest pod of each node of a TrainJob, in the order of the nodes. Pods that were replaced remain."""
-        text = self.run("get", "pods", "-l", f"{INSTANCE}={one['metadata']['name']}", "-o", "json")
+        text = self.run("get", "pods", "-l", f"{_INSTANCE}={one['metadata']['name']}", "-o", "json")
         oldest_first = sorted(json.loads(text)["items"], key=lambda pod: pod["metadata"].get("creationTimestamp") or "")
         newest = {_index(pod): pod for pod in oldest_first}
         return [newest[index] for index in sorted(newest)]
@@ -287,3 +278,179 @@ class _Kubectl:
         return (
             f"kubectl {command} failed: {found.format(file=self.cluster.file, namespace=self.namespace)} kubectl printed: {shown}"
         )
+
+
+# ---- manifests, with references to secrets and never their values
+
+
+def render(cluster: Cluster, job: Job) -> str:
+    """Return the manifests of a job as YAML with several documents, in the order in which they must be created."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+        def represent_str(self, text: str) -> yaml.Node:
+            return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, Dumper.represent_str)
+    text = yaml.dump_all(make_objects(cluster, job), Dumper=Dumper, sort_keys=False, width=10_000, explicit_start=True)
+    settings = read_settings(cluster)
+    notes = [f"# {job.name}: {len(cluster.nodes)} nodes x {cluster.nodes[0].processes} processes, from {cluster.file.name}."]
+    notes += ["# Needs Kubeflow Trainer v2 in the cluster."]
+    notes += [f"# Needs the volume claim {settings['volume_claim']} (ReadWriteMany) in the namespace {settings['namespace']}."]
+    notes += [f"# Needs the secret {secret} there. Its values are variables of the ranks." for secret in settings["secrets"]]
+    return "\n".join(notes) + f"\n{text}"
+
+
+def make_objects(cluster: Cluster, job: Job) -> list[dict[str, Any]]:
+    """Return the objects of a job, in the order in which they must be created. Raises UserError if a job cannot run like this."""
+    settings, node = read_settings(cluster), cluster.nodes[0]
+    name = object_name(job.name, len(cluster.nodes))
+    _refuse_secrets(cluster, settings)
+    if not cluster.image:
+        raise UserError(f"{cluster.file}: the key image is missing. Write the container image that has accel_ddp and the recipe.")
+    sources = [{"secretRef": {"name": secret}} for secret in settings["secrets"]]
+    if len(cluster.nodes) > 1:  # first: a secret of the user takes precedence
+        sources.insert(0, {"secretRef": {"name": token_name(name), "optional": True}})
+    variables = {
+        **job_commands.node_environment(cluster, node),
+        "PYTHONUNBUFFERED": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(settings["grace_seconds"] - REPORT_SECONDS),
+    }
+    own = {"cpu": settings.get("cpu"), "memory": settings.get("memory"), "nvidia.com/gpu": node.gpus}
+    amounts = {key: str(amount) for key, amount in {**own, **settings["resources"]}.items() if amount}
+    values = {
+        **settings, "name": name, "mount": settings["mount"].rstrip("/"), "image": cluster.image, "nodes": len(cluster.nodes),
+        "processes": node.processes, "restarts": cluster.restarts, "time_limit": cluster.time_limit,
+        "command": _command(cluster, _place_on_volume(cluster, settings, job)),
+        "env": [{"name": key, "value": _escape(value)} for key, value in variables.items()], "sources": sources or None,
+        # Kubeflow Trainer sets numProcPerNode to 1 if there are limits without requests.
+        "resources": {"requests": amounts, "limits": amounts} if amounts else None,
+        "codes_of_stop": [STOPPED], "codes_of_end": sorted([1, USER_ERROR, UNSAVED]),
+    }  # fmt: skip
+    return _fill(read_table(Path(__file__).with_name("manifest.yaml")), values)
+
+
+def _fill(part: Any, values: dict[str, Any]) -> Any:
+    if isinstance(part, list):
+        return [_fill(one, values) for one in part]
+    if not isinstance(part, dict):
+        return values[part[1:]] if isinstance(part, str) and part.startswith("$") else part
+    filled: dict[str, Any] = {}
+    for key, value in ((key, _fill(one, values)) for key, one in part.items()):
+        filled |= value if key == "<<" else {} if value is None else {key: value}
+    return filled
+
+
+def object_name(name: str, num_nodes: int = 1) -> str:
+    """Return the name of a job's objects: lower case, with `-` in the place of `_` and `.`, as own-model for own_model."""
+    result = re.sub(r"[._]", "-", name.lower())
+    # A pod is called NAME-node-0-INDEX-abcde. A label has at most 63 characters.
+    longest = 63 - len(f"-node-0-{num_nodes - 1}-abcde")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", result) or len(result) > longest:
+        raise UserError(
+            f"the name {name!r} cannot be the name of a TrainJob in Kubernetes. It must begin with a letter, end with a letter or a "
+            f"digit, and have at most {longest} characters. Choose another one with --name, or with the key name."
+        )
+    return result
+
+
+def read_settings(cluster: Cluster) -> dict[str, Any]:
+    """Return the keys of `kubernetes` with their defaults. Raises UserError for values that cannot work together."""
+    settings = {**DEFAULTS, **cluster.kubernetes}
+    wrong = lambda key, value, reason: fail(cluster, f"kubernetes.{key}", value, reason)
+    if "volume_claim" not in settings:
+        raise UserError(
+            f"{cluster.file}: the key kubernetes.volume_claim is missing. Name a PersistentVolumeClaim with the access mode "
+            "ReadWriteMany. It stores the run folder, from which a restarted pod continues."
+        )
+    if not settings["mount"].startswith("/") or settings["mount"].rstrip("/") in ("", "/dev/shm"):
+        wrong("mount", settings["mount"], "must be an absolute path in the container, for example /data")
+    for key in ("shared_memory", "memory"):
+        if key in settings and not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?|k)?", settings[key]):
+            wrong(key, settings[key], "must be an amount of memory, for example 64Gi")
+    if settings["grace_seconds"] < 2 * REPORT_SECONDS:
+        wrong("grace_seconds", settings["grace_seconds"], f"is too short for a checkpoint. Use at least {2 * REPORT_SECONDS}")
+    own = {"containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes", "subdomain", "shareProcessNamespace"}
+    if taken := sorted(own & settings["pod"].keys()):
+        wrong("pod", ", ".join(taken), "is set by accel-ddp. Print the manifest with --print and change it there")
+    if cluster.main_port != TRAINER_PORT:
+        reason = f"has no effect on a TrainJob. Kubeflow Trainer uses {TRAINER_PORT}. Remove it"
+        fail(cluster, "main_port", cluster.main_port, reason)
+    if reserved := [name for name in cluster.nodes[0].env if name.startswith("PET_")]:
+        fail(cluster, "env", reserved[0], "is reserved for torchrun and Kubeflow Trainer. Remove it")
+    return settings
+
+
+def fail(cluster: Cluster, key: str, value: object, reason: str) -> NoReturn:
+    raise UserError(f"{cluster.file}: {key} {value}: {reason}.")
+
+
+def _refuse_secrets(cluster: Cluster, settings: dict[str, Any]) -> None:
+    """Raise UserError if values of secrets would be part of a manifest, which everybody with access to the namespace can read."""
+    secret, namespace = f"{object_name(cluster.name or 'training')}-env", shlex.quote(settings["namespace"])
+    found = [(f"env_file {file}: its values", "them", f"env-file={shlex.quote(file)}") for file in cluster.env_files]
+    names = [name for name, value in cluster.nodes[0].env.items() if shown_value(name, value) == "***"]
+    found += [(f"env.{name}: its value", "it", f"literal={name}=...") for name in names]
+    for what, pronoun, source in found:
+        raise UserError(
+            f"{cluster.file}: {what} would be readable in the manifest. Store {pronoun} as a secret instead, and remove the key. "
+            f"Run: kubectl --namespace {namespace} create secret generic {secret} --from-{source}  "
+            f"Then write `kubernetes: {{secrets: [{secret}]}}`."
+        )
+
+
+def _place_on_volume(cluster: Cluster, settings: dict[str, Any], job: Job) -> Job:
+    mount = settings["mount"].rstrip("/")
+    folder, options = job.run_folder, list(job.options)
+    if not folder.startswith("/"):
+        folder = f"{mount}/{folder}"
+        for option in find_options(options, ["output_dir"]):
+            options[option.end - 1] = options[option.end - 1].removesuffix(option.value or "") + folder
+    if not f"{folder}/".startswith(f"{mount}/") or {"..", "~"} & set(Path(folder).parts):
+        raise UserError(
+            f"the output folder {job.run_folder} is not on the volume, which is mounted at {mount}. A restarted pod would "
+            f"not find its checkpoints. Use a relative path, or one below {mount}, for the key output or for --output_dir."
+        )
+    if job_commands.uses_package(job.script):
+        if not has_option(options, "resume"):
+            options += ["--resume"]
+        if not has_option(options, "preflight_wait") and len(cluster.nodes) > 1:
+            options += ["--preflight_wait", str(WAIT_SECONDS)]
+    return replace(job, run_folder=folder, options=tuple(options))
+
+
+def token_name(name: str) -> str:
+    """Return the name of the Secret by which the pods of a job recognize each other. `launch` creates it; a job runs without it too."""
+    return f"accel-ddp-{name}-token"
+
+
+def _command(cluster: Cluster, job: Job) -> list[str]:
+    """Return the command of a container. It checks the image, and then replaces the shell by the launcher, which gets SIGTERM."""
+    rank, address, port = map(Shell, ("$PET_NODE_RANK", "$PET_MASTER_ADDR", "$PET_MASTER_PORT"))
+    words = launcher_words(cluster, job, node_rank=rank, address=address, port=port)
+    files = [file for file in (job.script, job_commands.used_config(cluster)) if file]
+    folder = cluster.nodes[0].folder
+    enter = (
+        [f"cd {shell_path(folder)} || fail {shlex.quote(f'has no folder {folder}. Change the key folder.')}"] if folder else []
+    )
+    lines = [
+        f"image={shlex.quote(cluster.image)}",
+        'fail() { echo "error: the image $image $*" >&2; exit 2; }',
+        f"for program in accel-ddp {words[0]}; do",
+        '  command -v "$program" > /dev/null || fail "does not contain the program $program. Install accel_ddp in the image."',
+        "done",
+        *enter,
+        f"for file in {to_shell(files)}; do",
+        '  [ -f "$file" ] || fail "has no file $file in the folder $PWD. Copy it into the image, or change the key folder."',
+        "done",
+        f"exec {job_commands.wrap(words)}",
+    ]
+    return ["/bin/sh", "-c", _escape("\n".join(lines) + "\n")]
+
+
+def _escape(text: str) -> str:
+    """Return a text that Kubernetes, which replaces $(NAME) and $$ in commands and variables, turns into `text`."""
+    return re.sub(r"\$(?=[$(])", "$$", text)

@@ -38,7 +38,6 @@ _OPTIONS = ["--dry_run", "--print", "--detach", "--name", "--set"]
 
 
 def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: None) -> int:
-    """Run `accel-ddp launch` and return its exit code. `check_inputs` raises UserError for a config whose files are missing here."""
     if not words or words[0] in ("-h", "--help"):
         print(_LAUNCH, file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
@@ -61,7 +60,7 @@ def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: N
         raise UserError(f"--print: there is no script to print with backend: {cluster.backend}. Use --dry_run.")
     if given.detach and cluster.backend in ("slurm", "kubernetes"):
         raise UserError(f"--detach: has no effect with backend: {cluster.backend}, where jobs always run without this terminal.")
-    backend = _module(cluster, "session")
+    backend = _module(cluster)
     if given.dry_run or given.is_printed:
         print(backend.render(cluster, job), end="")
         return 0
@@ -69,10 +68,7 @@ def launch(words: list[str], check_inputs: Callable[[Any], None] = lambda cfg: N
 
 
 def check_options(cluster: Cluster, job: Job, check_inputs: Callable[[Any], None]) -> None:
-    """Raise UserError for a mistake in the options of a recipe that is on this machine too, before any node is asked.
-
-    If all nodes are this machine, `check_inputs(cfg)` checks files and columns.
-    """
+    """Raise UserError for wrong options before a node is asked. `check_inputs` checks files, if all nodes are this machine."""
     is_asking = {"-h", "--help"} & set(job.options)
     if not Path(job.script).is_file() or is_asking or has_option(job.options, "config"):  # a config may be on the nodes only
         return
@@ -126,7 +122,7 @@ def check_name(name: str) -> None:
 def status(words: list[str]) -> int:
     parser = _parser("status", "Print the state of a job on every node, or of all jobs of the cluster file.")
     cluster, job = _find(parser.parse_args(words), needs_name=False)
-    return _module(cluster, "host_jobs").status(cluster, job)
+    return _module(cluster).status(cluster, job)
 
 
 def logs(words: list[str]) -> int:
@@ -137,7 +133,7 @@ def logs(words: list[str]) -> int:
     if given.lines < 0:
         raise UserError(f"--lines {given.lines}: must be at least 0.")
     cluster, job = _find(given)
-    return _module(cluster, "host_jobs").logs(cluster, job, given.follow, given.lines)
+    return _module(cluster).logs(cluster, job, given.follow, given.lines)
 
 
 def stop(words: list[str]) -> int:
@@ -145,7 +141,7 @@ def stop(words: list[str]) -> int:
     parser.add_argument("--now", action="store_true", help="kill the job at once, without a checkpoint")
     given = parser.parse_args(words)
     cluster, job = _find(given)
-    return _module(cluster, "host_jobs").stop(cluster, job, given.now)
+    return _module(cluster).stop(cluster, job, given.now)
 
 
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -169,5 +165,5 @@ def _find(given: argparse.Namespace, needs_name: bool = True) -> tuple[Cluster, 
     return cluster, Job(name=name or folder.rstrip("/").rpartition("/")[2], script="", options=(), run_folder=folder)
 
 
-def _module(cluster: Cluster, of_hosts: str) -> ModuleType:
-    return importlib.import_module(f"accel_ddp.launch.{of_hosts if cluster.backend in ('ssh', 'local') else cluster.backend}")
+def _module(cluster: Cluster) -> ModuleType:
+    return importlib.import_module(f"accel_ddp.launch.{'session' if cluster.backend in ('ssh', 'local') else cluster.backend}")

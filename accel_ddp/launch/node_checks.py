@@ -1,10 +1,8 @@
 """The checks before a job starts: what each node reports about itself, and what is wrong or differs.
 
-The guards collect the facts of their nodes, and the launching machine compares them. Then every node must reach the main node at
-the main address and port, because torch waits up to 15 minutes for a node that cannot connect: the guard of the main node listens
-at the port for a moment, and the guards of all nodes connect. These checks are the earliest ones, and the only ones for a script
-that does not use accel_ddp. The preflight in the launchers (`doctor.at_launch`) adds the paths between all nodes, and the preflight
-of the ranks (`doctor.cluster`) adds the options of the recipe.
+The guards collect facts, and the launching machine compares them. Then all guards connect to the main address and port, because
+torch waits up to 15 minutes for a node that cannot. For a script without accel_ddp these are the only checks. The preflight of the
+launchers (`doctor.at_launch`) adds the paths between all nodes, and that of the ranks (`doctor.cluster`) the options of the recipe.
 """
 
 import asyncio
@@ -39,10 +37,7 @@ CONNECT_SECONDS = 5.0
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of this node that the launching machine compares and checks.
-
-    `request` has the script, the config, the run folder and the host as in the description.
-    """
+    """Return the facts of this node, about the script, config, run folder and host (as in the description) of `request`."""
     present, driver, gpu_error = doctor_facts.query_driver() if request["gpus"] else ([], {}, "")
     script = find_file(request["script"], "recipes")
     files = Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id")
@@ -82,7 +77,6 @@ def find_file(word: str, kind: str) -> str:
 
 
 def check_folder(folder: Path) -> str:
-    """Return why a file of 1 MiB cannot be written into a folder, or "". The folder is made, and the file is removed."""
     try:
         (folder / "launch").mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder / "launch", prefix=".test-") as file:
@@ -95,10 +89,7 @@ def check_folder(folder: Path) -> str:
 
 
 async def listen(port: int, word: str) -> tuple[asyncio.Server | None, str]:
-    """Send a word to each node that connects to the main port, which shows that the address is that of this node.
-
-    Return the server, and an error or "".
-    """
+    """Send a word to each node that connects, which shows that the address is right. Return the server, and an error or ""."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
@@ -136,7 +127,6 @@ def _reason(error: OSError) -> str:
 
 
 def find_errors(cluster: Cluster, job: Job, facts: list[dict[str, Any]]) -> list[str]:
-    """Return the errors of the nodes, whose facts are in the order of the description. The preflight of the ranks warns."""
     errors = [text for node, found in zip(cluster.nodes, facts) for text in _errors_of_node(cluster, job, node, found)]
     errors += _same_machines(cluster, facts)
     if errors:
@@ -226,7 +216,6 @@ def _same_machines(cluster: Cluster, facts: list[dict[str, Any]]) -> list[str]:
 
 
 async def check_reach(connections: list[Any], address: str, port: int) -> list[str]:
-    """Return the errors of the nodes that do not reach the main node. `connections` are those to the guards of all nodes."""
     word, main = secrets.token_hex(8), connections[0].node.host
     file = connections[0].cluster.file
     opened = await connections[0].ask("listen", "listening", port=port, word=word)

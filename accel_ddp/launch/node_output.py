@@ -1,7 +1,4 @@
-"""The output of the ranks: a node receives the output of each rank separately, and the launching machine prints all of it.
-
-The other side of a rank is `accel_ddp.nodes.terminal`.
-"""
+"""The output of the ranks: a node receives that of each rank (`nodes.terminal`), and the launching machine prints all."""
 
 import asyncio
 import codecs
@@ -37,11 +34,7 @@ _EXIT_CODE = re.compile(r"^\s+exitcode\s*: (-?\d+) \(pid")
 
 
 class RankOutputs:
-    """One FIFO for each local rank, in a folder that ACCEL_DDP_OUTPUT names. They outlive a restart of the ranks.
-
-    With a terminal size (columns, lines), rank 0 writes to a terminal of this size instead, and therefore shows its panel.
-    The folder must be local to the node, because nodes that share a folder would overwrite each other's FIFOs.
-    """
+    """A FIFO per local rank, or a terminal for rank 0, in a folder of this node alone. They outlive a restart of the ranks."""
 
     def __init__(self, folder: Path, local_ranks: int, terminal_size: tuple[int, int] | None = None):
         self.folder = folder
@@ -64,7 +57,6 @@ class RankOutputs:
             raise
 
     def _open_terminal(self, path: Path, size: tuple[int, int]) -> bool:
-        """Make a terminal for rank 0 and return whether there is one. Some containers have none."""
         try:
             ours, theirs = os.openpty()
         except OSError:
@@ -96,19 +88,16 @@ class RankOutputs:
         return list(self._ranks)
 
     def read(self, ready: Iterable[int] | None = None) -> Iterator[tuple[int | None, bytes]]:
-        """Yield local ranks and what they have printed, at most 64 KiB from each of the descriptors `ready` (default: all)."""
         for descriptor in self.filenos() if ready is None else ready:
             with contextlib.suppress(BlockingIOError):  # nothing is waited for
                 if data := os.read(descriptor, _READ_BYTES):
                     yield self._ranks[descriptor], data
 
     def drain(self) -> Iterator[tuple[int | None, bytes]]:
-        """Yield everything that is still unread, after the ranks have ended."""
         while found := list(self.read()):
             yield from found
 
     def close(self) -> None:
-        """Remove the folder. Ranks that are left can still print, without an effect."""
         for descriptor in [*self._ranks, *(one for one in (self._terminal, self._pipe) if one >= 0)]:
             os.close(descriptor)
         self._ranks, self._terminal, self._pipe = {}, -1, -1
@@ -119,17 +108,13 @@ class RankOutputs:
 
 
 class Lines:
-    """Collects bytes of one stream and returns complete lines.
-
-    A progress bar, which returns to the start of its line, counts as one line. The live panel of the main rank is not part of any line.
-    """
+    """Collects one stream into lines, without the live panel. A progress bar, which returns to its start, is one line."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may arrive in two parts
         self.rest = self.frame = ""
 
     def add(self, data: bytes) -> list[str]:
-        """Return the lines that are complete now, each without its end."""
         text, self.frame = split_incomplete_frame(self.frame + self.decoder.decode(data))
         *lines, self.rest = (self.rest + without_frames(text)).split("\n")
         if len(self.rest) > 1 << 16:  # output without line ends must not use memory without a limit
@@ -152,11 +137,7 @@ def visible(line: str) -> str:
 
 
 class Console:
-    """Prints lines of the main rank as they are, and lines of others with their node and rank, above the panel of the main rank.
-
-    A thread prints, because a terminal that the user has stopped with Ctrl-S, or a pager that does not read, blocks a program that
-    prints. The heartbeats must go on, or all nodes would stop the job.
-    """
+    """Prints above the main rank's panel, in a thread: a terminal or pager may block, and heartbeats must go on."""
 
     def __init__(self, stream: TextIO | None = None, ends_with_reader: bool = False):
         self.stream = stream or sys.stdout
@@ -180,7 +161,6 @@ class Console:
             self._print(f"{prefix}{line}\n")
 
     def show_terminal(self, host: str, text: str, lines: list[str]) -> None:
-        """Print what the main rank has written to its terminal, including its panel. `lines` are those that are complete."""
         for line in lines:
             self._remember(host, 0, line)
         # A frame arrives in several parts. No other line may be printed between them.
@@ -193,10 +173,7 @@ class Console:
         self._print(f"accel-ddp: {text}\n")
 
     def first_cause(self, host: str = "") -> str:
-        """Return the first error with its host, or "". Of several errors, a diagnosis of the monitors or of the doctor is preferred.
-
-        `host` is the node that ended first. Without any error, its last exception is returned.
-        """
+        """Return the first error, a diagnosis preferred, else the last exception of `host`, which ended first."""
         named = [cause for cause in self.causes if _KIND.search(cause[1][0])] or self.causes
         for where, lines in named:
             return f"[{where}] " + "\n".join(lines)

@@ -1,7 +1,4 @@
-"""Jobs on Slurm: submitted, found, shown and stopped. Inside an allocation, the job runs there in the foreground.
-
-Only sbatch, srun, squeue, scontrol, scancel and sinfo are used, which work without Slurm's accounting database.
-"""
+"""Jobs on Slurm, or in the foreground of an allocation. The programs used work without Slurm's accounting database."""
 
 import contextlib
 import os
@@ -43,8 +40,6 @@ ACTIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job as `scontrol show job` describes it."""
-
     number: str
     name: str
     state: str
@@ -75,7 +70,6 @@ class SlurmJob:
 
 
 def launch(cluster: Cluster, job: Job) -> int:
-    """Submit a job and print how to follow and stop it. Inside an allocation, run it there and return its exit code."""
     if "SLURM_JOB_ID" in os.environ:
         return _run_in_allocation(cluster, job)
     script = render(cluster, job)
@@ -187,11 +181,7 @@ def _write_script(cluster: Cluster, job: Job, name: str, script: str) -> Path:
 
 
 def _sbatch_environment(script: str) -> dict[str, str]:
-    """Return the environment of this process without variables that would change the script.
-
-    For sbatch, SBATCH_PARTITION and the like take precedence over the lines of a script. In a shell inside an allocation, the
-    variables of that allocation would reach the srun of the new job.
-    """
+    """Without SBATCH_ variables, which outrank the script, and those of an outer allocation, which would reach its srun."""
     options = [*re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE), "requeue", "no-requeue"]
     given = {f"SBATCH_{_OTHER_VARIABLES.get(name, name).upper().replace('-', '_')}" for name in options}
     is_inside = "SLURM_JOBID" in os.environ
@@ -242,7 +232,6 @@ def _report_start(number: str) -> int:
 
 
 def _has_started(one: SlurmJob, waited: float) -> bool:
-    """Return whether it is known how a job starts, `waited` seconds after it was submitted."""
     if waited > SUBMIT_SECONDS:
         return True
     if one.state == "PENDING":  # the first reason may be replaced when the scheduler has looked at the job
@@ -276,8 +265,7 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
                 child.send_signal(signal.SIGINT)
 
     interrupts = iter(range(1, 1_000))
-    # The terminal sends Ctrl-C to srun too. It passes Ctrl-C to the ranks, which save and return 75. The third one returns at once:
-    # srun waits for a rank that the kernel blocks.
+    # srun gets Ctrl-C too: the ranks save and return 75. The third one returns at once: srun waits for blocked ranks.
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED) if next(interrupts) > 2 else None)
     signal.signal(signal.SIGTERM, interrupt)
     return process.wait()
@@ -287,7 +275,6 @@ def _run_in_allocation(cluster: Cluster, job: Job) -> int:
 
 
 def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's programs and return its result. Raise UserError if it is missing or does not answer."""
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:
         return subprocess.run(words, text=True, timeout=CALL_SECONDS, env=environment, **pipes)
@@ -301,7 +288,6 @@ def _call(*words: str, environment: dict[str, str] | None = None) -> subprocess.
 
 
 def _find_jobs(cluster: Cluster, name: str) -> list[SlurmJob]:
-    """Return the queued and running jobs of this user with this name ("": any) in the code folder."""
     done = _call("squeue", "--me", "--noheader", "--format=%A", *([f"--name={name}"] if name else []))
     if done.returncode:
         raise UserError(f"squeue has failed: {done.stderr.strip()}. Try `sinfo` on this machine.")
@@ -342,13 +328,11 @@ def _log_files(folder: Path) -> list[Path]:
 
 
 def _job_of(log: Path) -> SlurmJob | None:
-    """Return the job of a log. None: Slurm does not store the job any more, or the number is now that of another job."""
     one = _show(log.stem.removeprefix("slurm-"))
     return one if one and one.log == log else None
 
 
 def _read_on(file: Path, lines: int) -> Iterator[str]:
-    """Yield the last lines of a file, and then what was added to it. A file that does not exist yet is read from its beginning."""
     position = None if file.exists() else 0
     while True:
         text = b""

@@ -20,14 +20,11 @@ from accel_ddp.text import counted
 from accel_ddp.words import has_option
 
 SIGNAL_SECONDS = 120  # before the time limit; it must cover the longest step and a checkpoint
-# Main ports are 10000 to 19999: the preflight derives more ports from the main port, from 20000 to 32003, and systems assign ports
-# from 32768 on.
+# Main ports: the preflight derives further ones, 20000 to 32003, and systems assign ports from 32768 on.
 FIRST_PORT, NUM_PORTS = 10000, 10000
 
 
 class _Script(string.Template):
-    """A script in which @NAME is replaced. Bash uses the usual delimiter."""
-
     delimiter = "@"
 
 
@@ -46,7 +43,6 @@ _ACTIVATE_VENV = """\
 
 
 def render(cluster: Cluster, job: Job, is_batch: bool = True) -> str:
-    """Return the batch script of a job. Without `is_batch` it is the script for an allocation that already exists."""
     _check(cluster)
     node, folder, nodes = cluster.nodes[0], code_folder(cluster), len(cluster.nodes)
     written, sent = split_environment(cluster)

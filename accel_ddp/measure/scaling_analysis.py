@@ -1,28 +1,22 @@
-"""What the logs of the runs say: how long steps take and on what, speed-up and efficiency, what limits them, and what would help.
+"""What the logs of the runs say: how long steps take and on what, speed-up and efficiency, and what limits them.
 
-`measure` reads a log, `compare` puts the settings of a table beside its first row, `predict` states what the doctor's measurements
-promise, `find_limits` explains the losses, and `advise` computes the global batch that reaches an efficiency of 90 %.
+`measure` reads a log, `compare` puts the settings of a table beside its first row, and `find_limits` explains the losses.
 """
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accel_ddp.measure.scaling_plan import Setting
-from accel_ddp.text import SI_UNITS, counted, format_seconds, format_si, read_table
+from accel_ddp.text import format_seconds, format_si, read_table
 
 PARTS = ("data", "forward", "backward", "optimizer", "other", "communication")
-GOAL = 0.9
 NOTABLE = 0.03  # losses below this share of a step are not reported
 SMALL_BYTES = 1e6
 STRAGGLER = 0.1  # a rank that is slower than the median rank by this fraction
-# Bytes that a hook sends, per byte of the gradients. What powersgd sends depends on the shapes.
-HOOK_SHARES = {"none": 1.0, "bf16": 0.5, "fp16": 0.5}
-BUCKET_BYTES = 25e6  # of DDP
 _LOSSES: dict[str, str] = read_table(Path(__file__).with_name("losses.yaml"))
 
 
@@ -47,12 +41,6 @@ class Measurement:
     @property
     def waiting(self) -> float:
         return self.mean("communication") - self.exposed
-
-    @property
-    def straggling(self) -> float:
-        """The part of `waiting` that is for a rank that is always slower, and so grows with the items of a step."""
-        own = self.own()
-        return min(self.waiting, max(own) - statistics.fmean(own))
 
     def own(self) -> list[float]:
         return [sum(self.parts[part][rank] for part in PARTS[:-1]) for rank in range(len(self.parts["data"]))]
@@ -157,146 +145,25 @@ def slowest_rank(measured: Measurement) -> tuple[int, float]:
     return rank, own[rank] / max(median, 1e-12) - 1
 
 
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """What the doctor has measured with all-reduces on `ranks` ranks of `nodes` nodes."""
-
-    nodes: int
-    ranks: int
-    bus: float  # bytes per second
-    latency: float  # seconds
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Efficiencies if nothing overlaps, and if communication is hidden behind the last backward pass of a step."""
-
-    worst: float
-    best: float
-    communication: float  # seconds of the all-reduce
-
-
-def links_of_text(text: str, nodes: int, ranks: int) -> MeasuredLinks | None:
-    """Return what `accel-ddp doctor`, or `accel-ddp launch` with `doctor: full`, has printed. None: it has not measured."""
-    buses = re.findall(r"bandwidth: \d+ MB in .*bus ([\d.e+]+) ([TGMkmu]?)B/s", text)
-    latencies = re.findall(r"latency: all-reduce of 8 bytes in ([\d.e+]+) ([TGMkmu]?)s", text)
-    if not buses or not latencies:
-        return None
-    value = lambda found: float(found[0]) * SI_UNITS[found[1]]
-    return MeasuredLinks(nodes, ranks, value(buses[-1]), value(latencies[-1]))
-
-
-def predict(comparison: Comparison, links: MeasuredLinks | None, hook: str) -> Prediction | None:
-    """Return the prediction for a setting from the base and the links. None: nothing is sent, or something is not known."""
-    base, setting = comparison.base.known, comparison.result.setting
-    gradients = base.gradient_bytes
-    if links is None or setting.ranks == 1 or not gradients or hook not in HOOK_SHARES:
-        return None
-    ideal = comparison.share * base.seconds
-    # The backward pass of the last micro-batch, about two thirds of its computing, can hide communication.
-    compute = base.mean("forward", "backward") / base.accumulation
-    compute *= min(1.0, comparison.share * base.accumulation)  # fewer items than a micro-batch of the base
-    # A ring all-reduce in the buckets of DDP.
-    size, hops = gradients * HOOK_SHARES[hook], 2 * (setting.ranks - 1)
-    hop_seconds = links.latency / (2 * (links.ranks - 1))
-    communication = hops / setting.ranks * size / links.bus + hops * hop_seconds * math.ceil(size / BUCKET_BYTES)
-    exposed = max(0.0, communication - compute * 2 / 3)
-    sent_in_base = base.mean("communication") if comparison.base.setting.ranks > 1 else 0.0
-    alone = ideal - comparison.share * sent_in_base
-    return Prediction(ideal / (alone + communication), ideal / (alone + exposed), communication)
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The smallest global batch with an efficiency of at least GOAL on `ranks` ranks."""
-
-    ranks: int
-    batch: int  # 0: no batch reaches the goal
-    micro: int
-    accumulation: int
-    efficiency: float  # that is expected with `batch`, or the limit for large batches if there is none
-    is_reached: bool  # the measured batch of strong scaling reaches the goal
-
-
-def find_batch(base: Result, result: Result) -> Advice:
-    """Return the smallest global batch G whose speed-up over the base with the same G is GOAL of the ideal one.
-
-    A step of N ranks takes (G / N) (u + w) + K seconds, and a step of the n ranks of the base takes (G / n) v + L. u and v are the
-    seconds per item (data, forward, backward), w is the time per item in which ranks wait for one that is always slower, and K and L
-    are the seconds per step that do not depend on the batch: optimizer, other, exposed communication and the other waiting.
-    """
-    now, then = result.known, base.known
-    ranks, base_ranks, items = result.setting.ranks, base.setting.ranks, result.setting.per_rank
-    u, w = now.mean("data", "forward", "backward") / items, now.straggling / items
-    v = then.mean("data", "forward", "backward") / base.setting.per_rank
-    fixed = now.mean("optimizer", "other") + now.mean("communication") - now.straggling
-    base_fixed = then.mean("optimizer", "other", "communication")
-
-    def efficiency(batch: float) -> float:
-        return (batch / base_ranks * v + base_fixed) * base_ranks / (ranks * (batch / ranks * (u + w) + fixed))
-
-    gain = v - GOAL * (u + w)
-    needed = GOAL * ranks * fixed - base_ranks * base_fixed
-    unit = ranks * now.micro
-    if gain <= 0 and unit * gain < needed:
-        return Advice(ranks, 0, now.micro, 0, v / (u + w), False)
-    accumulation = max(1, math.ceil(needed / gain / unit - 1e-9)) if gain > 0 else 1
-    return Advice(ranks, accumulation * unit, now.micro, accumulation, efficiency(accumulation * unit), False)
-
-
-def advise(strong: Sequence[Comparison], weak: Sequence[Comparison]) -> list[Advice]:
-    """Return the advice for each number of ranks above the base.
-
-    Weak scaling is preferred, because it has the micro-batch of the base. In strong scaling it may shrink.
-    """
-    by_ranks = {one.result.setting.ranks: one for one in strong} | {one.result.setting.ranks: one for one in weak}
-    efficiencies = {one.result.setting.ranks: one.efficiency for one in strong}
-    found = []
-    for ranks, one in sorted(by_ranks.items()):
-        if one.ideal_speedup > 1:
-            found.append(replace(find_batch(one.base, one.result), is_reached=efficiencies.get(ranks, 0) >= GOAL))
-    return found
-
-
-def describe_advice(advice: Advice, batch: int) -> str:
-    ranks = f"{advice.ranks} ranks"
-    if advice.is_reached:
-        return f"{ranks}: --global_batch_size {batch} reaches {GOAL:.0%}."
-    if not advice.batch:
-        return (
-            f"{ranks}: no global batch reaches {GOAL:.0%}, because each item takes longer than in the first row. Large batches "
-            f"approach {advice.efficiency:.0%}."
-        )
-    micro = f"{counted(advice.accumulation, 'micro-batch')} of {advice.micro} items per rank"
-    return f"{ranks}: --global_batch_size {advice.batch} ({micro}) would reach {advice.efficiency:.0%}."
-
-
 def find_limits(comparison: Comparison, mode: str, on_gpu: bool) -> list[str]:
-    now = comparison.result.known
+    now, base = comparison.result.known, comparison.base.known
+    rank, slower = slowest_rank(now)
+    each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
+    facts = {
+        "rank": rank, "slower": slower, "now": now.micro, "base": base.micro,
+        "host": next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), ""),
+        "sent": f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else "",
+        "smaller": _LOSSES["fewer_bytes"].format(hook="bf16" if on_gpu else "fp16") if now.gradient_bytes >= SMALL_BYTES else "",
+    }  # fmt: skip
+    texts = {
+        "waiting": "slow_rank" if slower > STRAGGLER else "waiting",
+        "compute": "few_items" if now.micro < base.micro else "compute_gpu" if on_gpu else "compute_cpu",
+        "optimizer": f"optimizer_{mode}",
+    }
     found = []
     for name, seconds in sorted(comparison.losses().items(), key=lambda item: -item[1]):
         if seconds > NOTABLE * now.seconds:
             lost = f"{format_seconds(seconds)} of each step ({seconds / now.seconds:.0%})"
-            found.append(_describe_loss(name, lost, comparison, mode, on_gpu))
+            item = _LOSSES["item"].format(ratio=each(comparison.result) / max(each(comparison.base), 1e-12), lost=lost)
+            found.append(_LOSSES[texts.get(name, name)].format(lost=lost, item=item, **facts))
     return found
-
-
-def _describe_loss(name: str, lost: str, comparison: Comparison, mode: str, on_gpu: bool) -> str:
-    now, base = comparison.result.known, comparison.base.known
-    values: dict[str, Any] = {}
-    if name == "communication":
-        smaller = _LOSSES["fewer_bytes"].format(hook="bf16" if on_gpu else "fp16") if now.gradient_bytes >= SMALL_BYTES else ""
-        sent = f" of {format_si(now.gradient_bytes)}B of gradients" if now.gradient_bytes else ""
-        values = {"sent": sent, "smaller": smaller}
-    elif name == "waiting":
-        rank, slower = slowest_rank(now)
-        host = next((f" ({one['host']})" for one in now.ranks if one.get("rank") == rank and one.get("host")), "")
-        name, values = "slow_rank" if slower > STRAGGLER else name, {"rank": rank, "slower": slower, "host": host}
-    elif name == "compute":
-        each = lambda result: result.known.mean("forward", "backward") / result.setting.per_rank
-        ratio = each(comparison.result) / max(each(comparison.base), 1e-12)
-        name = "few_items" if now.micro < base.micro else "compute_gpu" if on_gpu else "compute_cpu"
-        values = {"now": now.micro, "base": base.micro, "item": _LOSSES["item"].format(ratio=ratio, lost=lost)}
-    elif name == "optimizer":
-        name = f"optimizer_{mode}"
-    return _LOSSES[name].format(lost=lost, **values)

@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_ddp.doctor.facts import count_visible
 from accel_ddp.errors import INTERRUPTED, STOPPED, UNSAVED, USER_ERROR, UserError
-from accel_ddp.measure.scaling_analysis import MeasuredLinks, Result, measure
+from accel_ddp.measure.scaling_analysis import Result, measure
 from accel_ddp.measure.scaling_output import LARGE_SPREAD, Summary, as_json, format_summary
 from accel_ddp.measure.scaling_plan import ScalingOptions, Setting, cluster_places, local_places, make_plan, read_options, smaller
 from accel_ddp.measure.scaling_runs import ClusterRuns, Ended, LocalRuns
@@ -40,12 +40,12 @@ def main(words: list[str]) -> int:
         except KeyboardInterrupt:
             show("interrupted: the runs were stopped.")
             code = INTERRUPTED
-    summary = scaling.summary(is_complete=code == 0)
+    scaling.summary.is_complete = code == 0
     if options.given.json:
-        print(as_json(summary), flush=True)
-    elif any(result.measured for result in scaling.results):
-        show(format_summary(summary))
-    return code or int(any(result.problem for result in scaling.results))
+        print(as_json(scaling.summary), flush=True)
+    elif any(result.measured for result in scaling.summary.results):
+        show(format_summary(scaling.summary))
+    return code or int(any(result.problem for result in scaling.summary.results))
 
 
 @contextlib.contextmanager
@@ -72,14 +72,12 @@ def _raise_interrupt(number: int, frame: Any) -> None:
 class Scaling:
     def __init__(self, options: ScalingOptions, folder: Path, show: Callable[[str], None]):
         self.options, self.show, given = options, show, options.given
-        self.results: list[Result] = []
-        self.links: list[MeasuredLinks] = []
         self.errors_shown: set[str] = set()
         self.code = 1  # of the last run that has failed
         self.num_steps = given.warmup + given.steps + LATE_STEPS
         self.runs: LocalRuns | ClusterRuns
         if given.cluster:
-            self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds, not given.no_prediction)
+            self.runs = ClusterRuns(given.cluster, folder, options.recipe, given.run_seconds)
             self.on_gpu = any(node.gpus for node in self.runs.cluster.nodes)
             places = cluster_places([node.processes for node in self.runs.cluster.nodes], given.ranks)
             cores = 0 if self.on_gpu else self.runs.cores()
@@ -100,14 +98,15 @@ class Scaling:
                 f"--micro_batch_tokens, --global_batch_tokens: {reason}. Use --micro_batch_size and --global_batch_size."
             )
         micro = None if options.cfg.micro_batch_size == "auto" else options.cfg.micro_batch_size
-        self.plan, self.left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
+        self.plan, left_out = make_plan(places, options.cfg.global_batch_size, micro, options.modes)
         if not self.plan:
-            raise UserError(" ".join(self.left_out))
+            raise UserError(" ".join(left_out))
+        self.summary = Summary(options.recipe, options.modes, left_out, self.on_gpu, self.threads, given.steps, given.warmup)
 
     def measure_all(self) -> int:
         """Run all settings. Return 0, or the exit code if the first run fails: there is nothing to compare with then."""
         runs = len(self.plan)
-        for text in self.left_out:
+        for text in self.summary.left_out:
             self.show(text)
         self.show(
             f"{counted(runs, 'run')} of {self.num_steps} steps. Each starts Python and loads the model and the data, which usually "
@@ -121,7 +120,7 @@ class Scaling:
             )
         for number, setting in enumerate(self.plan):
             result, seconds = self._measure(setting, f"[{number + 1}/{runs}]")
-            self.results.append(result)
+            self.summary.results.append(result)
             if number:
                 continue
             if not result.measured:
@@ -129,19 +128,7 @@ class Scaling:
                 return self.code
             if runs > 1:
                 self.show(f"This run took {seconds:.0f} s. About {rough_seconds(seconds * (runs - 1))} are left.")
-            self._measure_links()
         return 0
-
-    def _measure_links(self) -> None:
-        """Let the doctor measure the links of this machine, on the most ranks. In a cluster it runs with the first run on the nodes."""
-        place = max((setting.place for setting in self.plan), key=lambda place: place.ranks)
-        if isinstance(self.runs, ClusterRuns) or self.options.given.no_prediction or place.ranks == 1:
-            return
-        self.show(f"the doctor measures all-reduces on {place.ranks} ranks ...")
-        if links := self.runs.measure_links(place):
-            self.links.append(links)
-        else:
-            self.show(f"There is no prediction: see `accel-ddp doctor --num_processes {place.ranks}`.")
 
     def _measure(self, setting: Setting, label: str) -> tuple[Result, float]:
         """Run a setting, with smaller micro-batches if it does not fit, and once more if its steps vary. Return the seconds too."""
@@ -179,7 +166,6 @@ class Scaling:
             self.show(f"--epochs gives only {start['total_steps']} steps with this batch. The run is repeated with --steps.")
             more += ["--steps", str(self.num_steps)]
             ended = self.runs.run(f"{name}_longer", setting.place, [*self.options.options, *FIXED, *more])
-        self.links += [ended.links] if ended.links else []
         self.code = ended.code if ended.code in (USER_ERROR, INTERRUPTED) else 1
         return ended
 
@@ -192,10 +178,3 @@ class Scaling:
             self.show(f"The run {how}:\n{text}")
         self.errors_shown.add(text)
         return f"{how}: {(errors or lines or ['it printed nothing'])[-1][:200]}"
-
-    def summary(self, is_complete: bool) -> Summary:
-        return Summary(
-            recipe=self.options.recipe, modes=self.options.modes, results=self.results, links=self.links, left_out=self.left_out,
-            on_gpu=self.on_gpu, threads=self.threads, hook=self.options.cfg.comm_hook, is_complete=is_complete,
-            steps=self.options.given.steps, warmup=self.options.given.warmup,
-        )  # fmt: skip

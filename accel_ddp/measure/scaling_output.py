@@ -3,50 +3,39 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel_ddp.measure import scaling_analysis as analysis
-from accel_ddp.measure.scaling_analysis import Comparison, MeasuredLinks, Result
+from accel_ddp.measure.scaling_analysis import Comparison, Result
 from accel_ddp.measure.scaling_plan import STRONG, WEAK
-from accel_ddp.text import counted, format_seconds, format_si, plural, table
+from accel_ddp.text import format_seconds, plural, table
 
 TITLES = {
     STRONG: "strong scaling: the same global batch on more ranks",
     WEAK: "weak scaling: the global batch grows with the ranks",
 }
-HEAD = ("ranks", "nodes", "batch", "micro x acc.", "step", "spread", "samples/s", "tokens/s", "speed-up", "efficiency", "predicted",
+HEAD = ("ranks", "nodes", "batch", "micro x acc.", "step", "spread", "samples/s", "tokens/s", "speed-up", "efficiency",
         "data", "compute", "comm.", "other")  # fmt: skip
 COMPUTE = ("forward", "backward", "optimizer")
 _WIDTH = 40  # of the chart
 LARGE_SPREAD = 0.2  # a run whose steps vary more is repeated once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Summary:
     recipe: str
     modes: Sequence[str]
-    results: Sequence[Result]
-    links: Sequence[MeasuredLinks]
     left_out: Sequence[str]
     on_gpu: bool
     threads: int
-    hook: str
     steps: int
     warmup: int
-    is_complete: bool
+    results: list[Result] = field(default_factory=list)
+    is_complete: bool = False
 
     def table(self, mode: str) -> list[Comparison]:
         return analysis.compare(self.results, mode)
-
-    def prediction(self, comparison: Comparison) -> analysis.Prediction | None:
-        """Return what the links promise that were measured for this number of nodes: one, or several."""
-        is_remote = comparison.result.setting.place.nodes > 1
-        found = [links for links in self.links if (links.nodes > 1) == is_remote]
-        return analysis.predict(comparison, found[-1], self.hook) if found else None
-
-    def advice(self) -> list[analysis.Advice]:
-        return analysis.advise(self.table(STRONG), self.table(WEAK))
 
     def limits(self, mode: str) -> tuple[Comparison | None, list[str]]:
         table = [one for one in self.table(mode) if one.ideal_speedup > 1]
@@ -57,9 +46,6 @@ class Summary:
         names = sorted({str(rank.get("device", "")) for rank in ranks} - {""})
         return " and ".join(names) or ("GPU" if self.on_gpu else "CPU")
 
-    def batch(self) -> int:
-        return min((result.setting.batch for result in self.results), default=0)
-
 
 def format_table(summary: Summary, mode: str) -> list[str]:
     """Return the lines of a table without columns that have only a heading, and remarks about settings that failed or changed."""
@@ -68,13 +54,11 @@ def format_table(summary: Summary, mode: str) -> list[str]:
         result, setting, measured = comparison.result, comparison.result.setting, comparison.result.known
         share = lambda *parts, measured=measured: f"{measured.mean(*parts) / measured.seconds:.0%}"
         tokens = f"{measured.tokens / measured.seconds:,.0f}" if measured.tokens else ""
-        predicted = summary.prediction(comparison)
-        bounds = dict.fromkeys(f"{100 * one:.0f}" for one in (predicted.worst, predicted.best)) if predicted else {}
         rows.append((
             str(setting.ranks), str(setting.place.nodes), str(setting.batch), f"{measured.micro} x {measured.accumulation}",
             format_seconds(measured.seconds), f"{measured.spread:.0%}", f"{result.samples_per_second:,.1f}", tokens,
             f"{comparison.speedup:.2f} of {comparison.ideal_speedup:g}", f"{comparison.efficiency:.0%}",
-            "-".join(bounds) + "%" * bool(bounds), share("data"), share(*COMPUTE), share("communication"), share("other"),
+            share("data"), share(*COMPUTE), share("communication"), share("other"),
         ))  # fmt: skip
     used = [column for column in zip(*rows) if any(column[1:])]
     remarks = [one for one in summary.results if mode in one.setting.modes and (one.problem or one.setting.note)]
@@ -87,15 +71,6 @@ def format_summary(summary: Summary) -> str:
     for mode in summary.modes:
         lines += ["", TITLES[mode], *format_table(summary, mode), "", *format_chart(summary.table(mode))]
     lines += ["", *_explain_limits(summary)]
-    if advice := summary.advice():
-        lines += ["", "which global batch reaches 90 % of the ideal speed-up over the first row with the same batch:"]
-        lines += [f"  {analysis.describe_advice(one, summary.batch())}" for one in advice]
-        if any(not one.is_reached and one.batch > summary.batch() for one in advice):
-            lines.append("  A larger global batch is another training: choose the learning rate for it.")
-    for links in summary.links:
-        where = f"{links.ranks} ranks on {counted(links.nodes, 'node')}"
-        measured = f"{format_si(links.bus)}B/s of bus bandwidth and {format_si(links.latency)}s of latency"
-        lines.append(f"predicted: by the doctor, from {measured} on {where}.")
     if any(result.measured and result.measured.spread > LARGE_SPREAD for result in summary.results):
         lines.append(
             f"Some steps vary by more than {LARGE_SPREAD:.0%}, so these numbers are uncertain. Other processes use this machine, "
@@ -150,17 +125,14 @@ def as_json(summary: Summary) -> str:
     for mode in summary.modes:
         rows = []
         for comparison in summary.table(mode):
-            predicted = summary.prediction(comparison)
             rows.append({
                 "ranks": comparison.result.setting.ranks, "global_batch": comparison.result.setting.batch,
                 "speedup": comparison.speedup, "ideal_speedup": comparison.ideal_speedup, "efficiency": comparison.efficiency,
-                "predicted_efficiency": [predicted.worst, predicted.best] if predicted else None,
-                "predicted_communication_seconds": predicted.communication if predicted else None,
                 "lost_seconds": comparison.losses(),
             })  # fmt: skip
         tables[mode] = {"rows": rows, "limits": summary.limits(mode)[1]}
     return json.dumps({
         "recipe": summary.recipe, "device": summary.device(), "steps": summary.steps, "warmup": summary.warmup,
         "threads": summary.threads, "is_complete": summary.is_complete, "left_out": list(summary.left_out), "results": results,
-        "tables": tables, "advice": [asdict(one) for one in summary.advice()], "links": [asdict(one) for one in summary.links],
+        "tables": tables,
     }, allow_nan=False)  # fmt: skip

@@ -135,8 +135,7 @@ def smaller(setting: Setting, used: int) -> Setting | None:
 
 
 DESCRIPTION = """Run a few steps of a recipe on 1, 2, ... ranks, and print how the speed grows with them: speed-up and efficiency next
-to the ideal and to the doctor's prediction, what limits scaling, and which global batch would reach 90 %. The recipe runs unchanged.
-Nothing is evaluated, and checkpoints are deleted."""
+to the ideal, and what limits scaling. The recipe runs unchanged. Nothing is evaluated, and checkpoints are deleted."""
 USAGE = "accel-ddp scaling [options] [options of accelerate launch] RECIPE [options of the recipe]"
 # Options of `accelerate launch` that `scaling` sets itself, or that describe several nodes.
 _OF_NODES = ("num_machines", "machine_rank", "main_process_ip", "rdzv_backend", "same_network")
@@ -171,7 +170,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cluster", default="", metavar="CLUSTER.yaml", help=cluster)
     add("--folder", default="", help="keep the logs and the output of the runs in this folder (default: a temporary folder)")
     add("--run_seconds", type=float, default=1800, metavar="SECONDS", help="stop a run that takes longer (default: 1800)")
-    add("--no_prediction", action="store_true", help="do not let the doctor measure the links")
     add("--json", action="store_true", help="print one JSON document instead of text")
     return parser
 

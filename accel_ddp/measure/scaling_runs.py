@@ -18,7 +18,6 @@ from accel_ddp.errors import UserError
 from accel_ddp.launch.connection import ssh_words
 from accel_ddp.launch.description import Cluster, read_description
 from accel_ddp.launch.job_commands import config_word, shell_path
-from accel_ddp.measure.scaling_analysis import MeasuredLinks, links_of_text
 from accel_ddp.measure.scaling_plan import Placement
 from accel_ddp.nodes import recipe_files
 from accel_ddp.nodes.launcher import read_accelerate_config
@@ -36,7 +35,6 @@ class Ended(NamedTuple):
     text: str  # its output
     events: list[dict[str, Any]]  # of its log
     seconds: float
-    links: MeasuredLinks | None = None  # if the doctor has measured them before the run
 
 
 class LocalRuns:
@@ -59,16 +57,6 @@ class LocalRuns:
                 shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
         return Ended(code, text, events, time.monotonic() - began)
 
-    def measure_links(self, place: Placement) -> MeasuredLinks | None:
-        """Return what `accel-ddp doctor` measures on these ranks. None: it has found an error."""
-        config = self.launch[:2]
-        words = [sys.executable, *MODULE, "accel_ddp.cli", "doctor", *config, "--num_processes", str(place.ranks)]
-        words += ["--main_process_port", str(find_free_port("127.0.0.1")), "--main_process_ip", "127.0.0.1"]
-        chosen = self.launch[self.launch.index("--gpu_ids") + 1] if "--gpu_ids" in self.launch else "all"
-        visible = {} if chosen == "all" else {"CUDA_VISIBLE_DEVICES": chosen}
-        _, text = execute(words, self.folder / "doctor.txt", self.limit, **visible)
-        return links_of_text(text, place.nodes, place.ranks)
-
 
 class ClusterRuns:
     """Runs on the first nodes of a cluster, each by its own `accel-ddp launch`.
@@ -77,7 +65,7 @@ class ClusterRuns:
     The guards of `launch` end the processes of all nodes if one node fails or this program is killed.
     """
 
-    def __init__(self, file: str, folder: Path, recipe: str, limit: float, measures_links: bool):
+    def __init__(self, file: str, folder: Path, recipe: str, limit: float):
         import yaml
 
         self.file, self.folder, self.recipe, self.limit = file, folder, recipe, limit
@@ -96,7 +84,6 @@ class ClusterRuns:
         listed = [f"node{number}" for number in range(listed)] if isinstance(listed, int) else listed
         self.nodes = [{"host": node} if isinstance(node, str) else node for node in listed]
         self.job = f"scaling-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self.without_links = {1, len(self.nodes)} if measures_links else set()  # numbers of nodes
 
     def run(self, name: str, place: Placement, options: Sequence[str]) -> Ended:
         """Run the recipe and return when it has ended. Its folder is deleted on all nodes."""
@@ -105,22 +92,16 @@ class ClusterRuns:
         if place.nodes == 1:
             nodes[0]["processes"] = place.ranks
         changes = [f"nodes={json.dumps(nodes)}", "restarts=0"]
-        # The doctor measures once on the ranks of one node and once on all nodes, before the run.
-        is_whole = place.ranks == sum(node.processes for node in self.cluster.nodes[: place.nodes]) > 1
-        asks_doctor = is_whole and place.nodes in self.without_links
-        changes += ["doctor=full"] if asks_doctor else []
         words = [sys.executable, *MODULE, "accel_ddp.cli", "launch", "--name", job]
         words += [word for change in changes for word in ("--set", change)]
         code, text = execute([*words, self.file, self.recipe, *options], self.folder / f"{name}.txt", self.limit, is_remote=True)
-        links = links_of_text(text, place.nodes, place.ranks) if asks_doctor else None
-        self.without_links -= {place.nodes} if links else set()
         log = self.folder / name / FILE
         log.parent.mkdir(exist_ok=True)
         output = f"{self.cluster.output.rstrip('/')}/{job}"
         log.write_bytes(self._on_node(0, f"cat {shell_path(output)}/{FILE}"))
         for number in range(place.nodes):
             self._on_node(number, f"rm -rf {shell_path(output)}")
-        return Ended(code, text, read_log(log), time.monotonic() - began, links)
+        return Ended(code, text, read_log(log), time.monotonic() - began)
 
     def cores(self) -> int:
         """Return the number of cores of the first node, 0 if it is not known. nproc does not need our code there."""
@@ -136,9 +117,9 @@ class ClusterRuns:
         return b""
 
 
-def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False, **variables: str) -> tuple[int, str]:
+def execute(words: Sequence[str], output: Path, limit: float, is_remote: bool = False) -> tuple[int, str]:
     """Run a command and return its exit code and output. End it after `limit` seconds, and if this process is interrupted."""
-    env = clean_environment() | variables
+    env = clean_environment()
     # The command must find the package of this process, also if it is not installed.
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
     with output.open("w") as file:

@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_ddp.doctor import collective_worker
 from accel_ddp.doctor.collective_worker import CollectiveWorker, read_nccl_log, report
-from accel_ddp.measure.tune_results import DEFAULT, MUCH_SLOWER, Choice, DdpConfig, Entries, Transport, best_choice, best_exact
+from accel_ddp.measure.tune_results import DEFAULT, Choice, DdpConfig, Entries, Transport, best_choice, best_exact
 from accel_ddp.nodes.cores import usable_cores
 from accel_ddp.nodes.launcher import cpu_is_wanted
 from accel_ddp.text import first_line
@@ -72,15 +72,12 @@ class TrialWorker(CollectiveWorker):
         version = f"torch {torch.__version__}, {f'NCCL {self.nccl_version()}' if gpus else 'gloo'}"
         report("connected", **asdict(Transport("nccl" if gpus else "gloo", device, version, network, paths, interfaces)))
 
-    def median_time(self, function: Callable[[], Any], warm_up: int, seconds: float, best_ms: float = 0.0) -> tuple[float, bool]:
-        """Return the median of the milliseconds, and whether the measurement ended early as much slower than `best_ms`."""
+    def median_time(self, function: Callable[[], Any], warm_up: int, seconds: float) -> float:
+        """Return the median of the milliseconds of a call."""
         self.time_each(function, warm_up)
         spans = self.time_each(function, 3)
-        if best_ms and min(spans) > best_ms * MUCH_SLOWER:
-            return statistics.median(spans), True
         repetitions = min(MAX_REPETITIONS, int(seconds * 1000 / max(statistics.median(spans), 1e-3)) - 3)
-        spans += self.time_each(function, repetitions) if repetitions > 0 else []
-        return statistics.median(spans), False
+        return statistics.median(spans + (self.time_each(function, repetitions) if repetitions > 0 else []))
 
     def measure_all_reduce(self) -> None:
         """Report the time of an all-reduce for each message size in increasing order. Sizes that take too long are skipped."""
@@ -90,14 +87,10 @@ class TrialWorker(CollectiveWorker):
                 report("skipped", size=size, ms=ms_per_byte * size)
                 continue
             buffer = self.torch.zeros(size // 4, device=self.device)
-            best_ms = self.spec["best_ms"].get(str(size), 0.0)
-            all_reduce = lambda buffer=buffer: self.dist.all_reduce(buffer)
-            ms, ended_early = self.median_time(all_reduce, 2, self.spec["seconds"] / 20, best_ms)
+            ms = self.median_time(lambda buffer=buffer: self.dist.all_reduce(buffer), 2, self.spec["seconds"] / 20)
             ms_per_byte = ms / size
             self.check_collectives(buffer)
-            report("measured", size=size, ms=ms, ended_early=ended_early)
-            if ended_early:
-                return
+            report("measured", size=size, ms=ms)
 
     def check_collectives(self, buffer: Any) -> None:
         """Raise TrialFailed if a sum is wrong, and fail if another collective fails: such settings must not count as fast."""
@@ -120,29 +113,28 @@ class TrialWorker(CollectiveWorker):
             self.autocast = torch.autocast(self.device.type, getattr(torch, dtype))
         report("tokens", tokens=self.choose_tokens(model))
         times: dict[Choice, float] = {(size, hook): ms for size, hook, ms in spec["times"]}
-        best_ms = 0.0
+        is_first = True
         for number, fields in spec["configs"]:
             config = resolve_config(DdpConfig(**fields), times)
             if config is None:
                 report("redundant", number=number)
                 continue
             report("config", number=number, bucket_cap_mb=config.bucket_cap_mb, comm_hook=config.comm_hook)
-            ms, ended_early = self.time_ddp(model, config, best_ms)
-            best_ms = min(best_ms or ms, ms)
-            if config.gradient_as_bucket_view and not ended_early:
+            ms, is_first = self.time_ddp(model, config, is_first), False
+            if config.gradient_as_bucket_view:
                 times[config.choice] = min(ms, times.get(config.choice, ms))
-            report("timed", number=number, ms=ms, ended_early=ended_early)
+            report("timed", number=number, ms=ms)
             for parameter in model.parameters():
                 parameter.grad = None
             gc.collect()  # the DDP of this config has reference cycles that hold its buckets
 
-    def time_ddp(self, model: Any, config: DdpConfig, best_ms: float) -> tuple[float, bool]:
-        """Return the median of the milliseconds of a step, and whether the measurement ended early as much slower than `best_ms`.
+    def time_ddp(self, model: Any, config: DdpConfig, is_first: bool) -> float:
+        """Return the median of the milliseconds of a step.
 
-        `best_ms` is 0 for the first config of this process, before and after which more is done: clocks, caches and allocators
-        warm up first, and then the time of a step without communication is reported.
+        Before and after the first config of this process more is done: clocks, caches and allocators warm up first, and then the
+        time of a step without communication is reported.
         """
-        ddp, is_first, seconds = self.wrap(model, config), best_ms == 0.0, self.spec["config_seconds"]
+        ddp, seconds = self.wrap(model, config), self.spec["config_seconds"]
 
         def step() -> None:
             for parameter in model.parameters():
@@ -158,9 +150,9 @@ class TrialWorker(CollectiveWorker):
         if is_first:
             spans = self.time_each(step, WARM_UP_STEPS)
             self.time_each(step, max(0, min(50, int(1000 / spans[-1]))))
-        result = self.median_time(step, WARM_UP_STEPS, seconds, 0.0 if config.is_repeat else best_ms)
+        result = self.median_time(step, WARM_UP_STEPS, seconds)
         if is_first:  # not earlier: the first step of a DDP must communicate
-            report("compute_only", ms=self.median_time(step_without_communication, 1, seconds)[0])
+            report("compute_only", ms=self.median_time(step_without_communication, 1, seconds))
         return result
 
     def choose_tokens(self, model: Any) -> int:

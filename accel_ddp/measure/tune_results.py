@@ -26,7 +26,6 @@ MIB = 1 << 20
 SIZES = (1 * MIB, 25 * MIB, 256 * MIB)  # a small model, one DDP bucket of the default size, a large message
 MAX_TRIALS = 12
 FASTER = 0.97  # a time counts as faster if it is below this share of the other time; a smaller difference is noise
-MUCH_SLOWER = 1.5  # a trial ends early if its time is above this multiple of the best time
 
 # Measured on one H200 as two nodes over TCP, all-reduce of 25 / 256 MiB: default 18.1 / 144.5 ms, first set 5.9 / 59.4 ms, second
 # set 6.5 / 47.2 ms. More threads and sockets without larger buffers were not faster than the default, so no set has only these.
@@ -147,7 +146,6 @@ class Trial:
     number: int = 0
     milliseconds: dict[int, float] = field(default_factory=dict)  # all-reduce time by message size
     failure: str = ""
-    ended_early: bool = False  # because it was much slower than the best trial
     score: float = math.inf
 
     @property
@@ -182,17 +180,12 @@ class DdpConfig:
     comm_hook: str = "none"  # "": the best hook measured so far
     gradient_as_bucket_view: bool = True
     is_repeat: bool = False  # a second measurement, because the first one may have been lucky or unlucky
+    milliseconds: float = 0.0  # of a step; 0 before it is timed
+    failure: str = ""
 
     @property
     def choice(self) -> Choice:
         return self.bucket_cap_mb, self.comm_hook
-
-
-@dataclass
-class DdpTiming:
-    milliseconds: float = math.nan
-    ended_early: bool = False
-    failure: str = ""
 
 
 def format_time(milliseconds: float) -> str:
@@ -210,23 +203,21 @@ def all_reduce_row(trial: Trial, sizes: list[int], default_score: float) -> str:
         return f"{trial.number:5}{times}       -     failed  {trial.label}: {trial.failure}"
     largest = max(trial.milliseconds)
     bandwidth = f"{largest / trial.milliseconds[largest] / 1e6:8.2f}"
-    speedup = f"{'slower' if trial.ended_early else format(default_score / trial.score, '.2f'):>11}"
-    return f"{trial.number:5}{times}{bandwidth}{speedup}  {trial.label}" + (" (stopped early)" if trial.ended_early else "")
+    return f"{trial.number:5}{times}{bandwidth}{default_score / trial.score:11.2f}  {trial.label}"
 
 
 DDP_HEADING = "bucket_cap_mb  comm_hook  bucket_view    ms/step  communication    speedup  effect on the gradients"
 
 
-def ddp_row(config: DdpConfig, timing: DdpTiming, compute_ms: float, default_ms: float) -> str:
+def ddp_row(config: DdpConfig, compute_ms: float, default_ms: float) -> str:
     """Return a row of the table. `compute_ms` is the time of a step without communication, or 0 if it is not measured."""
-    view = str(config.gradient_as_bucket_view).lower()
+    view, ms = str(config.gradient_as_bucket_view).lower(), config.milliseconds
     head = f"{config.bucket_cap_mb:13}  {config.comm_hook:9}  {view:11}"
-    if timing.failure:
-        return f"{head}  {'-':>9}  {'-':>13}  {'failed':>9}  {timing.failure}"
-    communication = max(0.0, 1 - compute_ms / timing.milliseconds) if compute_ms else math.nan
-    speedup = "slower" if timing.ended_early else f"{default_ms / timing.milliseconds:.2f}"
-    effect = HOOK_EFFECTS[config.comm_hook] + " (stopped early)" * timing.ended_early + " (repeated)" * config.is_repeat
-    return f"{head}  {format_time(timing.milliseconds):>9}  {communication:13.0%}  {speedup:>9}  {effect}"
+    if config.failure:
+        return f"{head}  {'-':>9}  {'-':>13}  {'failed':>9}  {config.failure}"
+    communication = max(0.0, 1 - compute_ms / ms) if compute_ms else math.nan
+    effect = HOOK_EFFECTS[config.comm_hook] + " (repeated)" * config.is_repeat
+    return f"{head}  {format_time(ms):>9}  {communication:13.0%}  {default_ms / ms:>9.2f}  {effect}"
 
 
 def env_text(header: list[str], settings: Settings) -> str:

@@ -5,13 +5,13 @@ Settings are environment variables of NCCL. DDP options are bucket sizes and com
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from accel_ddp.measure import tune_results
 from accel_ddp.measure.trials import TrialRunner, TuningEnded
 from accel_ddp.measure.tune_options import TuneOptions
-from accel_ddp.measure.tune_results import DdpConfig, DdpTiming, Entries, Gradients, Transport, Trial
+from accel_ddp.measure.tune_results import DdpConfig, Entries, Gradients, Transport, Trial
 from accel_ddp.text import counted, format_bytes
 
 SHARE_WITH_MODEL = 0.6  # of the time for settings, if DDP steps of a model are timed after them
@@ -61,7 +61,7 @@ class SettingsTuner:
                 f"a trial takes about {seconds:.0f} s, so {expected} trials take about {expected * seconds / 60:.1f} minutes; no "
                 f"trial starts after {self.minutes:.1f} minutes"
             )
-        best, measured = default, []
+        measured: list[Trial] = []
         score: float | None = None  # of the last proposal
         while True:
             try:
@@ -72,13 +72,10 @@ class SettingsTuner:
                 number = counted(self.runner.number, "trial")
                 await self.show(f"the time for settings is over after {number}; a larger --minutes allows more")
                 break
-            await self.measure(trial, default, best)
-            is_complete = not trial.failure and not trial.ended_early
-            if is_complete:
-                measured.append(trial)
-                best = trial if trial.score < best.score * tune_results.FASTER else best
-            score = trial.score if is_complete and not trial.note else None
-        return await self.confirm(default, best, measured)
+            await self.measure(trial, default)
+            measured += [] if trial.failure else [trial]
+            score = None if trial.failure or trial.note else trial.score
+        return await self.confirm(default, measured)
 
     async def _print_transport(self, transport: Transport) -> None:
         """Print how the ranks communicate, and the reason if NCCL's socket settings have no effect on it."""
@@ -100,49 +97,47 @@ class SettingsTuner:
             reason = f"the network is {transport.network}"
         await self.show(f"NCCL's socket settings are not tried: {reason}")
 
-    async def confirm(self, default: Trial, best: Trial, measured: list[Trial]) -> Trial:
+    async def confirm(self, default: Trial, measured: list[Trial]) -> Trial:
         """Measure the best trial and the default again, and return the one that is then better.
 
         The best of many noisy trials is partly luck. The best trial counts with the slower of its two scores, and the default
         with the faster. If other trials are then ahead, they are measured again too.
         """
-        if best is default:
+        candidates, best = sorted(measured, key=lambda trial: trial.score), default
+        if not candidates or candidates[0].score >= default.score * tune_results.FASTER:
             return default
         ends = max(self.settings_deadline, self.deadline - 4 * self.runner.usual_seconds)
-        if time.monotonic() + 2 * self.runner.usual_seconds < ends:
-            repeated = await self.measure(Trial(default.settings, note="repeated"), default)
-            default.score = min(default.score, repeated.score)
-            others = sorted((trial for trial in measured if trial is not best), key=lambda trial: trial.score)
-            candidates, best = [best, *others], default
-            for index, trial in enumerate(candidates):
-                no_time = index > 0 and time.monotonic() + self.runner.usual_seconds > ends
-                if trial.score >= best.score * tune_results.FASTER or no_time:
-                    break
-                repeated = await self.measure(Trial(trial.settings, note="repeated"), default)
-                trial.score = math.inf if repeated.failure else max(trial.score, repeated.score)
-                for size, ms in repeated.milliseconds.items():
-                    trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
-                best = trial if trial.score < best.score * tune_results.FASTER else best
-        return best if best.score < default.score * tune_results.FASTER else default
+        if time.monotonic() + 2 * self.runner.usual_seconds >= ends:
+            return candidates[0]
+        repeated = await self.measure(Trial(default.settings, note="repeated"), default)
+        default.score = min(default.score, repeated.score)
+        for index, trial in enumerate(candidates):
+            no_time = index > 0 and time.monotonic() + self.runner.usual_seconds > ends
+            if trial.score >= best.score * tune_results.FASTER or no_time:
+                break
+            repeated = await self.measure(Trial(trial.settings, note="repeated"), default)
+            trial.score = math.inf if repeated.failure else max(trial.score, repeated.score)
+            for size, ms in repeated.milliseconds.items():
+                trial.milliseconds[size] = max(ms, trial.milliseconds.get(size, ms))
+            best = trial if trial.score < best.score * tune_results.FASTER else best
+        return best
 
-    async def measure(self, trial: Trial, default: Trial, best: Trial | None = None) -> Trial:
-        """Measure the trial, print its row on every node, and return it. It ends early if it is much slower than `best`."""
-        await self._measure(trial, best_ms=best.milliseconds if best else {})
+    async def measure(self, trial: Trial, default: Trial) -> Trial:
+        """Measure the trial, print its row on every node, and return it."""
+        await self._measure(trial)
         await self.show(tune_results.all_reduce_row(trial, self.sizes, default.score))
         return trial
 
-    async def _measure(self, trial: Trial, read_nccl_log: bool = False, best_ms: dict[int, float] | None = None) -> None:
+    async def _measure(self, trial: Trial, read_nccl_log: bool = False) -> None:
         spec: dict[str, Any] = {
             "measure": "all_reduce", "backend": self.options.backend, "seconds": self.options.trial_seconds,
             "nccl_debug": "INFO" if read_nccl_log else "WARN", "sizes": self.sizes,
-            "best_ms": {str(size): ms for size, ms in (best_ms or {}).items() if size >= tune_results.SIZES[1]},
         }  # fmt: skip
         reports, trial.failure = await self.runner.run(trial, spec)
         trial.number = self.runner.number
         for report in reports:
             if report["event"] == "measured":
                 trial.milliseconds[int(report["size"])] = float(report["ms"])
-                trial.ended_early = trial.ended_early or bool(report["ended_early"])
         if not trial.failure and not trial.milliseconds:
             trial.failure = "it measured nothing"
         if not trial.failure:
@@ -153,104 +148,94 @@ MAX_STARTS = 3  # a config that fails ends its processes, and the remaining conf
 TOKENS_ON_GPU, TOKENS_ON_CPU = 1024, 128
 
 
-@dataclass
-class _Measurements:
-    configs: dict[int, DdpConfig]
-    tokens: int
-    timings: dict[int, DdpTiming] = field(default_factory=dict)
-    current: int = -1  # the config that is being timed; -1 before the first one of a start
-    compute_ms: float = 0.0  # of a step without communication; 0 before it is measured
-
-    def times(self) -> dict[tune_results.Choice, list[float]]:
-        """Return all complete times of each choice. They are for gradient_as_bucket_view, which is the default."""
-        found: dict[tune_results.Choice, list[float]] = {}
-        for number, timing in self.timings.items():
-            config = self.configs[number]
-            if not timing.failure and not timing.ended_early and config.gradient_as_bucket_view:
-                found.setdefault(config.choice, []).append(timing.milliseconds)
-        return found
-
-    def remaining(self) -> list[tuple[int, dict[str, Any]]]:
-        return [(number, asdict(config)) for number, config in self.configs.items() if number not in self.timings]
-
-
 class DdpTuner:
     """Searches the bucket size and the hook with which a step is shortest, under the best settings."""
 
     def __init__(self, runner: TrialRunner, options: TuneOptions, gradients: Gradients, is_nccl: bool, deadline: float):
         self.runner, self.options, self.gradients, self.deadline = runner, options, gradients, deadline
         self.show = runner.coordinator.print_on_all
-        tokens = options.tokens or (TOKENS_ON_GPU if is_nccl else TOKENS_ON_CPU)
-        self.measurements = _Measurements(dict(enumerate(configs_to_time(gradients.bytes, is_nccl))), tokens)
+        self.tokens = options.tokens or (TOKENS_ON_GPU if is_nccl else TOKENS_ON_CPU)
+        self.configs = dict(enumerate(configs_to_time(gradients.bytes, is_nccl)))
+        self.current = -1  # the config that is being timed; -1 before the first one of a start
+        self.compute_ms = 0.0  # of a step without communication; 0 before it is measured
 
     async def tune(self, best: Trial) -> tuple[DdpConfig, float] | None:
         """Return the best config and its speed relative to DDP's default, or None if the default could not be timed."""
-        measurements = self.measurements
         entries = await self._entries_for_the_time_left(best)
         precision = f" in {self.options.autocast}" if self.options.autocast not in ("", "auto") else ""
-        text = f"a DDP step with these gradients{precision}, {measurements.tokens} tokens per rank, settings: {best.label}"
+        text = f"a DDP step with these gradients{precision}, {self.tokens} tokens per rank, settings: {best.label}"
         await self.show(f"{text}\n{tune_results.DDP_HEADING}")
         for _ in range(MAX_STARTS):
-            remaining = measurements.remaining()
+            remaining = self._remaining()
             seconds_left = self.deadline - time.monotonic() - self.runner.startup_seconds
-            if not remaining or (measurements.timings and seconds_left < 5):
+            if not remaining or (len(remaining) < len(self.configs) and seconds_left < 5):
                 break
-            measurements.current = -1
+            self.current = -1
             _, failure = await self.runner.run(best, self._spec(entries, remaining, seconds_left), self._on_report)
-            if failure and measurements.current < 0:
+            if failure and self.current < 0:
                 await self.show(f"the model could not be timed: {failure}")
                 break
-            if failure and measurements.current not in measurements.timings:
-                await self._add(measurements.current, DdpTiming(failure=failure))
-        if tune_results.DEFAULT not in measurements.times():
+            if failure and self.current in dict(self._remaining()):
+                await self._show_row(self.current, failure=failure)
+        if tune_results.DEFAULT not in self.times():
             await self.show("DDP's default bucket size could not be timed, so no DDP options are written")
             return None
-        if untimed := len(measurements.remaining()):
+        if untimed := len(self._remaining()):
             await self.show(f"{untimed} more configs were not timed; a larger --minutes allows more")
-        (bucket, hook), speedup = tune_results.confirmed_choice(measurements.times())
+        (bucket, hook), speedup = tune_results.confirmed_choice(self.times())
         return DdpConfig(bucket_cap_mb=bucket, comm_hook=hook), speedup
 
+    def times(self) -> dict[tune_results.Choice, list[float]]:
+        """Return all times of each choice. They are for gradient_as_bucket_view, which is the default."""
+        found: dict[tune_results.Choice, list[float]] = {}
+        for config in self.configs.values():
+            if config.milliseconds and config.gradient_as_bucket_view:
+                found.setdefault(config.choice, []).append(config.milliseconds)
+        return found
+
     def exact_bucket(self) -> int:
-        exact = {choice: times for choice, times in self.measurements.times().items() if choice[1] == "none"}
+        exact = {choice: times for choice, times in self.times().items() if choice[1] == "none"}
         return tune_results.confirmed_choice(exact)[0][0] if tune_results.DEFAULT in exact else tune_results.DEFAULT[0]
+
+    def _remaining(self) -> list[tuple[int, dict[str, Any]]]:
+        return [(number, asdict(one)) for number, one in self.configs.items() if not one.milliseconds and not one.failure]
 
     def _spec(self, entries: Entries, remaining: list[tuple[int, dict[str, Any]]], seconds_left: float) -> dict[str, Any]:
         return {
             "measure": "ddp", "backend": self.options.backend, "seconds": self.options.trial_seconds * len(remaining),
             "nccl_debug": "WARN", "entries": entries, "dtype": self.gradients.dtype,
-            "autocast": self.options.autocast, "tokens": self.measurements.tokens, "configs": remaining,
+            "autocast": self.options.autocast, "tokens": self.tokens, "configs": remaining,
             "config_seconds": min(2.0, max(0.2, seconds_left / len(remaining) / 3)),
-            "times": [[*choice, min(each)] for choice, each in self.measurements.times().items()],
+            "times": [[*choice, min(each)] for choice, each in self.times().items()],
         }  # fmt: skip
 
     async def _on_report(self, report: dict[str, Any]) -> None:
-        measurements, event = self.measurements, report["event"]
+        event = report["event"]
         if event == "config":
-            measurements.current = number = report["number"]
+            self.current = number = report["number"]
             chosen = {name: report[name] for name in ("bucket_cap_mb", "comm_hook")}
-            measurements.configs[number] = replace(measurements.configs[number], **chosen)
-        elif event == "tokens" and report["tokens"] < measurements.tokens:
-            measurements.tokens = report["tokens"]
-            only = f"with only {measurements.tokens} tokens"
+            self.configs[number] = replace(self.configs[number], **chosen)
+        elif event == "tokens" and report["tokens"] < self.tokens:
+            self.tokens = report["tokens"]
+            only = f"with only {self.tokens} tokens"
             await self.show(f"({only}, because more take too long here; less communication is overlapped)")
         elif event == "compute_only":
-            measurements.compute_ms = report["ms"]
+            self.compute_ms = report["ms"]
         elif event == "redundant":
-            del measurements.configs[report["number"]]
+            del self.configs[report["number"]]
         elif event == "timed":
-            await self._add(report["number"], DdpTiming(report["ms"], report["ended_early"]))
+            await self._show_row(report["number"], milliseconds=report["ms"])
 
-    async def _add(self, number: int, timing: DdpTiming) -> None:
-        measurements = self.measurements
-        measurements.timings[number] = timing
-        default_ms = min(measurements.times().get(tune_results.DEFAULT, [math.nan]))
-        await self.show(tune_results.ddp_row(measurements.configs[number], timing, measurements.compute_ms, default_ms))
+    async def _show_row(self, number: int, **measured: Any) -> None:
+        config = self.configs[number] = replace(self.configs[number], **measured)
+        default_ms = min(self.times().get(tune_results.DEFAULT, [math.nan]))
+        await self.show(tune_results.ddp_row(config, self.compute_ms, default_ms))
 
     async def _entries_for_the_time_left(self, best: Trial) -> Entries:
         """Return the parameters of the model, or as many of the first ones as can be sent often enough in the time left."""
         entries, largest = self.gradients.entries, max(best.milliseconds)
         step_seconds = self.gradients.bytes * best.milliseconds[largest] / largest / 1000
-        limit = max(10.0, self.deadline - time.monotonic()) * 0.7 / (len(self.measurements.configs) * 8)
+        limit = max(10.0, self.deadline - time.monotonic()) * 0.7 / (len(self.configs) * 8)
         if step_seconds <= limit:
             return entries
         kept = tune_results.first_entries(entries, int(tune_results.count_elements(entries) * limit / step_seconds))

@@ -81,23 +81,17 @@ class Tuner:
         await self.show(f"reading the parameter shapes of --model {name} ...")
         command, pipe = [sys.executable, *MODULE, SHAPES_MODULE, json.dumps(self.options.model)], asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
-        reading = asyncio.ensure_future(process.communicate())
         try:
-            deadline = time.monotonic() + SHAPES_SECONDS
-            while not reading.done():
-                await self.coordinator.next_event(time.monotonic() + 0.1)  # raises TuningEnded if a node is lost
-                if time.monotonic() > deadline:
-                    raise TuningEnded(2, f"--model {name}: reading its config took more than {SHAPES_SECONDS:.0f} s.")
-            stdout, stderr = reading.result()
-        finally:
-            reading.cancel()
-            if process.returncode is None:
-                process.kill()
-        try:
+            stdout, stderr = await asyncio.wait_for(process.communicate(), SHAPES_SECONDS)
             answer = json.loads(stdout.decode().strip().splitlines()[-1])
+        except asyncio.TimeoutError:
+            raise TuningEnded(2, f"--model {name}: reading its config took more than {SHAPES_SECONDS:.0f} s.") from None
         except (ValueError, IndexError):
             last = (stderr.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
             answer = {"error": f"--model {name}: reading its parameter shapes failed: {last}."}
+        finally:
+            if process.returncode is None:
+                process.kill()
         if "error" in answer:
             text = "Alternatively give only the size of its gradients in bytes, for example --model_bytes 440000000."
             raise TuningEnded(2, f"error: {answer['error']} {text}")

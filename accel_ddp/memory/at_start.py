@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accel_ddp.config.choices import choose
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.memory.estimate import CONTEXT, GIB, Estimate, Estimator, Suggestion, fits, needed
+from accel_ddp.memory.estimate import CONTEXT, GIB, NAMES, STATES, Estimate, Estimator, Suggestion, fits, needed
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main
 from accel_ddp.ranks.process import links, this_rank
@@ -21,15 +21,6 @@ from accel_ddp.training.stream import count_tokens
 
 log = logging.getLogger(__name__)
 EVAL_BATCH_SIZE = 16  # where the memory is not known
-STATES = ("weights", "reference", "gradients", "optimizer", "averages", "gathered")
-
-# What the rows of an estimate are called. `docs/memory.md` explains them.
-NAMES = {
-    "weights": "weights", "reference": "copy of trained weights", "gradients": "gradients", "optimizer": "optimizer state",
-    "averages": "averaged weights",
-    "gathered": "gathered weights", "copies": "weights in 16 bits", "activations": "activations", "loss": "vocabulary loss",
-    "other": "other", "graphs": "CUDA graphs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,6 @@ def _judge(precision: str, cfg: TrainConfig, model_class: str, rows: Sequence[An
 
 
 def judge(estimator: Estimator, ranks: int, plan: ShardingPlan | None, size: float, free: float) -> Verdict:
-    """Return what to print for a GPU with `size` bytes, of which `free` are not used by other processes."""
     estimator = estimator.settled(ranks, plan, min(size, free))
     found = estimator.estimate(ranks, plan)
     expected = max(found.peak, found.with_graphs) if needed(found.with_graphs, ranks) <= size else found.peak

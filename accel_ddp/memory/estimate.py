@@ -16,21 +16,12 @@ from typing import Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.memory import fake_model
-from accel_ddp.memory.fake_model import States, count_states
-from accel_ddp.memory.step_trace import (
-    ACTIVATIONS,
-    CASTS_OF_LAYERS,
-    CASTS_OF_REST,
-    GRADIENTS_OF_LAYERS,
-    GRADIENTS_OF_REST,
-    LOSS,
-    NOTHING,
-    Trace,
-    trace,
-)
-from accel_ddp.nodes.sharding_plan import CONFIG, ShardingPlan
+from accel_ddp.memory import fake_model, step_trace
+from accel_ddp.memory.fake_model import ASSUMED_LENGTH, States, count_states
+from accel_ddp.memory.step_trace import ACTIVATIONS, CASTS_OF_LAYERS, CASTS_OF_REST, GRADIENTS_OF_LAYERS, GRADIENTS_OF_REST, LOSS
+from accel_ddp.nodes.sharding_plan import CONFIG, ONE_PER_NODE, ShardingPlan
 from accel_ddp.sources import models
+from accel_ddp.text import table
 
 GIB = 1 << 30
 WORKSPACES = 64 << 20  # bytes of the matrix products of cuBLAS and of the loss
@@ -41,17 +32,22 @@ FRAGMENTATION = 0.05  # of the peak: memory that the allocator has requested and
 
 log = logging.getLogger(__name__)
 
-ROWS = ("weights", "reference", "gradients", "optimizer", "averages", "gathered", "copies", "activations", "loss", "other")
+# What the rows of an estimate are called. `docs/memory.md` explains them.
+NAMES = {
+    "weights": "weights", "reference": "copy of trained weights", "gradients": "gradients", "optimizer": "optimizer state",
+    "averages": "averaged weights",
+    "gathered": "gathered weights", "copies": "weights in 16 bits", "activations": "activations", "loss": "vocabulary loss",
+    "other": "other", "graphs": "CUDA graphs",
+}  # fmt: skip
+ROWS, STATES = tuple(NAMES)[:10], tuple(NAMES)[:6]  # no smaller micro-batch saves the states
 ONE, DDP, FSDP = "one GPU", "DDP", "FSDP"
 GATHERED_LAYERS = 3  # the layer that is computed, the next one, and the buffer of its all-gather
 
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """The memory of one rank with its share of a step, however many ranks there are."""
-
     states: States
-    trace: Trace
+    trace: step_trace.Trace
     precision: str
     is_graphed: bool  # whether layers are captured as CUDA graphs if there is room
     copies_of_gradients: int = 0  # that DDP keeps besides the gradients
@@ -59,8 +55,6 @@ class EstimatedRun:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The peak of one rank, in bytes, by what the memory is used for."""
-
     kind: str
     ranks: int
     has_activations: bool  # whether the model could be traced; otherwise the peak is larger than stated
@@ -85,8 +79,7 @@ class Estimate:
 
     @property
     def states(self) -> int:
-        """Bytes that no smaller micro-batch saves."""
-        return self.weights + self.reference + self.gradients + self.optimizer + self.averages + self.gathered
+        return sum(self.rows[name] for name in STATES)
 
     @property
     def total(self) -> int:
@@ -95,7 +88,6 @@ class Estimate:
 
     @property
     def evaluation(self) -> int:
-        """How much more an evaluation needs than a step."""
         return self.evaluations.get(self.eval_batch_size, min(self.evaluations.values(), default=0))
 
     @property
@@ -124,10 +116,10 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
         fake = fake_model.build(cfg, model_class, precision)._replace(lengths=lengths)
         states = count_states(fake.model, cfg)
         try:
-            traced = trace(fake, cfg, precision, micro_batch_size)
+            traced = step_trace.trace(fake, cfg, precision, micro_batch_size)
         except Exception as error:  # of any kind, from the code of the model
             log.info("activations of %s are not estimated: %s: %s", model_class, type(error).__name__, error)
-            traced = NOTHING
+            traced = step_trace.NOTHING
     is_graphed = traced.is_padding_free and cfg.compile != "off" and not cfg.gradient_checkpointing
     copies = (not cfg.gradient_as_bucket_view) + (cfg.comm_hook == "powersgd")  # its buckets, and the errors of powersgd
     return EstimatedRun(states, traced, precision, is_graphed, copies)
@@ -136,10 +128,7 @@ def prepare(cfg: Any, model_class: str, precision: str, micro_batch_size: int, l
 def estimate(
     run: EstimatedRun, ranks: int, num_micro_batches: int, plan: ShardingPlan | None = None, keep: str = "auto"
 ) -> Estimate:
-    """Return the peak of one rank of `ranks`. With a `plan` the model is sharded, and otherwise each rank has all of it.
-
-    `keep` is a value of `--keep_gathered`. `auto` counts as the least.
-    """
+    """Return the peak of one rank, sharded by `plan` or whole. `auto` of `keep`, as in `--keep_gathered`, is the least."""
     states, plan = run.states, plan if ranks > 1 else None
     shards, on_gpu = (ranks // max(1, plan.replicas), 0 if plan.cpu_offload else 1) if plan else (1, 1)
     share = lambda size: -(-size // shards) * on_gpu
@@ -153,7 +142,7 @@ def estimate(
         kind=FSDP if plan else DDP if ranks > 1 else ONE,
         ranks=ranks,
         replicas=ranks // shards if plan else 1,
-        has_activations=run.trace is not NOTHING,
+        has_activations=run.trace is not step_trace.NOTHING,
         weights=share(states.weights) + states.buffers,
         gradients=share(states.gradients) * (1 if plan or ranks == 1 else 1 + run.copies_of_gradients),
         optimizer=share(states.optimizer),
@@ -175,7 +164,6 @@ def estimate(
 
 
 def _peak_of_replica(run: EstimatedRun, keeps_gradients: bool) -> tuple[int, int, int]:
-    """Return the bytes of activations, of the loss, and of copies of weights at the peak of a step."""
     moments = run.trace.moments
     counted = moments[:, :GRADIENTS_OF_LAYERS] if keeps_gradients else moments
     at = moments[int(counted.sum(1).argmax())]
@@ -190,7 +178,6 @@ def _split(size: int, loss: int, copies: int) -> tuple[int, int, int]:
 
 
 def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
-    """Return how much the peak grows if the layers are captured as CUDA graphs, for micro-batches of one shape."""
     if not run.is_graphed:
         return 0
     states, moments = run.states, run.trace.moments
@@ -206,10 +193,7 @@ def _graphs(run: EstimatedRun, without: Estimate, keeps_gradients: bool) -> int:
 
 
 def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
-    """Return the bytes of the root, gathered layers, the gradients of a layer, and two float32 buffers of its reduce-scatter.
-
-    Gradients that are kept until the last micro-batch are whole, and in float32.
-    """
+    """The root, layers, a layer's gradients, two float32 buffers. Gradients kept to the last micro-batch are whole float32."""
     states = run.states
     layer = states.layers.parameters // max(1, states.num_layers)
     size = 2 if run.precision == "bf16" else -(-states.layers.weights // max(1, states.layers.parameters))
@@ -220,7 +204,6 @@ def _gathered(run: EstimatedRun, keep: str, num_micro_batches: int) -> int:
 
 
 def _peak_of_shards(run: EstimatedRun, num_micro_batches: int, shards: int, on_gpu: int) -> tuple[int, int, int]:
-    """Do the same as `_peak_of_replica` for a rank of a sharded model."""
     states, moments = run.states, run.trace.moments
     casts = [CASTS_OF_REST] if run.precision == "bf16" else [CASTS_OF_REST, CASTS_OF_LAYERS]
     gradients = -(-states.gradients // shards) * on_gpu
@@ -304,10 +287,7 @@ class Estimator:
         return ("none", f"{why} weights, and {least.total / GIB:.1f} without"), least
 
     def estimate(self, ranks: int, plan: ShardingPlan | None = None, **changes: Any) -> Estimate:
-        """Return the peak of a rank. Raise UserError if the batch cannot be split over the ranks.
-
-        `auto` counts as the least that it may choose: micro-batches and evaluations of 1 item. `--gradient_checkpointing auto` is off.
-        """
+        """UserError if the batch cannot be split. `auto` is the least: batches of 1 item, no gradient checkpointing."""
         cfg = copy.copy(self.cfg)
         for name, value in changes.items():
             setattr(cfg, name, value)
@@ -333,11 +313,10 @@ class Estimator:
 
     def can_be_sharded(self) -> bool:
         """Return whether FSDP accepts the model and the options. Call it after `estimate`."""
-        try:
+        with contextlib.suppress(UserError):
             self.require_sharded()
-        except UserError:
-            return False
-        return True
+            return True
+        return False
 
     def require_sharded(self) -> None:
         """Raise UserError if FSDP does not accept the model or the options. Call it after `estimate`."""
@@ -352,7 +331,6 @@ class Estimator:
             )
 
     def suggest(self, ranks: int, plan: ShardingPlan | None, available: float) -> list[Suggestion]:
-        """Return changes with which the run fits: first one that keeps the result, then one that changes what is learned."""
         kept = next(self._fitting(self._same_result(ranks, plan, available), available), None)
         changed = next(self._fitting(self._other_result(ranks, plan), available), None)
         return [one for one in (kept, changed) if one]
@@ -440,3 +418,68 @@ def _joined(words: str, more: str) -> str:
 
 def fits(found: Estimate, available: float) -> bool:
     return needed(found.peak, found.ranks) <= available
+
+
+# ---- what `accel-ddp estimate` prints
+
+USABLE = 0.99  # of the number in the name of a GPU, in GiB
+
+
+def layouts_of(
+    estimator: Estimator, given: ShardingPlan | None, num_nodes: int, numbers: list[int]
+) -> list[tuple[Estimate, ShardingPlan | None]]:
+    found: list[tuple[Estimate, ShardingPlan | None]] = []
+    for number in numbers:
+        found.append((estimator.estimate(number), None))
+        if given:
+            estimator.require_sharded()
+        if given and given.replicas == ONE_PER_NODE and number > num_nodes and number % num_nodes:
+            raise UserError(
+                f"--gpus {number}: the accelerate config has num_machines: {num_nodes} and one copy of the model on each node, "
+                f"so each node needs the same number of GPUs. Use a multiple of {num_nodes}."
+            )
+        if number > 1 and (given or estimator.can_be_sharded()):
+            # A plan has copies on nodes. Fewer GPUs than nodes are on one node.
+            nodes = num_nodes if number % num_nodes == 0 else 1
+            plan = (given or ShardingPlan()).on_nodes([number // nodes] * nodes)
+            found.append((estimator.estimate(number, plan), plan))
+    return found
+
+
+def format_table(estimator: Estimator, layouts: list[tuple[Estimate, ShardingPlan | None]], sizes: list[float]) -> str:
+    found = [one for one, _ in layouts]
+    rows = [["GiB per GPU", *(one.title for one in found)]]
+    for name, title in NAMES.items():
+        if any(one.rows.get(name) for one in found):
+            rows.append([title, *(f"{one.rows[name] / GIB:.2f}" for one in found)])
+    rows.append(["total", *(f"{one.total / GIB:.2f}" for one in found)])
+    for title, name in (("CUDA graphs, if there is room", "graphs"), ("more in an evaluation", "evaluation")):
+        if any(getattr(one, name) for one in found):
+            rows.append([title, *(f"{getattr(one, name) / GIB:.2f}" for one in found)])
+    advice = []
+    for size in sorted(sizes):
+        usable = size * USABLE * GIB
+        cells = []
+        for one, plan in layouts:
+            settled = estimator.settled(one.ranks, plan, usable)
+            peak = settled.estimate(one.ranks, plan)
+            is_on = settled.choices.get("gradient_checkpointing", (False, ""))[0]
+            cells.append(f"{'*' * is_on}{peak.peak / GIB:.2f}" if fits(peak, usable) else "-")
+        rows.append([f"peak on {size:g} GB", *cells])
+        if {*cells} == {"-"}:
+            changes = settled.suggest(one.ranks, plan, usable)
+            use = f"For {one.title}, use" if len(layouts) > 1 else "Use"
+            change = f"{use} {', or '.join(map(str, changes))}." if changes else "Use larger GPUs, or a smaller model."
+            advice.append(f"{size:g} GB: does not fit. {change}")
+    text = "\n".join(table(rows, left=1))
+    lines = [
+        text,
+        "A peak is what torch allocates. CUDA, NCCL and fragmentation are added to decide whether it fits (-: it does not).",
+    ]
+    if "*" in text:
+        lines.append("* with --gradient_checkpointing, which `auto` turns on there.")
+    if getattr(estimator.cfg, "max_length", 0) == "auto":
+        lines.append(f"Texts of {ASSUMED_LENGTH:,} tokens are assumed, because --max_length auto depends on the data.")
+    if not found[0].has_activations:
+        lines.append("Activations are not included, because the forward pass of this model could not be traced.")
+    return "\n".join([*lines, *advice])

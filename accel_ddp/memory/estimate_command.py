@@ -46,13 +46,12 @@ def main(words: list[str]) -> int:
         raise UserError(f"{name}: {why}. Estimate a recipe with a model of transformers, for example sft.")
     precision = (launch.precision or "bf16") if cfg.mixed_precision == "auto" else cfg.mixed_precision
     model_class = getattr(getattr(recipe, "Task", None), "model_class", "")
-    from accel_ddp.memory import estimate_output  # imports torch, for which --help and a mistake need not wait
-    from accel_ddp.memory.estimate import Estimator
+    from accel_ddp.memory.estimate import Estimator, format_table, layouts_of  # import torch, after --help and mistakes
 
     estimator = Estimator(cfg, model_class, precision, launch.num_nodes)
     numbers = given.gpus or launch.numbers or [number for number in NUMBERS if cfg.global_batch_size % number == 0]
     try:
-        layouts = estimate_output.layouts_of(estimator, launch.plan, launch.num_nodes, sorted(set(numbers)))
+        layouts = layouts_of(estimator, launch.plan, launch.num_nodes, sorted(set(numbers)))
     except UserError:
         raise
     except Exception as error:  # code of transformers, or of the model
@@ -64,12 +63,11 @@ def main(words: list[str]) -> int:
         rows = [{**dataclasses.asdict(one), **{name: getattr(one, name) for name in more}} for one, _ in layouts]
         print(json.dumps({"precision": precision, "estimates": rows}, indent=1))
     else:
-        print(estimate_output.format_table(estimator, layouts, given.memory))
+        print(format_table(estimator, layouts, given.memory))
     return 0
 
 
 def _split(words: list[str]) -> tuple[argparse.Namespace, str, list[str]]:
-    """Return the options of this command, the recipe, and the recipe's options. Raise UserError for a mistake in the first two."""
     names = recipe_files.recipe_names()
     at = script_at(words, names)
     parser = build_parser()
@@ -98,7 +96,6 @@ class Launch:
 
 
 def _read_config(word: str) -> Launch:
-    """Return what an accelerate config states. Raise UserError for a config that a run would refuse."""
     if not word:
         return Launch()
     path = str(recipe_files.config_path(word))

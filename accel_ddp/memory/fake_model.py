@@ -28,8 +28,6 @@ from accel_ddp.training import optim
 
 @dataclass(frozen=True)
 class Part:
-    """The parameters of all layers, or of the rest of the model."""
-
     parameters: int  # elements
     trained: int  # elements
     weights: int  # bytes
@@ -134,7 +132,6 @@ class FakeModel(NamedTuple):
 
 
 def build(cfg: RecipeConfig, model_class: str = "", precision: str = "no") -> FakeModel:
-    """Return the model that a recipe would train, with adapters and frozen parameters. Raise UserError if it cannot be found."""
     import transformers
 
     mode = compat.fake_mode()
@@ -262,7 +259,6 @@ class PackedLikeGpu(_LikeGpu, PackedLayers):
 
 
 def remove_padding(model: nn.Module) -> bool:
-    """Let the model compute as on a GPU, and return whether it does without padding."""
     for kind in (RowsLikeGpu, PackedLikeGpu):
         with contextlib.suppress(NeedsPadding):
             kind(model).install()

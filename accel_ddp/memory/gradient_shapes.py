@@ -17,7 +17,6 @@ from accel_ddp.memory import fake_model
 
 
 def parameter_shapes(cfg: RecipeConfig) -> list[list[Any]]:
-    """Return [kind, shape, is_trained] for every parameter of the model, in the model's order."""
     cfg = dataclasses.replace(cfg, gradient_checkpointing=False)  # it changes no shapes, and not every model supports it
     model = fake_model.build(cfg, fake_model.IMAGES if cfg.model == "mini-resnet" else "").model
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}

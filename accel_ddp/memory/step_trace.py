@@ -36,7 +36,6 @@ NUM_KINDS = 6
 
 
 def rounded(size: int) -> int:
-    """Return the bytes that the allocator of a GPU uses for `size` bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
@@ -44,7 +43,6 @@ class Tracker(TorchDispatchMode):
     """Records the bytes of each kind after every allocation. Parameters are not counted."""
 
     def __init__(self, in_layers: dict[nn.Parameter, bool]):
-        """`in_layers`: all parameters, and whether they belong to one of the layers."""
         super().__init__()
         self.deadline = time.monotonic() + LIMIT_SECONDS
         self.kind = ACTIVATIONS  # of new storages
@@ -58,7 +56,6 @@ class Tracker(TorchDispatchMode):
                 p.register_hook(lambda g, kind=GRADIENTS_OF_LAYERS if inside else GRADIENTS_OF_REST: self._move(g, kind))
 
     def mark(self) -> int:
-        """Return the number of the current moment."""
         self.moments.append(self.live.copy())
         return len(self.moments) - 1
 
@@ -135,8 +132,7 @@ class LikeGpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-# Products of experts, whose fake versions accept no float32.
-_GROUPED = compat.grouped_products()
+_GROUPED = compat.grouped_products()  # products of experts, whose fake versions accept no float32
 
 
 class _Grouped(torch.autograd.Function):
@@ -180,8 +176,6 @@ TRACED_LAYERS = 3  # the first, the last, and one that stands for all others
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of a micro-batch, besides weights and optimizer state."""
-
     moments: np.ndarray  # bytes of each kind (a column) at each moment
     num_layers: int
     output_of_layer: int  # bytes
@@ -193,7 +187,6 @@ NOTHING = Trace(np.zeros((1, NUM_KINDS), dtype=np.int64), 0, 0, False, {})  # of
 
 
 def trace(fake: FakeModel, cfg: Any, precision: str, micro_batch_size: int) -> Trace:
-    """Return the memory of the forward and backward pass of a micro-batch. The model is changed and must not be used again."""
     model = fake.model
     with fake.mode, LikeGpu(copies_logits=cfg.compile == "off"):
         stack, num_layers = _shorten(model)
@@ -229,7 +222,6 @@ EVAL_SIZES, EVAL_TOKENS = (1, 8, 64), 1 << 15
 def _trace_evaluations(
     fake: FakeModel, computed: "_Autocast", head: OutputHead | None, cfg: Any, tracker: Tracker, num_layers: int
 ) -> dict[int, int]:
-    """Return the bytes of an evaluation with the batch size of the options, or with all that `auto` may choose."""
     fake.model.eval()
     given = getattr(cfg, "eval_batch_size", 1)
     width = _labels(make_batch(fake, cfg, 1, True)).numel() if given == "auto" else 0
@@ -294,7 +286,6 @@ class _Autocast(nn.Module):
 
 
 def _prepare_head(fake: FakeModel) -> OutputHead | None:
-    """Return the head that computes the loss in chunks, for a causal language model whose logits are the output of its head."""
     if fake.model_class not in ("AutoModelForCausalLM", "AutoModelForMaskedLM"):
         return None
     head = OutputHead(fake.model)

@@ -23,10 +23,7 @@ def choose_num_threads(option: int, local_ranks: int, cores: int = 0) -> int:
 
 
 def _is_set_by_launcher(local_ranks: int) -> bool:
-    """Return whether a launcher has set OMP_NUM_THREADS to 1, because the user has not set it.
-
-    `accelerate launch` does so, and torchrun does for several ranks. The variables with which the launcher was started show it.
-    """
+    """Accelerate sets 1 if the user sets nothing, and torchrun does for several ranks: the launcher's variables show it."""
     request = launcher.find_accelerate_request()
     if request is None and not ("TORCHELASTIC_RUN_ID" in os.environ and local_ranks > 1):
         return False
@@ -39,11 +36,7 @@ def _is_set_by_launcher(local_ranks: int) -> bool:
 
 
 def set_num_threads(option: int, local_ranks: int) -> None:
-    """Set OMP_NUM_THREADS for the libraries of torch, which read it when torch is imported.
-
-    OpenBLAS keeps the number that it has read as its maximum, and `torch.set_num_threads` does not change it. With the 1 of
-    `accelerate launch`, matrix products of a run on CPUs use one core. Operations of ranks with GPUs keep the launcher's number.
-    """
+    """For libraries that read it once: OpenBLAS keeps Accelerate's 1 as maximum, one core on CPUs. GPU ranks keep theirs."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1") or launcher.cpu_is_wanted()
     has_gpu = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))  # NVIDIA, WSL, AMD; torch is not imported yet
     if option or is_hidden or not has_gpu:
@@ -51,20 +44,13 @@ def set_num_threads(option: int, local_ranks: int) -> None:
 
 
 def usable_cores(root: str = "/") -> int:
-    """Return the number of cores that this process may use: its affinity, limited by the CPU quota of its cgroups.
-
-    A container with a limit of 4 CPUs on a host with 64 cores sees 64 of them, and the kernel pauses it after it has used its share.
-    `root` is the folder in which /proc and /sys are. Without them, as on macOS, there is no quota.
-    """
+    """Affinity, limited by the CPU quota: the kernel pauses a container beyond it. `root` has /proc and /sys, if any."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([cores, *map(math.ceil, _cpu_quotas(Path(root)))]))
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of the cgroups of this process and of all cgroups above them.
-
-    In a container the root of a hierarchy is often the container's cgroup, and the process has a path of the host, not found here.
-    """
+    """Yield the quotas, in cores, of this cgroup and all above. In a container, the path may be the host's and not found here."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

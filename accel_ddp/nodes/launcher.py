@@ -4,8 +4,7 @@ torch does not read the variables of mpirun, and Accelerate reads them only on C
 each rank would train alone on its GPU, and on CPUs Accelerate would create another world than `ranks.group`.
 
 `python -m accel_ddp.nodes.launcher accelerate.commands.launch OPTIONS RECIPE` runs `accelerate launch` and waits for its rank after
-a Ctrl-C. Without this, `accelerate launch` of a single process ends with a traceback at Ctrl-C. The traceback overwrites the panel of
-the rank, and the prompt of the shell returns below a rank that is still saving. The launcher of several ranks replaces the handler.
+a Ctrl-C. By itself, for one process, it ends with a traceback over the panel, while the rank is still saving.
 """
 
 import argparse
@@ -53,10 +52,7 @@ MPI_VARIABLES = (*_OPEN_MPI, *_MVAPICH, *_MPICH, _MARK)
 
 
 def adopt_mpi_world() -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE from the variables of mpirun, unless a launcher has set them.
-
-    On one node MASTER_ADDR and MASTER_PORT are set too. On several nodes only the user can state the address of rank 0.
-    """
+    """Translate mpirun's variables, unless a launcher has set ours. On several nodes only the user knows rank 0's address."""
     if any(name in os.environ for name in _TORCH[:2]):
         return
     for names in (_OPEN_MPI, _MVAPICH, _MPICH):
@@ -74,21 +70,15 @@ def adopt_mpi_world() -> None:
 
 
 def is_world_of_mpi() -> bool:
-    """Return whether mpirun has started the ranks of this world, without another launcher."""
     return os.environ.get(_MARK) == "1"
 
 
 def cpu_is_wanted() -> bool:
-    """Return whether ACCELERATE_USE_CPU asks for training on CPUs although there may be GPUs."""
     return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
 def read_accelerate_config(file: str) -> dict[str, Any]:
-    """Return the settings of an accelerate config file.
-
-    An empty `file` means the file that the `accelerate config` wizard wrote, if there is one, and an empty dictionary
-    otherwise.
-    """
+    """Return the settings of a config. "" means the file of the `accelerate config` wizard, or {} if there is none."""
     import yaml
 
     if file and not Path(file).is_file():
@@ -129,7 +119,6 @@ def _read_parents() -> Iterator[tuple[str, list[str]]]:
 
 
 def find_accelerate_request() -> dict[str, Any] | None:
-    """Return the settings and options given to the `accelerate launch` that started this process, or None if none did."""
     return next((found for _, words in _read_parents() if (found := parse_accelerate_command(words)) is not None), None)
 
 
@@ -146,7 +135,6 @@ def find_launcher_command() -> list[str]:
 
 
 def parse_accelerate_command(argv: list[str]) -> dict[str, Any] | None:
-    """Return the settings and options of an `accelerate launch` command line, or None if `argv` is another command."""
     names = ("launch", "accelerate-launch", "accelerate.commands.launch")
     at = [i for i, argument in enumerate(argv) if Path(argument).name in names]
     at += [i for i, argument in enumerate(argv) if argument.endswith("accelerate/commands/launch.py")]
@@ -181,26 +169,19 @@ def launch_options() -> set[str]:
 
 
 def stated_precision(config: dict[str, Any]) -> str:
-    """Return the precision that an accelerate config or command states: no, bf16 or another text. "": it states none.
-
-    YAML reads an unquoted `no` as False. A config without the setting leaves the precision to the recipe.
-    """
+    """Return no, bf16 ..., or "" if the recipe may choose. YAML reads an unquoted `no` as False."""
     value = config.get("mixed_precision")
     return "" if value in (None, "") else "no" if value is False else str(value).lower()
 
 
 def find_stated_precision() -> str:
-    """Return the precision that the launcher of this rank was asked for, or "" if the recipe may choose it.
-
-    `accelerate launch` sets ACCELERATE_MIXED_PRECISION=no also if neither its config nor its command line states a precision.
-    """
+    """Return what the launcher was asked for, or "". `accelerate launch` sets `no` if nothing states a precision."""
     value = os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
     request = find_accelerate_request() if value == "no" else None
     return value if request is None else stated_precision(request)
 
 
 def check_rank_variables() -> None:
-    """Raise UserError if there are several ranks, but not all variables by which they find each other."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     missing = [
         name for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)
@@ -218,11 +199,7 @@ def check_rank_variables() -> None:
 
 
 def check_requested_world() -> None:
-    """Raise UserError if `accelerate launch` started another number of processes than it was asked for.
-
-    `accelerate launch` rounds num_processes down to a multiple of num_machines, and starts a single process for MULTI_CPU or
-    --cpu. It prints nothing about either.
-    """
+    """Raise UserError if Accelerate has silently rounded num_processes down, or started one process (MULTI_CPU, --cpu)."""
     request, started = find_accelerate_request() or {}, int(os.environ.get("WORLD_SIZE", 1))
     processes, machines = request.get("num_processes"), request.get("num_machines") or 1
     if not isinstance(processes, int) or processes < 1:
@@ -244,10 +221,7 @@ def check_requested_world() -> None:
 
 
 def warn_about_independent_tasks() -> None:
-    """Log a warning if srun started several tasks that do not form one world.
-
-    srun does not set the variables that torch reads, so each task would train alone.
-    """
+    """srun does not set the variables that torch reads, so each of its tasks would train alone."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks.isdigit() and int(tasks) > 1 and os.environ.get("WORLD_SIZE", "1") == "1" and os.environ.get("SLURM_PROCID") == "0":
         logger.warning(

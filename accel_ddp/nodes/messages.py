@@ -28,7 +28,6 @@ def printable(value: Any, longest: int = LONGEST_TEXT) -> str:
 
 
 def whole_number(value: Any, most: int = 10**9) -> int | None:
-    """Return a whole number from 0 to `most`, or None if `value` is None."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
@@ -49,10 +48,7 @@ def bounded_list(value: Any, most: int) -> list[Any]:
 
 
 def check_shape(value: Any, shape: Any) -> None:
-    """Raise ValueError unless a value has a shape.
-
-    A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}.
-    """
+    """A shape is a type, a function, [shape of each], (shape of the first, of the second ...) or {key: shape}."""
     if isinstance(shape, (list, tuple)):
         is_right = isinstance(value, list) and (isinstance(shape, list) or len(value) == len(shape))
         parts = zip(value, shape * len(value) if isinstance(shape, list) else shape) if is_right else ()
@@ -69,8 +65,7 @@ def check_shape(value: Any, shape: Any) -> None:
 
 MAGIC = b"accel-ddp messages 4\n"  # the number changes with the format of the messages
 LARGEST_MESSAGE = 1 << 20  # bytes
-# The largest TCP segment of `small_segments` connections. Control messages then pass a network path that drops large packets,
-# which is one of the faults that the doctor reports.
+# The largest TCP segment of `small_segments` connections, which pass a path that drops large packets, a known fault.
 SMALL_SEGMENT = 536
 _NODE, _NONCE, _PROOF = 4, 16, 32  # bytes
 _HANDSHAKE_SECONDS = 3.0
@@ -100,7 +95,6 @@ class Stream:
         self._num_written = self._num_read = 0
 
     def write(self, message: dict[str, Any]) -> None:
-        """Send a message without waiting. Raises ConnectionError if it is too large."""
         data = json.dumps(message).encode()
         if len(data) > LARGEST_MESSAGE:
             raise ConnectionError(f"a message of {len(data)} bytes is too large to send")
@@ -136,14 +130,12 @@ class Stream:
         return message
 
     async def close(self) -> None:
-        """Close the connection and wait up to a second until its buffers are sent."""
         self.writer.close()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self.writer.wait_closed(), 1)
 
 
 async def handshake(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, node: int = 0) -> Stream:
-    """Prove to a server that this process, on this node, has the key, and require the same. Raises HandshakeError."""
     mine = struct.pack(">I", node) + os.urandom(_NONCE)
     try:
         writer.write(MAGIC + mine)
@@ -196,13 +188,11 @@ class Door:
 
 
 def find_free_port(ip: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as sock:
-        sock.bind((ip, 0))
+    with open_listening_socket(ip, 0) as sock:
         return sock.getsockname()[1]
 
 
 def open_listening_socket(ip: str, port: int, small_segments: bool = False) -> socket.socket:
-    """Return a socket that listens on this address and port; port 0 means any free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -221,7 +211,6 @@ def open_listening_socket(ip: str, port: int, small_segments: bool = False) -> s
 async def connect(
     ip: str, port: int, seconds: float, small_segments: bool = False
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return a connection. Raises the OSError of `connect`, and TimeoutError if nothing answers within `seconds`."""
     sock = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)

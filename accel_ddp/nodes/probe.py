@@ -23,8 +23,6 @@ OK, DROPPED, REFUSED, UNREACHABLE, STALLED, CUT = "ok", "dropped", "refused", "u
 
 
 class ProbeServer:
-    """Ports on the data address of this node, which answer nodes that have the token."""
-
     def __init__(self, token: bytes):
         self.door = messages.Door(lambda node: token, _MOST_CONNECTIONS)  # all nodes probe at once
         self.servers: list[asyncio.Server] = []
@@ -65,7 +63,6 @@ async def serve_transfers(stream: messages.Stream, request: dict[str, Any] | Non
 
 
 def classify_error(error: BaseException) -> str:
-    """Return the result of a probe whose `connect` raised this error."""
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
         return DROPPED
     if isinstance(error, ConnectionRefusedError):
@@ -75,7 +72,6 @@ def classify_error(error: BaseException) -> str:
 
 
 async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict[str, Any]:
-    """Probe one direction of a pair of nodes. Return the port and "how" it went, and if that is "ok" its "seconds" and "rate"."""
     if not ports:  # that node could not open any, and reports this itself
         return {"how": CUT, "port": 0}
     result: dict[str, Any] = {"how": OK, "port": ports[0]}
@@ -112,11 +108,7 @@ async def probe(ip: str, ports: list[int], token: bytes, measures: bool) -> dict
 
 
 async def measure_rate(ip: str, port: int, key: bytes, node: int = 0) -> float | None:
-    """Return the bytes per second to a port that calls `serve_transfers`, or None if it does not answer. For use during a training.
-
-    It sends as little as possible: four times more each time, until a transfer takes long enough to be measured. The rate is
-    the rate of the fastest transfer, because the training delays some of them.
-    """
+    """Return bytes per second or None. Sends as little as possible during a training: 4 times more until it can be measured."""
     try:
         reader, writer = await messages.connect(ip, port, CONNECT_SECONDS)
     except (OSError, asyncio.TimeoutError):
@@ -143,7 +135,6 @@ async def measure_rate(ip: str, port: int, key: bytes, node: int = 0) -> float |
 
 
 async def _transfer(stream: messages.Stream, size: int, seconds: float) -> float:
-    """Send `size` bytes and return the seconds until the other side has confirmed them. Raises asyncio.TimeoutError."""
     began = time.monotonic()
     await stream.send({"bytes": size})
     block = bytes(min(size, 1 << 20))

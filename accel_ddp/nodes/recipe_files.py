@@ -20,7 +20,6 @@ _OF_RECIPES = "recipe|model|dataset|train_file|output_dir|lr|epochs|steps|global
 
 
 def folder(name: str) -> Path:
-    """Return the folder "recipes" or "accelerate_configs" that comes with accel_ddp."""
     # The wheel's folder comes first: beside an installed package there may be a folder of the same name that is not ours.
     for path in (_PACKAGE / name, _PACKAGE.parent / name):
         if path.is_dir():
@@ -33,7 +32,6 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(word: str) -> Path:
-    """Return the file of a recipe. `word` is the name of a recipe that comes with accel_ddp, or the path of a script."""
     if word.endswith(".py"):
         if Path(word).is_file():
             return Path(word)
@@ -47,8 +45,6 @@ def recipe_path(word: str) -> Path:
 
 
 class Example(NamedTuple):
-    """Options for one use case, in a YAML file whose comments at the top describe it."""
-
     path: Path
     recipe: str
     summary: str
@@ -91,7 +87,6 @@ def place_example(words: Sequence[str]) -> list[str]:
 
 
 def config_path(word: str) -> Path:
-    """Return the file of an accelerate config. `word` is a path, or the name of a config that comes with accel_ddp."""
     path, ours = Path(word), f"--config_file {word}: has options of a recipe, not of `accelerate launch`. Use --config {word}."
     if path.is_file():
         if re.search(rf"^({_OF_RECIPES}) *:", path.read_text(errors="replace"), flags=re.MULTILINE):
@@ -111,13 +106,11 @@ def config_names() -> list[str]:
 
 
 def summary(recipe: Path) -> str:
-    """Return the first line of the docstring. The file is parsed and not imported."""
     docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
     return docstring.partition("\n")[0]
 
 
 def imported_recipes(recipe: Path) -> list[Path]:
-    """Return the recipes in the same folder that `recipe` imports: own_loop.py imports classify.py."""
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

@@ -15,7 +15,6 @@ TOKEN, TOKEN_FILE = "ACCEL_DDP_TOKEN", "ACCEL_DDP_TOKEN_FILE"
 
 
 def read_secret() -> str:
-    """Return the secret of this run, or "" if there is none. Raises UserError if its file cannot be used."""
     path = os.path.expanduser(os.environ.get(TOKEN_FILE, ""))
     if os.environ.get(TOKEN) or not path:
         return os.environ.get(TOKEN, "").strip()

@@ -1,8 +1,4 @@
-"""How `accelerate launch` asks for a model to be sharded, as its variables state. This module does not import torch.
-
-`accelerate launch` passes an accelerate config to its ranks in variables. The launcher has them too, so a config that is not
-supported is reported once for each node, before a rank starts (`doctor.at_launch`).
-"""
+"""How the variables of `accelerate launch` ask for a model to be sharded. The launcher reads them too, without torch."""
 
 import os
 from collections.abc import Mapping
@@ -27,8 +23,7 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (False, True),
 }
 _YES, _NO = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-# Settings of an accelerate config whose variables have other names than FSDP_ and the setting.
-_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+_RENAMED = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}  # variables with other names than the setting
 
 
 @dataclass(frozen=True)
@@ -58,14 +53,12 @@ class ShardingPlan:
         return asked if asked in ("weights", "gradients") else "none" if self.reshard_after_forward else "weights"
 
     def describe(self, num_ranks: int, device: str) -> str:
-        """Return a sentence about a plan whose nodes are known, for example `The model is sharded over 8 GPUs.`"""
         shards = num_ranks // self.replicas
         where = f"sharded over {counted(shards, device)}"
         text = f"The model is {where}" if self.replicas == 1 else f"There are {self.replicas} copies of the model, each {where}"
         return f"{text} (FSDP2{''.join(f'; {one}' for one in self._unusual())})."
 
     def summarize(self, num_ranks: int) -> str:
-        """Return a few words about a plan whose nodes are known, for example `FSDP2 over 4 ranks, 2 copies of the model`."""
         copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
         return "; ".join([f"FSDP2 over {num_ranks} ranks{copies}", *self._unusual()])
 
@@ -90,7 +83,6 @@ class ShardingPlan:
 
 
 def take_plan(num_ranks: int) -> ShardingPlan | None:
-    """Return the plan that the accelerate config asks for, as `read_plan` does, and remove it from the environment."""
     plan = read_plan(os.environ, num_ranks)
     for name in TAKEN:
         os.environ.pop(name, None)
@@ -98,10 +90,7 @@ def take_plan(num_ranks: int) -> ShardingPlan | None:
 
 
 def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str = "") -> ShardingPlan | None:
-    """Return the plan that the variables of `accelerate launch` ask for, or None for DDP and for a single rank.
-
-    `num_ranks` is 0 if it is not known yet. `config_file` is named in messages. Raise UserError for what is not supported.
-    """
+    """Return the plan, or None for DDP and one rank (0: not known yet). UserError names `config_file` if it is unsupported."""
     for name, library in _LIBRARIES.items():
         if _is_on(variables, f"ACCELERATE_USE_{name}"):
             raise UserError(
@@ -132,7 +121,6 @@ def read_plan(variables: Mapping[str, str], num_ranks: int = 0, config_file: str
 
 
 def require_ddp(config: Mapping[str, Any], command: str) -> None:
-    """Raise UserError if an accelerate config asks for a sharded model, for a command that measures and explains DDP."""
     variables = {**variables_of(config), **os.environ}
     if _is_on(variables, "ACCELERATE_USE_FSDP"):
         raise UserError(
@@ -143,7 +131,6 @@ def require_ddp(config: Mapping[str, Any], command: str) -> None:
 
 
 def variables_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables about sharding that `accelerate launch` sets for the settings of a config file."""
     kind = str(config.get("distributed_type", ""))
     found = {f"ACCELERATE_USE_{name}": "true" for name in ("FSDP", *_LIBRARIES) if kind == name}
     if kind == "FSDP":
@@ -182,7 +169,6 @@ def _read_fsdp(variables: Mapping[str, str], replicas: int | None) -> ShardingPl
 
 
 def _read_strategy(variables: Mapping[str, str]) -> tuple[bool, bool]:
-    """Return whether weights are freed after the forward pass, and whether each node has a copy of the model."""
     is_freed, has_copies = True, False
     # Accelerate ignores the strategy for FSDP2. It is the only way to ask for one copy per node that fits every number of nodes.
     for name, default in (("fsdp_sharding_strategy", "FULL_SHARD"), ("fsdp_reshard_after_forward", "true")):
@@ -201,7 +187,6 @@ def _read_strategy(variables: Mapping[str, str]) -> tuple[bool, bool]:
 
 
 def _read_replicas(variables: Mapping[str, str], num_ranks: int) -> int:
-    """Return how many copies of the model there are. Raise UserError if they do not fit the number of ranks."""
     for name, what in _OTHER_SIZES.items():
         if (size := _size(variables, f"{name}_SIZE")) > 1:
             raise UserError(

@@ -28,13 +28,11 @@ _LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment of this process without the variables of its own launcher: torchrun, Accelerate or mpirun."""
     removed = {*RANK_VARIABLES, *MPI_VARIABLES}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_OF_TORCHRUN)}
 
 
 def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, address: str, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a rank. `address` and `port` are where rank 0's store will listen."""
     values = (
         sum(ranks_of_nodes[:node]) + local_rank, sum(ranks_of_nodes), local_rank, ranks_of_nodes[node], node, address, port
     )  # fmt: skip
@@ -42,10 +40,7 @@ def rank_environment(ranks_of_nodes: list[int], node: int, local_rank: int, addr
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let Linux send this signal to this process when its parent ends, however the parent ends.
-
-    No signal arrives if the parent has already exited. The function may run between fork and exec.
-    """
+    """Linux sends this signal when the parent ends, not if it has ended before. May be called between fork and exec."""
     if _LIBRARY is not None:
         _LIBRARY.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
@@ -59,11 +54,11 @@ def kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def is_pending(pid: int, number: int) -> bool:
-    """Return whether a signal was sent to a process that has not acted on it: it blocks the signal, or the kernel blocks it."""
+def is_pending(pid: int, number: int, masks: str = "SigPnd|ShdPnd") -> bool:
+    """Return whether a signal was sent to a process that has not acted on it, or is in other `masks` of /proc/PID/status."""
     with contextlib.suppress(OSError):
-        masks = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+        found = re.findall(rf"^(?:{masks}):\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return any(int(mask, 16) >> (number - 1) & 1 for mask in found)
     return False
 
 
@@ -77,11 +72,7 @@ def raise_file_limit() -> None:
 
 
 def keep_forks_apart_from_starts() -> None:
-    """Let forks wait for programs that other threads are starting, at most WAIT_SECONDS, and the other way round.
-
-    `subprocess.Popen` waits until every copy of the write end of a pipe is closed. A data worker that is forked while another thread
-    is inside `Popen`, for example of a tracker, has a copy, and the thread would wait for its exit. Tested with Python 3.11.
-    """
+    """A worker forked inside another thread's `Popen` holds its pipe, and `Popen` waits for its exit. Tested: Python 3.11."""
     plain = subprocess.Popen.__init__
     if hasattr(plain, "__wrapped__"):  # done by an earlier call
         return

@@ -1,10 +1,9 @@
 """The output of a rank: how processes share a terminal with the live panel, and the connection to the guard of the node.
 
 The panel of the main rank is below the cursor. Its process draws it with one write, between BEGIN_FRAME and END_FRAME, and returns
-the cursor to where it was: to an empty line above the panel, or behind an incomplete line. Monitors, other ranks and launchers print
-to the same terminal. Their lines begin at the cursor, therefore above the panel, and the next frame is drawn below them. ERASE_BELOW
-before a line removes the panel, so nothing of it remains beside a text of several lines. No terminal mode is changed, so a killed
-process leaves only its last panel, which the next line of a monitor removes.
+the cursor above it, or behind an incomplete line. So the lines of monitors, other ranks and launchers are above the panel, and the
+next frame is drawn below them. ERASE_BELOW before a line removes the panel. No terminal mode is changed, so a killed process leaves
+only its last panel, which the next line of a monitor removes.
 
 Under `accel-ddp launch`, `connect_output` lets a rank write to the guard of its node, which receives the lines of each rank separately.
 This module uses the standard library only.
@@ -54,7 +53,6 @@ def erase_before_line(descriptor: int) -> str:
 
 
 def split_incomplete_frame(text: str) -> tuple[str, str]:
-    """Return the text up to a frame that is not complete, and the beginning of that frame."""
     at = text.rfind(BEGIN_FRAME)
     if at >= 0 and END_FRAME not in text[at:]:
         return text[:at], text[at:]
@@ -69,13 +67,10 @@ def without_frames(text: str) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return the text without control sequences, as it is stored in a log."""
     return _CONTROL.sub("", without_frames(text))
 
 
 class SharedStream:
-    """A stream of a rank that shares its terminal with the panel of the main rank."""
-
     def __init__(self, stream: Any):
         self.stream, self.at_line_start = stream, True
 
@@ -94,10 +89,7 @@ class SharedStream:
 
 
 def connect_output() -> bool:
-    """Let stdout and stderr of this rank, and of everything it starts, write to the guard. Return whether they do.
-
-    Without a guard that reads, the streams stay as they are. Only the first call has an effect.
-    """
+    """Let all that this rank prints go to the guard, if there is one that reads. Only the first call has an effect."""
     folder = os.environ.pop(VARIABLE, "")  # a child process inherits the streams, which it may also have redirected
     if not folder:
         return False
@@ -124,11 +116,7 @@ def connect_output() -> bool:
 
 
 class RankStream(io.RawIOBase):
-    """Writes to the guard, and never fails.
-
-    A rank that waits in `print` stops all ranks of the job. Output that the guard has not taken after some seconds is therefore
-    dropped, and so is all output after the guard has ended.
-    """
+    """Never fails or waits for long, which would stop all ranks: what the guard does not take in seconds is dropped."""
 
     def __init__(self, descriptor: int):
         self.descriptor, self.is_dropping = descriptor, False

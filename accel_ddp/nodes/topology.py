@@ -16,8 +16,6 @@ from accel_ddp.text import counted
 
 @dataclass(kw_only=True)
 class Topology:
-    """The position of this process in the cluster. Numbers and `main_address` are as given, not verified."""
-
     node_rank: int | None  # machine_rank; None: the rendezvous assigns it (c10d)
     num_nodes: int  # num_machines
     num_ranks: int  # num_processes, the total over all nodes; 0: not given
@@ -42,10 +40,7 @@ class Topology:
 
     @property
     def other_ports(self) -> int:
-        """Return the first of some ports that the checks use besides the main port.
-
-        These ports are below the range from which systems assign ports, and differ between jobs with different main ports.
-        """
+        """Ports for checks: below the range that systems assign, and different for jobs with different main ports."""
         return 20000 + self.main_port * 7919 % 12000
 
     @property
@@ -82,11 +77,7 @@ def is_local_main() -> bool:
 
 
 def find_topology(options: dict[str, Any] | None = None, config_file: str = "") -> Topology:
-    """Return the topology that options, variables and the accelerate config describe.
-
-    `options` has accelerate's names, and `nproc_per_node` of torchrun, which may differ between nodes. Raises UserError if a value
-    is not a number or the file cannot be read.
-    """
+    """`options` have accelerate's names, and torchrun's `nproc_per_node`. UserError for wrong numbers or files."""
     adopt_mpi_world()
     config = read_accelerate_config(config_file)
     values: dict[str, Any] = {}
@@ -132,11 +123,7 @@ def find_topology(options: dict[str, Any] | None = None, config_file: str = "") 
 
 
 def topology_of_this_rank() -> Topology:
-    """Return the topology of a process that a launcher or srun started as one rank.
-
-    Only the variables of a rank (RANK, WORLD_SIZE ...) are read. The wizard's config and Slurm's variables are also present
-    around processes that train alone on purpose.
-    """
+    """Reads a rank's variables only: Slurm's and the wizard's config are also around processes that train alone."""
     adopt_mpi_world()
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     values = {name: os.environ.get(name, "") for name in needed}
@@ -160,10 +147,7 @@ def topology_of_this_rank() -> Topology:
 
 
 def estimate_node(rank: int, local_rank: int, local_size: int) -> int:
-    """Return the node of a rank: as its launcher states, or if only RANK and the like are set, an estimate.
-
-    Node 0 is always recognized. The numbers of other nodes are right if every node has as many ranks as this one.
-    """
+    """Return a rank's node, or an estimate: 0 is always right, the others if all nodes have as many ranks as this one."""
     if node := os.environ.get("GROUP_RANK"):
         return int(node)
     return 0 if rank == local_rank else max(1, rank // max(1, local_size))
@@ -177,10 +161,7 @@ def estimate_num_nodes(world_size: int, local_size: int) -> int:
 
 
 def find_nodes(ranks: list[tuple[str, int, int]]) -> list[int]:
-    """Return the node of each rank, from the host, the local rank and the number of local ranks of each, in the order of ranks.
-
-    Ranks of a host with the same local rank are on different nodes: some tests and containers have several nodes with one name.
-    """
+    """Return the node of each rank, from its (host, local rank, local ranks). Several nodes may have one name, as in tests."""
     nodes: dict[tuple[str, int, int], int] = {}
     places: dict[tuple[str, int, int], int] = {}
     found = []
@@ -192,10 +173,7 @@ def find_nodes(ranks: list[tuple[str, int, int]]) -> list[int]:
 
 
 def describe_ranks(nodes: list[tuple[str, int]]) -> str:
-    """Return how many ranks there are on which node. `nodes` has the host and the number of ranks of each node, in their order.
-
-    For example `2 nodes x 1 rank`, or for different numbers `3 ranks (2 on node0, 1 on node1)`.
-    """
+    """Return `2 nodes x 1 rank`, or `3 ranks (2 on node0, 1 on node1)`, from the host and the number of ranks of each node."""
     numbers: dict[int, list[int]] = {}
     for at, (_, number) in enumerate(nodes):
         numbers.setdefault(number, []).append(at)
@@ -211,10 +189,7 @@ def describe_ranks(nodes: list[tuple[str, int]]) -> str:
 
 
 def _read_rank_variables(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Derive node rank and number of nodes from RANK, WORLD_SIZE and LOCAL_WORLD_SIZE if these are all there is.
-
-    srun scripts set all three. A Kubeflow PyTorchJob has one rank per pod and sets the first two.
-    """
+    """Use RANK and WORLD_SIZE if they are all there is: of srun scripts, or of the pods of a PyTorchJob with a rank each."""
     if "GROUP_RANK" in os.environ or not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         return
     try:

@@ -7,7 +7,7 @@ docs/profile.md describes the fields. A recommendation states the option to set,
 import argparse
 import json
 import shlex
-from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -53,12 +53,12 @@ def _mean(values: list[Any]) -> Any:
 def _overall(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the mean of the ranks. `network` is what the rank that waits least waits: no other rank is the cause of it."""
     names = ("step_seconds", "computation", "communication", "communication_sum", "overlapped", "exposed", "collectives")
-    found: dict[str, Any] = {"kind": ranks[0]["kind"], **{name: _mean([rank[name] for rank in ranks]) for name in names}}
+    found = {"kind": ranks[0]["kind"], **{name: _mean([rank[name] for rank in ranks]) for name in names}}
     found["network"] = min(rank["exposed"] for rank in ranks)
     found |= {name: _mean([rank[name] for rank in ranks]) for name in ("parts", "breakdown")} | {"idle": None, "copies": None}
     if found["kind"] == "gpu":
         numbers = ("seconds", "gaps", "during", "host_late")
-        found["idle"] = {name: _mean([rank["idle"][name] for rank in ranks]) for name in numbers}
+        found["idle"] = _mean([{name: rank["idle"][name] for name in numbers} for rank in ranks])
         found["copies"] = _mean([rank["copies"] for rank in ranks])
     return found
 
@@ -103,13 +103,62 @@ class Recommendation(NamedTuple):
 
 def recommend(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> list[Recommendation]:
     """Return the recommendations, with the one that could save the most first."""
-    found = [*_communication(run, overall), *_data_and_copies(run, overall), *_host(run, overall)]
-    found += _computation(run, overall, operations)
-    return sorted((one for one in found if one.saves >= 0.02 * overall["step_seconds"]), key=lambda one: -one.saves)
-
-
-def _of(seconds: float, step: float) -> str:
-    return f"{seconds / step:.0%} of a step ({_number(seconds)} of {_number(step)} ms)".replace("%", " %")
+    step, network, options, on_gpu = overall["step_seconds"], overall["network"], run["options"], overall["kind"] == "gpu"
+    parts, computation, forward = overall["parts"], overall["computation"], overall["breakdown"]["forward"]
+    of = lambda seconds: f"{seconds / step:.0%} of a step ({_number(seconds)} of {_number(step)} ms)".replace("%", " %")
+    # On a GPU only the time counts in which it had nothing to do, because batches are prepared while it computes.
+    during = overall["idle"]["during"] if on_gpu else parts
+    wait, other, late = during["data"], min(parts["other"], during["other"]), overall["idle"]["host_late"] if on_gpu else 0.0
+    kinds = overall["copies"]["kinds"] if on_gpu else {}
+    pageable = sum(kind["seconds"] for name, kind in kinds.items() if "HtoD (Pageable" in name)
+    products = sum(one["seconds"] for one in operations if any(word in one["name"].lower() for word in _PRODUCTS))
+    # Two all-reduces sum counts and loss.
+    megabytes, buckets, cap = run["gradient_bytes"] / (1 << 20), overall["collectives"] - 2, options.get("bucket_cap_mb", 25)
+    cap = 25 if cap == "auto" else cap
+    smaller = max(1, int(min(cap, megabytes) / 4))
+    is_one = 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]
+    now, every = options.get("num_workers", -1), options.get("log_every", 10)
+    micro, count, batch = run["micro_batch_size"], run["accumulation"], options.get("global_batch_size", 0)
+    fixed_batch = not options.get("global_batch_tokens")  # otherwise the numbers of items vary
+    fixed_micro = fixed_batch and not options.get("micro_batch_tokens")
+    facts = {
+        "exposed": f"exposed communication takes {of(network)}, also on the rank that waits least",
+        "late": f"the GPU waits for the host to launch kernels during {of(late)}",
+        "hook": "bf16" if on_gpu else "fp16", "megabytes": megabytes, "smaller": smaller, "larger": cap * 2,
+        "all_reduces": counted(round(buckets), "all-reduce"), "buckets": buckets, "libraries": "NCCL and DDP" if on_gpu else "DDP",
+        "what": "communicates" if on_gpu else "communicates and updates the weights", "batch": batch, "twice_batch": 2 * batch,
+        "waits": "the GPU waits for data during" if on_gpu else "waiting for data takes", "wait": of(wait),
+        "workers": f"with --num_workers {now}" if now >= 0 else "with the default --num_workers",
+        "more": 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2, "pageable": of(pageable), "other": of(other),
+        "every": every, "count": count, "micro": micro, "twice": 2 * micro, "products": of(products), "forward": of(forward),
+        "computation": of(computation), "half": ms(computation / 2),
+    }  # fmt: skip
+    is_exposed, is_late = run["num_ranks"] > 1 and network >= NOTABLE * step, late >= NOTABLE * step
+    rules = {  # name in advice.yaml -> whether it applies, and what it saves at most
+        # Fewer bytes do not help where the latency is what takes time.
+        "hook": (is_exposed and options.get("comm_hook") == "none" and megabytes > 1, network / 2),
+        "smaller_buckets": (is_exposed and is_one, min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1 or 1))),
+        "larger_buckets": (is_exposed and buckets > 40, network / 4),
+        "tune": (is_exposed and run["num_nodes"] > 1, network / 3),
+        "larger_batch": (is_exposed and fixed_batch, (network + parts["optimizer"] * (not on_gpu)) / 2),
+        "workers": (wait >= NOTABLE * step, wait),
+        "pin_memory": (options.get("pin_memory") == "off", pageable / 2),
+        "log_every": (other >= NOTABLE * step and every < 10, other * (1 - every / 10)),
+        "compile": (is_late and not run.get("compiled") and options.get("compile") != "on", late),
+        "larger_micro_batch": (
+            is_late and fixed_micro and count % 2 == 0 and options.get("micro_batch_size") != "auto", late / 2,
+        ),
+        "larger_batches": (is_late and fixed_micro and count == 1, late / 2),
+        "bf16": (on_gpu and run["precision"] == "no" and products >= 0.2 * step, products / 2),
+        "padding_free": (options.get("padding_free") == "off" and computation >= 0.3 * step, computation / 4),
+        "checkpointing": (options.get("gradient_checkpointing") and forward >= NOTABLE * step, forward),
+    }  # fmt: skip
+    found = [
+        Recommendation(_ADVICE[name][0].format(**facts), saves, _ADVICE[name][1].format(**facts, saves=ms(saves)))
+        for name, (applies, saves) in rules.items()
+        if applies and saves >= 0.02 * step
+    ]
+    return sorted(found, key=lambda one: -one.saves)
 
 
 def ms(seconds: float) -> str:
@@ -118,90 +167,6 @@ def ms(seconds: float) -> str:
 
 def _number(seconds: float) -> str:
     return f"{seconds * 1000:,.0f}" if seconds >= 0.1 else f"{seconds * 1000:.3g}"
-
-
-def _advice(name: str, saves: float, **values: Any) -> Recommendation:
-    option, text = _ADVICE[name]
-    return Recommendation(option.format(**values), saves, text.format(**values, saves=ms(saves)))
-
-
-def _communication(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    step, network, options = overall["step_seconds"], overall["network"], run["options"]
-    if run["num_ranks"] < 2 or network < NOTABLE * step:
-        return
-    why = f"exposed communication takes {_of(network, step)}, also on the rank that waits least"
-    on_gpu = overall["kind"] == "gpu"
-    megabytes = run["gradient_bytes"] / (1 << 20)
-    if options.get("comm_hook") == "none" and megabytes > 1:  # fewer bytes do not help where the latency is what takes time
-        yield _advice("hook", network / 2, why=why, hook="bf16" if on_gpu else "fp16", megabytes=megabytes)
-    buckets, cap = overall["collectives"] - 2, options.get("bucket_cap_mb", 25)  # two all-reduces sum counts and loss
-    cap = 25 if cap == "auto" else cap
-    smaller = max(1, int(min(cap, megabytes) / 4))
-    if 0 < buckets <= 3 and megabytes > 2 * smaller and overall["overlapped"] < 0.5 * overall["communication"]:
-        saves = min(network, overall["breakdown"]["backward"]) * (1 - 1 / (buckets + 1))
-        listed = counted(round(buckets), "all-reduce")
-        yield _advice("smaller_buckets", saves, why=why, cap=smaller, megabytes=megabytes, buckets=listed)
-    elif buckets > 40:
-        yield _advice("larger_buckets", network / 4, why=why, cap=cap * 2, buckets=buckets)
-    if run["num_nodes"] > 1:
-        yield _advice("tune", network / 3, why=why, libraries="NCCL and DDP" if on_gpu else "DDP")
-    if options.get("global_batch_tokens"):
-        return
-    fixed = network + overall["parts"]["optimizer"] * (not on_gpu)
-    batch = options.get("global_batch_size", 0)
-    what = "communicates" if on_gpu else "communicates and updates the weights"
-    yield _advice("larger_batch", fixed / 2, why=why, twice=2 * batch, batch=batch, what=what)
-
-
-def _data_and_copies(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    step, on_gpu = overall["step_seconds"], overall["kind"] == "gpu"
-    # On a GPU only the time counts in which it had nothing to do, because batches are prepared while it computes.
-    wait = overall["idle"]["during"]["data"] if on_gpu else overall["parts"]["data"]
-    if wait >= NOTABLE * step:
-        now = run["options"].get("num_workers", -1)
-        more = 2 * now if now > 0 else 8 if on_gpu and now < 0 else 2
-        what = "the GPU waits for data during" if on_gpu else "waiting for data takes"
-        before = f"with --num_workers {now}" if now >= 0 else "with the default --num_workers"
-        yield _advice("workers", wait, what=what, part=_of(wait, step), before=before, more=more)
-    kinds = overall["copies"]["kinds"] if on_gpu else {}
-    pageable = sum(kind["seconds"] for name, kind in kinds.items() if "HtoD (Pageable" in name)
-    if run["options"].get("pin_memory") == "off":
-        yield _advice("pin_memory", pageable / 2, part=_of(pageable, step))
-
-
-def _host(run: dict[str, Any], overall: dict[str, Any]) -> Iterator[Recommendation]:
-    step, options, on_gpu = overall["step_seconds"], run["options"], overall["kind"] == "gpu"
-    every, other = options.get("log_every", 10), overall["parts"]["other"]
-    other = min(other, overall["idle"]["during"]["other"]) if on_gpu else other
-    if other >= NOTABLE * step and every < 10:
-        yield _advice("log_every", other * (1 - every / 10), part=_of(other, step), every=every)
-    late = overall["idle"]["host_late"] if on_gpu else 0.0
-    if late < NOTABLE * step:
-        return
-    why = f"the GPU waits for the host to launch kernels during {_of(late, step)}"
-    if not run.get("compiled") and options.get("compile") != "on":
-        yield _advice("compile", late, why=why)
-    micro, count = run["micro_batch_size"], run["accumulation"]
-    if options.get("micro_batch_tokens") or options.get("global_batch_tokens"):  # the numbers of items vary
-        return
-    if count % 2 == 0 and options.get("micro_batch_size") != "auto":
-        yield _advice("larger_micro_batch", late / 2, why=why, count=count, micro=micro, twice=2 * micro)
-    elif count == 1:
-        batch = options.get("global_batch_size", 0)
-        yield _advice("larger_batches", late / 2, why=why, micro=micro, batch=batch, twice=2 * batch, twice_micro=2 * micro)
-
-
-def _computation(run: dict[str, Any], overall: dict[str, Any], operations: list[dict[str, Any]]) -> Iterator[Recommendation]:
-    step, options = overall["step_seconds"], run["options"]
-    if overall["kind"] == "gpu" and run["precision"] == "no":
-        products = sum(one["seconds"] for one in operations if any(word in one["name"].lower() for word in _PRODUCTS))
-        if products >= 0.2 * step:
-            yield _advice("bf16", products / 2, part=_of(products, step))
-    computation, forward = overall["computation"], overall["breakdown"]["forward"]
-    if options.get("padding_free") == "off" and computation >= 0.3 * step:
-        yield _advice("padding_free", computation / 4, part=_of(computation, step), half=ms(computation / 2))
-    if options.get("gradient_checkpointing") and forward >= NOTABLE * step:
-        yield _advice("checkpointing", forward, part=_of(forward, step))
 
 
 def write(folder: Path, summary: dict[str, Any], text: str) -> None:
@@ -213,83 +178,30 @@ def write(folder: Path, summary: dict[str, Any], text: str) -> None:
 
 
 def format_text(summary: dict[str, Any], run_folder: str) -> str:
-    run, overall = summary["run"], summary["overall"]
-    count, nodes, recorded = run["num_ranks"], run["num_nodes"], len(summary["ranks"])
-    where = f"{recorded} of {count} ranks" if recorded < count else counted(count, "rank")
-    where += f" on {counted(nodes, 'node')} ({run['device']})"
-    lines = [f"profile of {Window(*run['steps'])}, {where}: {_ms(overall['step_seconds'])} per step", "", *_parts(overall)]
-    if recorded > 1:
-        lines += ["", *_table_of_ranks(summary["ranks"], overall["kind"])]
-    lines += ["", *_operations(summary["operations"], overall["kind"])]
-    if overall["kind"] == "gpu":
-        lines += ["", *_gaps(summary["ranks"])]
-    for finding in summary["findings"]:
-        lines += ["", finding]
-    advice = [f"  {number}. {one['text']}" for number, one in enumerate(summary["recommendations"], 1)]
-    none = "recommendations: none. No part of a step that an option changes takes 5 % or more of it."
-    lines += ["", "recommendations, with the one that could save the most first" if advice else none, *advice]
-    merged = Path(run_folder) / traces.FOLDER / traces.MERGED
-    accuracy = max(rank["clock"]["accuracy"] for rank in summary["ranks"]) / 1000
-    clocks = f" Clocks of hosts are aligned to {accuracy:.3g} us." if accuracy else ""
-    end = f"Open {merged} in https://ui.perfetto.dev.{clocks} Print this again: accel-ddp profile {shlex.quote(run_folder)}"
-    return "\n".join([*lines, "", end])
+    """Return the text that profile.jinja makes of a summary."""
+    from jinja2 import Environment
 
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.2f} ms"
-
-
-def _row(name: str, seconds: float, step: float, more: str = "") -> str:
-    return f"  {name:<28}{seconds * 1000:>10.2f} ms  {seconds / step:>6.1%}{'  ' + more if more else ''}".rstrip()
-
-
-def _parts(overall: dict[str, Any]) -> list[str]:
-    step, parts = overall["step_seconds"], overall["parts"]
-    total = overall["communication"]
-    more = f"{overall['overlapped'] / total:.0%} of it overlaps with computation" if total else ""
-    lines = ["per step, mean of the ranks", _row("computation", overall["computation"], step)]
-    lines += [_row("communication", total, step, more), _row("exposed communication", overall["exposed"], step)]
-    if overall["kind"] == "gpu":
-        idle = overall["idle"]
-        lines += [
-            _row("memory copies", overall["copies"]["seconds"], step),
-            _row("GPU idle", idle["seconds"], step, f"{counted(round(idle['gaps']), 'gap')} of 10 us or more"),
-            _row("  the host waits for data", idle["during"]["data"], step),
-            _row("  the host launches too late", idle["host_late"], step),
-            "training thread of the host",
-        ]
-    lines += [_row("data wait" if name == "data" else name, seconds, step) for name, seconds in parts.items()]
-    return lines
-
-
-def _table_of_ranks(ranks: list[dict[str, Any]], kind: str) -> list[str]:
+    run, ranks, on_gpu = summary["run"], summary["ranks"], summary["overall"]["kind"] == "gpu"
+    recorded = f"{len(ranks)} of {run['num_ranks']} ranks" if len(ranks) < run["num_ranks"] else counted(len(ranks), "rank")
     names = [f"{rank['rank']} ({rank['host']})" for rank in ranks]
-    width = max(map(len, names))
-    heads = ["step", "computation", "communication", "exposed", "data", *(["idle"] if kind == "gpu" else [])]
-    lines = [f"{'rank':<{width}}" + "".join(f"{head:>15}" for head in heads) + "   (ms)"]
-    for name, rank in zip(names, ranks):
-        values = [rank[field] for field in ("step_seconds", "computation", "communication", "exposed")]
-        values += [rank["idle"]["during"]["data"], rank["idle"]["seconds"]] if kind == "gpu" else [rank["parts"]["data"]]
-        lines.append(f"{name:<{width}}" + "".join(f"{value * 1000:>15.2f}" for value in values))
-    return lines
-
-
-def _operations(operations: list[dict[str, Any]], kind: str) -> list[str]:
-    title = "largest kernels and copies" if kind == "gpu" else "largest operations, own time"
-    lines = [f"{title:<60}{'ms per step':>12}{'share':>8}{'count':>8}"]
-    for one in operations[:10]:
-        count = f"{one['count']:,.0f}" if one["count"] >= 10 else f"{one['count']:.3g}"
-        lines.append(f"{shorten(one['name'], 58):<60}{one['seconds'] * 1000:>12.3f}{one['share']:>8.1%}{count:>8}")
-    return lines
-
-
-def _gaps(ranks: list[dict[str, Any]]) -> list[str]:
-    gaps = sorted(((gap, rank) for rank in ranks for gap in rank["idle"]["largest"]), key=lambda pair: -pair[0]["seconds"])[:3]
-    lines = ["largest gaps in which a GPU was idle"]
-    for gap, rank in gaps:
-        doing = f", in {gap['host']}" if gap["host"] else ""
-        lines.append(f"  {_ms(gap['seconds'])} on rank {rank['rank']} ({rank['host']}): the host was in {gap['part']}{doing}")
-    return lines
+    columns = {name: itemgetter(name) for name in ("computation", "communication", "exposed")}
+    columns = {"step": itemgetter("step_seconds"), **columns, "data": lambda rank: rank["parts"]["data"]}
+    gaps: list[Any] = []
+    if on_gpu:
+        columns |= {"data": lambda rank: rank["idle"]["during"]["data"], "idle": lambda rank: rank["idle"]["seconds"]}
+        gaps = sorted(((gap, rank) for rank in ranks for gap in rank["idle"]["largest"]), key=lambda pair: -pair[0]["seconds"])[
+            :3
+        ]
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"shorten": shorten, "count": lambda count: f"{count:,.0f}" if count >= 10 else f"{count:.3g}"}
+    template = environment.from_string(Path(__file__).with_name("profile.jinja").read_text())
+    text = template.render(
+        summary, window=Window(*run["steps"]), where=f"{recorded} on {counted(run['num_nodes'], 'node')} ({run['device']})",
+        step=summary["overall"]["step_seconds"], on_gpu=on_gpu, names=names, width=max(map(len, names)), columns=columns, gaps=gaps,
+        accuracy=max(rank["clock"]["accuracy"] for rank in ranks) / 1000, merged=Path(run_folder) / traces.FOLDER / traces.MERGED,
+        run_folder=shlex.quote(run_folder), counted=counted,
+    )  # fmt: skip
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 # ---- the command `accel-ddp profile RUN`

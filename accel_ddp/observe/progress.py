@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.box import ASCII, ROUNDED
 from rich.console import COLOR_SYSTEMS, Console, OverflowMethod
@@ -28,30 +29,27 @@ from accel_ddp.text import format_clock, shorten
 LONGEST = 160  # characters of a text that a line shows
 
 
+def panel() -> Any:
+    """Return the `Display` of this process, or None if lines are printed."""
+    return ending.find(Moment.MESSAGES)
+
+
 class Progress(Hook):
     """Updates the panel that `start` has opened. If there is none, it prints a line every `--log_every` steps."""
 
     def __init__(self, cfg: TrainConfig):
-        self.cfg, self.every, self.steps_per_epoch = cfg, cfg.log_every, 0.0
-
-    @property
-    def state(self) -> "State | None":
-        """What the panel shows. None: there is no panel."""
-        display = ending.find(Moment.MESSAGES)
-        return display.state if display else None
+        self.cfg, self.steps_per_epoch = cfg, 0.0
 
     def on_describe(self, facts):
         self.steps_per_epoch = facts.get("items", 0) / facts.get("batch", {}).get("global", self.cfg.global_batch_size)
 
     def on_start(self, step, total_steps, evaluations):
-        self.total_steps, self.began, self.first = total_steps, time.monotonic(), step
-        self.evaluations, self.rows = dict(evaluations), {}
-        if state := self.state:
-            state.first_step, state.began, state.numbers = step, self.began, None
-            state.steps_per_epoch = self.steps_per_epoch
-            state.evaluations, state.total_steps = self.evaluations, total_steps
-            with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
-                state.metric = self.cfg.best()
+        self.state, self.rows = panel().state if panel() else State(), {}
+        state = self.state
+        state.first_step, state.began, state.numbers = step, time.monotonic(), None
+        state.evaluations, state.total_steps, state.steps_per_epoch = dict(evaluations), total_steps, self.steps_per_epoch
+        with contextlib.suppress(UserError):  # a direction that is not known matters only with --keep_best or early stopping
+            state.metric = self.cfg.best()
 
     def on_warm_up(self, step, seconds):
         print(f"warm-up: {seconds:.1f} s")
@@ -59,28 +57,26 @@ class Progress(Hook):
 
     def on_update(self, numbers, pace):
         self.rows = {name[5:]: int(number) for name, number in numbers.means.items() if name.startswith("rows/")}
-        if state := self.state:
-            state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
-            if numbers.ranks:
-                state.samples = state.samples[1], numbers.ranks
-        elif numbers.step % self.every == 0 or numbers.step == self.total_steps:
-            left = ""
-            if numbers.step > self.first:  # on a GPU, numbers of the step before a warm-up arrive after it
-                of_one = (time.monotonic() - self.began) / (numbers.step - self.first)
-                left = f"  {format_clock(of_one * (self.total_steps - numbers.step))} left"
+        state, total = self.state, self.state.total_steps
+        state.numbers, state.pace, state.updated = numbers, pace, time.monotonic()
+        if numbers.ranks:
+            state.samples = state.samples[1], numbers.ranks
+        is_due = numbers.step % self.cfg.log_every == 0 or numbers.step == total
+        if is_due and not panel():
+            seconds = state.seconds_left()  # on a GPU, numbers of the step before a warm-up arrive after it
             print(
-                f"step {numbers.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {numbers.loss:.4f}  "
-                f"grad {numbers.grad_norm:.3f}  lr {numbers.lr:.2e}  {''.join(map('%s %s  '.__mod__, _first_mean(numbers)))}"
-                f"{pace}{left}"
+                f"step {numbers.step:>{len(str(total))}}/{total}  loss {numbers.loss:.4f}  grad {numbers.grad_norm:.3f}  "
+                f"lr {numbers.lr:.2e}  {''.join(map('%s %s  '.__mod__, _first_mean(numbers)))}{pace}"
+                + ("" if seconds is None else f"  {format_clock(seconds)} left")
             )
 
     def on_evaluate(self, step, metrics):
-        self.evaluations[step] = metrics
+        self.state.evaluations[step] = metrics
         when = f"step {step}" if step else "before training"
         print(f"{when}  evaluation: " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         if self.rows:
             print(f"{when}  rows trained: {', '.join(f'{number:,} of {name}' for name, number in self.rows.items())}")
-        if step == self.first:
+        if step == self.state.first_step:
             self._begin_steps(step)
 
     def on_tables(self, step, tables):
@@ -94,23 +90,22 @@ class Progress(Hook):
             )
 
     def on_end(self, step, summary):
-        if display := ending.find(Moment.MESSAGES):
+        if display := panel():
             display.finish("stopped" if "stopped" in summary else "done")
-        before = self.evaluations.get(0, {})
+        evaluations = self.state.evaluations
+        before = evaluations.get(0, {})
         both = {name: (before[name], summary[name]) for name in before if name in summary}
         if step and both:
             width, after = max(map(len, both)), f"step {summary['best_step']}" if "best_step" in summary else "after"
             print("\n".join([f"{'':{width}}  {'before':>10}  {after:>10}"] + [
                 f"{name:{width}}  {a:10.4f}  {b:10.4f}" for name, (a, b) in both.items()
             ]))  # fmt: skip
-            for text in () if "stopped" in summary else find_worse(self.cfg, self.evaluations, summary):
+            for text in () if "stopped" in summary else find_worse(self.cfg, evaluations, summary):
                 warn_on_main(text, step=step)
 
     def _begin_steps(self, step: int) -> None:
         """Estimate the remaining time from the steps after this one: a warm-up may be in the middle of a run."""
-        self.began, self.first = time.monotonic(), step
-        if state := self.state:
-            state.began, state.first_step = self.began, self.first
+        self.state.began, self.state.first_step = time.monotonic(), step
 
 
 def _first_mean(numbers: Numbers) -> list[tuple[str, str]]:

@@ -112,31 +112,22 @@ class Ranges:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.step: Any = None
-        self.phase: Any = None
+        self.step, self.phase = contextlib.ExitStack(), contextlib.ExitStack()
 
     def begin_step(self, step: int) -> None:
-        self.step = _open(f"step {step}")
-        self.phase = _open(NAMES[phases.HERE.phase])
+        self.step.enter_context(record_function(f"step {step}"))
+        self.phase.enter_context(record_function(NAMES[phases.HERE.phase]))
         phases.HERE.listeners.append(self)
+        self.step.callback(phases.HERE.listeners.remove, self)
 
     def end_step(self) -> None:
-        if self.step is not None:
-            phases.HERE.listeners.remove(self)
-            self.phase.__exit__(None, None, None)
-            self.step.__exit__(None, None, None)
-            self.step = None
+        self.phase.close()
+        self.step.close()
 
     def __call__(self, part: int, seconds: float, phase: Phase) -> None:
         if threading.get_ident() == self.thread:
-            self.phase.__exit__(None, None, None)
-            self.phase = _open(WAIT if phase.part == PARTS.index("communication") else NAMES[phase])
-
-
-def _open(name: str) -> Any:
-    opened = record_function(name)
-    opened.__enter__()
-    return opened
+            self.phase.close()
+            self.phase.enter_context(record_function(WAIT if phase.part == PARTS.index("communication") else NAMES[phase]))
 
 
 def start_recorder(run: Run, times: StepTimes, read_numbers: Callable[..., None], model: dict[str, Any]) -> "Recorder | None":

@@ -10,7 +10,7 @@ import bisect
 import gzip
 import json
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -308,18 +308,18 @@ def _host_activity(inside: list[Event], gap: Any) -> str:
 
 
 def _copies(copies: list[Event], window: _Window) -> dict[str, Any]:
-    kinds: dict[str, list[float]] = {}
+    kinds: dict[str, list[Event]] = defaultdict(list)
     for event in copies:
-        row = kinds.setdefault(event.name, [0.0, 0, 0])
-        row[:] = row[0] + event.end - event.start, row[1] + 1, row[2] + event.arguments.get("bytes", 0)
+        kinds[event.name].append(event)
+    spent = {name: sum(e.end - e.start for e in events) for name, events in kinds.items()}
+    size = {name: sum(e.arguments.get("bytes", 0) for e in events) for name, events in kinds.items()}
     described = {
         name: {
-            "seconds": window.per_step(total),
-            "count": round(count / window.num_steps, 2),
-            "bytes": int(size / window.num_steps),
+            "seconds": window.per_step(spent[name]), "count": round(len(kinds[name]) / window.num_steps, 2),
+            "bytes": int(size[name] / window.num_steps),
         }
-        for name, (total, count, size) in sorted(kinds.items(), key=lambda item: -item[1][0])
-    }
+        for name in sorted(kinds, key=lambda name: -spent[name])
+    }  # fmt: skip
     return {"seconds": window.per_step(length(window.spans(copies))), "kinds": described}
 
 
@@ -343,14 +343,12 @@ def self_times(operations: list[Event]) -> list[tuple[str, float]]:
 
 
 def _largest(operations: Iterable[tuple[str, float]], window: _Window) -> list[dict[str, Any]]:
-    totals: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    totals: dict[str, list[float]] = defaultdict(list)
     for name, time in operations:
-        totals[name] += time  # type: ignore[assignment]
-        counts[name] += 1
-    share = lambda total: round(total / (window.last - window.first), 5)
-    count = lambda name: round(counts[name] / window.num_steps, 2)
+        totals[name].append(time)
+    largest = sorted(((name, sum(times), len(times)) for name, times in totals.items()), key=lambda one: -one[1])[:TOP]
+    whole, steps = window.last - window.first, window.num_steps
     return [
-        {"name": name, "seconds": window.per_step(total), "count": count(name), "share": share(total)}
-        for name, total in totals.most_common(TOP)
+        {"name": name, "seconds": window.per_step(total), "count": round(count / steps, 2), "share": round(total / whole, 5)}
+        for name, total, count in largest
     ]

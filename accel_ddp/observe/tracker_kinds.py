@@ -39,14 +39,16 @@ class Tracker:
 
     def start(self, config: dict[str, Any], facts: dict[str, Any], step: int, trackers: list[Any]) -> None:
         """Open the run of this tracker, and append its object to `trackers`, which `accelerator.log` uses."""
-        self.tracker = self.make(step)
+        kind = LOGGER_TYPE_TO_CLASS[self.name]
+        folder = [self.folder] if kind.requires_logging_directory else []
+        self.tracker = kind(self.project, *folder, **self.options(step))
         self.tracker.start()
         self.store_config(config, facts)
         trackers.append(self.tracker)
 
-    def make(self, step: int) -> GeneralTracker:
-        kind = LOGGER_TYPE_TO_CLASS[self.name]
-        return kind(self.project, self.folder) if kind.requires_logging_directory else kind(self.project)
+    def options(self, step: int) -> dict[str, Any]:
+        """Return the options of Accelerate's tracker."""
+        return {}
 
     def store_config(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         self.tracker.store_init_configuration(config)
@@ -85,10 +87,9 @@ class TensorBoard(Tracker):
     def load(self) -> None:
         import_module("torch.utils.tensorboard")
 
-    def make(self, step: int) -> GeneralTracker:
+    def options(self, step: int) -> dict[str, Any]:
         # A resumed run repeats the steps after its checkpoint. TensorBoard hides what the attempt before has written for them.
-        more = {"purge_step": step + 1} if self.cfg.resume else {}
-        return LOGGER_TYPE_TO_CLASS["tensorboard"](self.project, self.folder, **more)
+        return {"purge_step": step + 1} if self.cfg.resume else {}
 
     def log_tables(self, tables: dict[str, Table], step: int) -> None:
         writer = self.tracker.tracker
@@ -101,24 +102,21 @@ class TensorBoard(Tracker):
 
 
 class Trackio(Tracker):
-    def make(self, step: int) -> GeneralTracker:
-        more: dict[str, Any] = {"resume": "allow"} if self.cfg.resume else {}
-        more |= {"group": self.group} if self.group else {}
-        return LOGGER_TYPE_TO_CLASS["trackio"](self.project, name=self.run_name, **more)
+    log_tables = Tracker.log_media
 
-    def log_tables(self, tables: dict[str, Table], step: int) -> None:
-        self.log_media(tables, step)
+    def options(self, step: int) -> dict[str, Any]:
+        more = {"resume": "allow"} if self.cfg.resume else {}
+        return {"name": self.run_name} | more | ({"group": self.group} if self.group else {})
 
 
 class MLflow(Tracker):
     """Its run id is stored in OUTPUT_DIR/mlflow_id.txt, so a resumed run continues the same run."""
 
-    def make(self, step: int) -> GeneralTracker:
+    def options(self, step: int) -> dict[str, Any]:
         self.id_file = Path(self.cfg.output_dir, "mlflow_id.txt")
         known = _read(self.id_file) if self.cfg.resume else ""
         tags = {**({"group": self.group} if self.group else {}), **dict.fromkeys(self.tags, "true")}
-        more = {"run_id": known} if known else {}
-        return LOGGER_TYPE_TO_CLASS["mlflow"](self.project, run_name=self.run_name, tags=tags, **more)
+        return {"run_name": self.run_name, "tags": tags, **({"run_id": known} if known else {})}
 
     def store_config(self, config: dict[str, Any], facts: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ for trackers only at its end, for a limited time. `row_of_update` states which n
 """
 
 import atexit
+import functools
 import math
 import os
 import signal
@@ -111,17 +112,13 @@ def close_all(threads: Sequence[TrackerThread], seconds: float) -> None:
         thread.put(Call("finish", thread.tracker.finish))
         thread.close()
     began = time.monotonic()
-    is_reported = False
-    for thread in threads:
-        while not thread.is_done.wait(max(0.0, min(QUIET_SECONDS, began + seconds - time.monotonic()))):
-            if time.monotonic() - began >= seconds:
-                break
-            if not is_reported:
-                names = " and ".join(one.name for one in threads if not one.is_done.is_set())
-                left = sum(len(one.waiting) for one in threads)
-                rows = f", with {left:,} calls in the queue" if left > 1 else ""
-                print(f"waiting up to {seconds:.0f} s for {names} to store the last numbers{rows}", flush=True)
-                is_reported = True
+    wait_all = lambda limit: all([thread.is_done.wait(max(0.0, began + limit - time.monotonic())) for thread in threads])
+    if not wait_all(min(QUIET_SECONDS, seconds)) and seconds > QUIET_SECONDS:
+        names = " and ".join(one.name for one in threads if not one.is_done.is_set())
+        left = sum(len(one.waiting) for one in threads)
+        rows = f", with {left:,} calls in the queue" if left > 1 else ""
+        print(f"waiting up to {seconds:.0f} s for {names} to store the last numbers{rows}", flush=True)
+        wait_all(seconds)
     for thread in threads:
         if not thread.is_done.is_set():
             text = f"{thread.name} did not finish within {seconds:.0f} s ({thread.doing}). log.jsonl contains everything."
@@ -159,7 +156,7 @@ class Trackers(Hook):
         self.evaluations: dict[int, dict[str, float]] = {}
         self.before: Sequence[RankSample] = ()
         self.scale = Scale(0, cfg.global_batch_size, ())
-        self.total_steps = self.step = 0
+        self.total_steps = 0
         self.is_closed = False
         folder = str(accelerator.logging_dir or cfg.output_dir)
         # wandb and others record the command line. All options are parsed by now.
@@ -167,26 +164,21 @@ class Trackers(Hook):
         ending.run(Moment.TRACKERS)  # those of an earlier `fit`, which nothing else would close before the process ends
         keep_forks_apart_from_starts()  # of the programs of trackers, and of data workers
         self.threads = [TrackerThread(make_tracker(name, cfg, folder)) for name in cfg.tracker_names()]
-        self._put("import", Tracker.load.__name__)
+        self._put("import", lambda tracker: tracker.load())
         wait = cfg.tracker_wait  # the last numbers take seconds; more would delay the next job if a server does not answer
         finished = max(wait, MODEL_SECONDS) if cfg.log_model else wait
         limits = finished, min(wait, STOP_SECONDS), min(wait, FAILURE_SECONDS)
         ending.add(Moment.FORK, self, lambda seconds: wait_for_imports(self.threads, seconds), (IMPORT_SECONDS,) * 3)
         ending.add(Moment.TRACKERS, self, self.close, limits)
 
-    def _put(self, what: str, method: str, *arguments: Any, is_row: bool = False, is_vital: bool = True) -> None:
+    def _put(self, what: str, call: Callable[[Tracker], Any], is_row: bool = False, is_vital: bool = True) -> None:
         for thread in self.threads:
-            thread.put(Call(what, getattr(thread.tracker, method), arguments, is_row, is_vital))
+            thread.put(Call(what, call, (thread.tracker,), is_row, is_vital))
 
-    def _put_row(self, values: dict[str, Any], step: int) -> None:
+    def _put_row(self, step: int, values: dict[str, Any] | Callable[[], dict[str, Any]]) -> None:
+        """Log a row. A function makes it in the threads of the trackers, because that takes time."""
         if values:
-            self._put("log", "log", values, step, is_row=True)
-
-    def _put_made(self, step: int, make: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-        """Log a row that is made in the threads of the trackers, because that takes time."""
-        for thread in self.threads:
-            log = lambda tracker=thread.tracker: tracker.log(make(*arguments), step)
-            thread.put(Call("log", log, is_row=True))
+            self._put("log", lambda tracker: tracker.log(values() if callable(values) else values, step), is_row=True)
 
     def on_describe(self, facts):
         self.facts = facts
@@ -194,48 +186,48 @@ class Trackers(Hook):
         self.scale = Scale(facts.get("items", 0), facts.get("batch", {}).get("global", self.cfg.global_batch_size), nodes)
 
     def on_start(self, step, total_steps, evaluations):
-        self.total_steps, self.step = total_steps, step
-        self.evaluations = dict(evaluations)
+        self.total_steps, self.evaluations = total_steps, dict(evaluations)
         config = redact_values(as_plain_dict(self.cfg))
         if sharding := self.facts.get("sharding"):
             config["sharding"] = sharding["text"]
-        self._put("start", "start", config, redact_values(self.facts), step, self.accelerator.trackers)
+        facts = redact_values(self.facts)
+        self._put("start", lambda tracker: tracker.start(config, facts, step, self.accelerator.trackers))
 
     def on_warm_up(self, step, seconds):
-        self._put_row({"speed/warm_up_seconds": seconds}, step)
+        self._put_row(step, {"speed/warm_up_seconds": seconds})
 
     def on_restart(self, step, restart):
         names = {"restart": "count", "lost_steps": "lost_steps", "lost_seconds": "lost_seconds", "goodput": "goodput"}
-        known = {name: restart[key] for key, name in names.items() if isinstance(restart.get(key), int | float)}
-        self._put_row({f"restarts/{name}": value for name, value in known.items()}, step)
+        known = {key: name for key, name in names.items() if isinstance(restart.get(key), int | float)}
+        self._put_row(step, {f"restarts/{name}": restart[key] for key, name in known.items()})
 
     def on_update(self, numbers, pace):
-        self.step = numbers.step
         if numbers.step % self.cfg.log_every == 0 or numbers.step == self.total_steps:
-            self._put_made(numbers.step, row_of_update, numbers, pace, self.before, self.scale)
+            self._put_row(numbers.step, functools.partial(row_of_update, numbers, pace, self.before, self.scale))
         self.before = numbers.ranks or self.before
 
     def on_evaluate(self, step, metrics):
         self.evaluations[step] = metrics
-        self._put_row({f"eval/{name}": value for name, value in metrics.items()}, step)
+        self._put_row(step, {f"eval/{name}": value for name, value in metrics.items()})
         trained = {at: values for at, values in self.evaluations.items() if at}
         if best := best_of(trained, self.cfg.metric_directions() or {self.cfg.best().name: self.cfg.best().direction}):
-            self._put("summary", "summarize", best, step, is_row=True)
+            self._put("summary", lambda tracker: tracker.summarize(best, step), is_row=True)
 
     def on_tables(self, step, tables: dict[str, Table]):
-        self._put("tables", "log_tables", tables, step, is_row=True, is_vital=False)
+        self._put("tables", lambda tracker: tracker.log_tables(tables, step), is_row=True, is_vital=False)
 
     def on_save(self, step, path):
         count = lambda: len(checkpoint_format.list_checkpoints(path.parent))
-        self._put_made(step, lambda: {"checkpoints/newest_step": step, "checkpoints/count": count()})
+        self._put_row(step, lambda: {"checkpoints/newest_step": step, "checkpoints/count": count()})
 
     def on_end(self, step, summary):
-        self._put_row({"restarts/goodput": summary["goodput"]} if "goodput" in summary else {}, step)
-        self._put("summary", "summarize", {"train/skipped_steps": summary.get("skipped_steps", 0)}, step)
+        self._put_row(step, {"restarts/goodput": summary["goodput"]} if "goodput" in summary else {})
+        skipped = {"train/skipped_steps": summary.get("skipped_steps", 0)}
+        self._put("summary", lambda tracker: tracker.summarize(skipped, step))
 
     def on_export(self, folder):
         if self.cfg.log_model:
-            self._put("upload the model", "log_model", folder, is_vital=False)
+            self._put("upload the model", lambda tracker: tracker.log_model(folder), is_vital=False)
 
     def close(self, seconds: float) -> None:
         if not self.is_closed:

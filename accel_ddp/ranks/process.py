@@ -20,7 +20,6 @@ from accel_ddp.nodes.launcher import adopt_mpi_world, find_accelerate_request
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.nodes.topology import estimate_node
 from accel_ddp.ranks.failures import Failure
-from accel_ddp.ranks.team import Team
 from accel_ddp.records.incidents import IncidentWriter
 
 if TYPE_CHECKING:
@@ -77,7 +76,6 @@ class Connections:
         self.passed_waits: list[str] = []  # whose keys are still in the store, in the order in which they passed
         self.node = estimate_node(place.rank, place.local_rank, place.local_ranks)  # until the ranks have numbered their nodes
         self.nodes = [(place.host, place.num_ranks)]  # host and number of ranks of each node
-        self.team = Team(place.num_ranks, place.rank)
         self.by_hand = "run the same command with --resume --output_dir FOLDER"  # how the user continues this run; see `restarts`
         self.earlier_run: dict[str, Any] = {}  # of earlier attempts of a launcher that restarts its ranks; see `restarts`
 

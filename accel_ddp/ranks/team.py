@@ -1,6 +1,6 @@
 """The ranks that compute a step together."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -14,3 +14,8 @@ class Team(NamedTuple):
     group: "dist.ProcessGroup | None" = None  # None: all ranks
     workers: range = range(1)  # that these ranks compute, one after the other
     num_workers: int = 1  # of all ranks
+
+    @classmethod
+    def of(cls, accelerator: Any) -> "Team":
+        """Return the team of all ranks."""
+        return cls(accelerator.num_processes, accelerator.process_index)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from accel_ddp.errors import UserError
 from accel_ddp.records import run_log
-from accel_ddp.report.markup import require_page
-from accel_ddp.report.page import write_page
+from accel_ddp.report.page import GENERATOR, write_page
 from accel_ddp.report.run_reader import read_run
 from accel_ddp.report.sections import unique_names
 from accel_ddp.saving import checkpoint_format
@@ -91,6 +90,26 @@ def _suggest_beside(folder: Path) -> str:
     if not newest:
         return " Give a run folder, the --output_dir of a run."
     return f" The newest run in {there} is {shlex.quote(str(newest[0]))}."
+
+
+def require_page(path: Path, given: str) -> None:
+    """Raise UserError if the page cannot be written: it is no HTML file, another program's file, or a folder. `given` is the option."""
+    if path.is_dir():
+        raise UserError(f"{given}: is a folder. Use: --out {path / 'report.html'}")
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"{given}: a browser opens files that end with .html. Use: --out {path.with_name(path.name + '.html')}")
+    try:
+        is_own = not path.exists() or GENERATOR.encode() in path.read_bytes()[:4096]
+    except OSError as error:
+        raise UserError(f"{given}: cannot be read: {error.strerror}.") from error
+    if not is_own:
+        raise UserError(
+            f"{given}: this file exists, and accel-ddp report has not written it. Move it away, or use another name: "
+            f"--out {path.with_name('accel_ddp_report.html')}"
+        )
+    parent = next(one for one in path.absolute().parents if one.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"{given}: {parent} cannot be written. Use another path, for example --out ~/report.html.")
 
 
 _EXAMPLES = """examples:

@@ -142,15 +142,9 @@ def summarize(run: ReportedRun, best: dict[str, Any], events: list[dict[str, Any
 
 def _seconds_per_rank(ranks: RankTimes, first_steps: list[int]) -> dict[str, np.ndarray]:
     """Return the average seconds per step of each part and rank, of usual lines. A line counts as often as it has steps."""
-    weights = np.maximum(1, ranks.steps - ranks.first_steps + 1).astype(float)[:, None]
-    weights *= ranks.usual_lines(first_steps)[:, None]
-    found = {}
-    for part, values in ranks.seconds.items():
-        known = np.isfinite(values)
-        total = (known * weights).sum(axis=0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found[part] = np.where(known, values * weights, 0.0).sum(axis=0) / total
-    return found
+    weights = np.maximum(1, ranks.steps - ranks.first_steps + 1) * ranks.usual_lines(first_steps)
+    average = lambda values: np.ma.average(np.ma.masked_invalid(values), axis=0, weights=weights)
+    return {part: np.ma.filled(average(values.astype(float)), np.nan) for part, values in ranks.seconds.items()}
 
 
 def _best(run: ReportedRun, best: dict[str, Any]) -> dict[str, Any] | None:

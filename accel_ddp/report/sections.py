@@ -1,30 +1,21 @@
-"""The sections without charts: key figures, comparison of runs, incidents, checkpoints, profile, configuration."""
+"""What page.jinja shows about runs: key figures, curves, comparison, and the sections of one run."""
 
+import math
 import os
-import shlex
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from accel_ddp.report.cards import (
-    TIMES,
-    brief,
-    duration,
-    facts,
-    figure,
-    fold,
-    moment,
-    note,
-    number,
-    percent,
-    section,
-    table,
-    tile,
-)
-from accel_ddp.report.chart_data import metric_names, places
-from accel_ddp.report.markup import Html, join, tag
-from accel_ddp.report.run_data import ReportedRun, dict_of, is_number, list_of
+import numpy as np
+from markupsafe import Markup
+
+from accel_ddp.report.cards import TIMES, brief, cell, duration, figure, number, percent, plain, rate, table, tagged
+from accel_ddp.report.chart_data import CHARTS, POINTS, downsample, metric_names, places, rank_name, series, slowness
+from accel_ddp.report.run_data import PARTS, ReportedRun, dict_of, is_number, list_of
 from accel_ddp.text import counted, format_bytes
+
+View = dict[str, Any]
 
 _OF_THE_FOLDER = ("output_dir", "run_name")  # they differ in every run, and the name shows it
 
@@ -84,10 +75,15 @@ def _describe(run: ReportedRun) -> dict[str, dict[str, Any]]:
 
 
 SYMBOLS = {"complete": "✓", "stopped": "■", "failed": "✕", "running": "▶", "interrupted": "■"}
-SEVERITY = {"error": 0, "warning": 1, "info": 2}
 INCIDENTS = 300
 CHECKPOINTS = 200
 OPERATIONS = 15  # of a profile
+
+
+def run_view(run: ReportedRun, data: View, index: int, prefix: str) -> View:
+    """Return what the page shows about one run and must be computed first."""
+    shown = {"time": time_of_ranks(run, data, index), "load": load_of_nodes(data, index), **evaluations(run)}
+    return {"run": run, "index": index, "prefix": prefix, "cluster": cluster(run), **shown}
 
 
 def state_of(run: ReportedRun) -> str:
@@ -97,60 +93,22 @@ def state_of(run: ReportedRun) -> str:
     return "failed" if last.get("level") == "error" else "interrupted"
 
 
-def badge(run: ReportedRun) -> Html:
+def badge(run: ReportedRun) -> Markup:
     state = state_of(run)
-    return tag("span", tag("span", SYMBOLS[state], aria_hidden="true"), f" {state}", class_=f"state {state}")
+    return Markup('<span class="state {0}"><span aria-hidden="true">{1}</span> {0}</span>').format(state, SYMBOLS[state])
 
 
-def title(run: ReportedRun, level: int = 1) -> Html:
-    began, command = run.summary.get("began"), run.start.get("launcher") or run.start.get("command")
-    facts = [f"Began {moment(began)}"] if is_number(began) else []
-    words = shlex.join(map(str, command)) if isinstance(command, list) else ""
+def last_error(run: ReportedRun) -> str:
     last = next((str(one["text"]) for one in reversed(run.incidents) if one.get("level") == "error"), "")
-    return join([
-        tag("div", tag(f"h{level}", run.name), badge(run), class_="title"),
-        tag("p", join([*facts, tag("code", run.folder)], " · "), class_="subtitle"),
-        tag("p", tag("code", words[:400]), class_="subtitle") if words else "",
-        tag("p", last[:500], class_="reason") if last and state_of(run) == "failed" else "",
-        *map(note, run.notes),
-    ])  # fmt: skip
+    return last[:500] if state_of(run) == "failed" else ""
 
 
-def key_figures(run: ReportedRun, prefix: str = "") -> Html:
-    """Return the tiles of a run. A figure that is not known has no tile."""
-    summary = run.summary
-    best, total, samples, ranks = (summary.get(name) for name in ("best", "total_steps", "samples", "ranks"))
-    remarks = [*([f"of {total:,}"] if total else []), *([f"{samples:,} samples"] if samples else [])]
-    found = [tile("Steps", f"{summary.get('steps') or 0:,}", ", ".join(remarks))]
-    if is_number(seconds := summary.get("wall_seconds")):
-        attempts = summary.get("attempts") or 1
-        found.append(tile("Wall time", duration(seconds), f"{attempts} attempts" if attempts > 1 else ""))
-    if best and is_number(best["value"]):
-        name = str(best["metric"]).replace("_", " ")
-        found.append(tile(f"Best {name}", number(best["value"]), f"step {number(best['step'])}", f"#{prefix}evaluations"))
-    for name, label, form, remark in (
-        ("samples_per_second", "Speed", _rate, "samples/s on average"),
-        ("tokens_per_second", "Tokens", _rate, "tokens/s on average"),
-        ("mfu", "MFU", percent, "of the peak of the GPUs"),
-        ("goodput", "Goodput", percent, "of the time trained new steps"),
-    ):
-        if is_number(value := summary.get(name)):
-            found.append(tile(label, form(value), remark))
-    if parts := {part: value for part, value in (summary.get("seconds_per_step") or {}).items() if is_number(value)}:
-        waiting = (parts.get("communication", 0.0) + parts.get("data", 0.0)) / (sum(parts.values()) or 1.0)
-        found.append(tile("Waiting", percent(waiting), "of a step, for data and ranks", f"#{prefix}time"))
-    if ranks:
-        device = next((str(one.get("device", "")) for one in places(run).values()), "CPU")
-        noun, where = "CPU rank" if device == "CPU" else "GPU", f"on {counted(summary.get('nodes') or 1, 'node')}"
-        remark = where if device == "CPU" else f"{where}, {device}"
-        found.append(tile("Cluster", counted(ranks, noun), remark, f"#{prefix}configuration"))
-    if levels := [one.get("level") for one in run.incidents]:
-        counts = [counted(levels.count(level), level) for level in ("error", "warning") if level in levels]
-        found.append(tile("Incidents", f"{len(levels):,}", ", ".join(counts) or "information only", f"#{prefix}incidents"))
-    return tag("dl", *found, class_="tiles")
+def worst_incidents(run: ReportedRun) -> list[View]:
+    severity = lambda i: ({"error": 0, "warning": 1}.get(str(run.incidents[i].get("level")), 2), i)
+    return [run.incidents[i] for i in sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])]
 
 
-def comparison(runs: list[ReportedRun]) -> Html:
+def comparison(runs: list[ReportedRun]) -> View:
     of = lambda name, form: [figure(run.summary.get(name), form) for run in runs]
     last = lambda name: [figure((run.summary.get("last_evaluation") or {}).get(name), number) for run in runs]
     best = lambda one: f"{one['metric']} {number(one['value'])} (step {number(one['step'])})" if one else None
@@ -159,8 +117,8 @@ def comparison(runs: list[ReportedRun]) -> Html:
         ["state", *map(badge, runs)],
         ["steps", *of("steps", number)],
         ["wall time", *of("wall_seconds", duration)],
-        ["samples/s", *of("samples_per_second", _rate)],
-        ["tokens/s", *of("tokens_per_second", _rate)],
+        ["samples/s", *of("samples_per_second", rate)],
+        ["tokens/s", *of("tokens_per_second", rate)],
         ["MFU", *of("mfu", percent)],
         ["goodput", *of("goodput", percent)],
         ["best metric", *(best(run.summary.get("best")) for run in runs)],
@@ -169,128 +127,12 @@ def comparison(runs: list[ReportedRun]) -> Html:
     ]
     names = [run.name for run in runs]
     figures = table(["figure", *names], [row for row in rows if any(row[1:])], "Final figures of the runs")
-    other = [[name, kind, *map(_value, values)] for kind, name, values in differences(runs)]
-    text = note("What is not the same in all runs. A dash means that a run does not have the value.")
-    changed = join([text, table(["name", "kind", *names], other, "Differences between the runs")]) if other else ""
-    return join([section("comparison", "Comparison", figures), section("differences", "Differences", changed)])
+    other = [[name, kind, *map(plain, values)] for kind, name, values in differences(runs)]
+    changed = table(["name", "kind", *names], other, "Differences between the runs") if other else None
+    return {"comparison": figures, "differences": changed}
 
 
-def _rate(value: float) -> str:
-    return number(round(value)) if value >= 100 else brief(value)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {_value(one)}" for name, one in list(value.items())[:40])
-    if isinstance(value, list):
-        return ", ".join(map(_value, value[:40]))
-    return brief(value) if isinstance(value, float) else "empty" if value == "" else number(value)
-
-
-def incidents(run: ReportedRun, level: int, prefix: str) -> Html:
-    severity = lambda i: (SEVERITY.get(str(run.incidents[i].get("level")), 2), i)
-    chosen = sorted(sorted(range(len(run.incidents)), key=severity)[:INCIDENTS])
-    first, items = run.summary.get("began") or 0.0, []
-    for one in (run.incidents[i] for i in chosen):
-        name = one["level"] if one.get("level") in SEVERITY else "info"
-        when = f"after {duration(max(0.0, one['time'] - first))}" if is_number(one.get("time")) else ""
-        step = f"step {number(one['step'])}" if one.get("step") is not None else ""
-        rank = f"rank {one['rank']}" if one.get("rank") is not None else ""
-        place = " · ".join(part for part in (step, when, rank, str(one.get("host") or "")) if part)
-        text = tag("div", tag("p", str(one.get("text") or "")[:2000]), tag("p", place, class_="meta"))
-        kind = tag("span", str(one.get("kind") or "").replace("_", " ").lower(), class_="kind")
-        items.append(tag("li", tag("span", name, class_=f"level {name}"), text, kind))
-    text = f"The {len(items)} most severe of {len(run.incidents):,} incidents are shown."
-    shown = tag("ol", *items, class_="incidents", tabindex="0", aria_label="Incidents") if items else ""
-    fewer = note(text) if len(items) < len(run.incidents) else ""
-    return section("incidents", "Incidents", shown, fewer, level=level, prefix=prefix)
-
-
-def checkpoints(run: ReportedRun, level: int, prefix: str) -> Html:
-    first, there = run.summary.get("began") or 0.0, [one for one in run.checkpoints if one.get("exists")]
-    rows = [
-        [
-            join([f"{one['step']:,}", tag("span", "best", class_="tag") if one.get("is_best") else ""]),
-            figure(one.get("time"), lambda time: duration(max(0.0, time - first))),
-            figure(one.get("bytes"), format_bytes),
-            tag("code", one.get("path")),
-        ]
-        for one in reversed(there[-CHECKPOINTS:])
-    ]
-    shown = table(["step", "saved after", "size", "folder"], rows, "Checkpoints, the newest first") if rows else ""
-    removed = len(run.checkpoints) - len(there)
-    texts = [f"The last {len(rows)} of {len(there):,} checkpoints are shown."] if len(rows) < len(there) else []
-    verb = "is" if removed == 1 else "are"
-    texts += [f"{counted(removed, 'older checkpoint')} of this run {verb} no longer on the disk."] if removed else []
-    return section("checkpoints", "Checkpoints", shown, *map(note, texts), level=level, prefix=prefix)
-
-
-def profile(run: ReportedRun, level: int, prefix: str) -> Html:
-    found = run.profile or {}
-    overall, of_run = dict_of(found.get("overall")), dict_of(found.get("run"))
-    step = overall.get("step_seconds")
-    parts = {"computation": "computation", "communication": "communication", "overlapped": "of it during computation",
-             "exposed": "of it not during computation"}  # fmt: skip
-    pairs = [("steps", _value(of_run["steps"]).replace(", ", " to "))] if of_run.get("steps") else []
-    pairs += [("duration of a step", duration(step))] if is_number(step) else []
-    for name, text in parts.items():
-        if is_number(value := overall.get(name)):
-            share = f", {percent(value / step)} of a step" if is_number(step) and step else ""
-            pairs.append((text, duration(value) + share))
-    advice = [one.get("text") if isinstance(one, dict) else one for one in list_of(found.get("recommendations"))]
-    texts = [*list_of(found.get("findings")), *advice]
-    forms = {"seconds": duration, "share": percent, "count": brief}
-    rows = [
-        [one.get("name"), *(figure(one.get(key), form) for key, form in forms.items())]
-        for one in list_of(found.get("operations"))[:OPERATIONS]
-        if isinstance(one, dict)
-    ]
-    blocks = [facts(pairs)]
-    if texts:
-        listed = tag("ul", *(tag("li", str(one)[:2000]) for one in texts), class_="texts")
-        blocks += [tag(f"h{level + 1}", "Findings and recommendations"), listed]
-    if rows:
-        columns, title = ["operation", "time per step", "share", "count per step"], "Largest operations"
-        blocks += [tag(f"h{level + 1}", title), table(columns, rows, title)]
-    return section("profile", "Profile", *blocks, level=level, prefix=prefix)
-
-
-def configuration(run: ReportedRun, level: int, prefix: str) -> Html:
-    start = run.start
-    read = lambda name: dict_of(start.get(name))
-    options = [
-        [tag("code", f"--{name}"), _value(value[0]), _value(value[1])]
-        for name, value in read("options").items()
-        if isinstance(value, list) and len(value) == 2
-    ]
-    batch, pairs = read("batch"), []
-    if batch:
-        of, ranks = (lambda name: number(batch.get(name))), counted(run.summary.get("ranks") or 1, "rank")
-        text = f"{of('global')} = micro-batch {of('micro')} {TIMES} accumulation {of('accumulation')} {TIMES} {ranks}"
-        pairs.append(("global batch size", text))
-    pairs += [("items in the training data", start["items"])] if start.get("items") is not None else []
-    pairs += [("mixed precision", start["precision"])] if start.get("precision") else []
-    pairs += [("sharding", read("sharding")["text"])] if read("sharding").get("text") else []
-    nodes = _cluster(run)
-    title = "Options that differ from the defaults"
-    listed = join([tag(f"h{level + 1}", title), table(["option", "value", "default"], options, title)]) if options else ""
-    texts = lambda values: facts((name, _value(value)) for name, value in values.items())
-    why = lambda name: f" ({run.chosen[name]})" if name in run.chosen else ""
-    return section(
-        "configuration",
-        "Configuration",
-        join([tag(f"h{level + 1}", "Cluster"), nodes]) if nodes else "",
-        facts(pairs),
-        listed,
-        fold("All options", facts((f"--{name}", _value(value) + why(name)) for name, value in run.options.items())),
-        fold("Versions", texts(read("versions"))),
-        fold("Environment variables", texts(read("environment"))),
-        level=level,
-        prefix=prefix,
-    )
-
-
-def _cluster(run: ReportedRun) -> Html:
+def cluster(run: ReportedRun) -> View | None:
     nodes: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for place in places(run).values():
         nodes.setdefault((str(place.get("node", 0)), str(place.get("host", ""))), []).append(place)
@@ -305,4 +147,239 @@ def _cluster(run: ReportedRun) -> Html:
         rows.append([f"node {node}", host, listed, kinds, figure(memory, format_bytes)])
     width = 5 if any(row[4] for row in rows) else 4
     columns = ["node", "host", "ranks", "devices", "memory of a GPU"]
-    return table(columns[:width], [row[:width] for row in rows], "Nodes of the run") if rows else Html()
+    return table(columns[:width], [row[:width] for row in rows], "Nodes of the run") if rows else None
+
+
+# ---- charts: curves, where the time goes, the load of the nodes
+
+WAITING = {"data": "waiting for data", "communication": "waiting for other ranks"}  # other parts have their own names
+MARK_NAMES = {"error": "error", "warning": "warning", "info": "information", "save": "checkpoint"}
+
+
+def curves(runs: list[ReportedRun], data: list[View]) -> View:
+    names = list(dict.fromkeys(name for one in data for name in one["curves"]))
+    over = "eval:loss" if {"loss", "eval:loss"} <= set(names) else None  # drawn into the chart of the training loss
+    longest = max((len(run.updates.get("step", ())) for run in runs), default=0)
+    reduced = f"Each curve has about {POINTS:,} points, which include its extremes. log.jsonl contains all steps."
+    levels = {mark["level"] for one in data for mark in one["marks"]}
+    return {
+        "cards": [_curve(name, runs, over if name == "loss" else None) for name in names if name != over],
+        "axes": ["Step", "Time", *(["Samples"] if all(one["batch"] for one in data) else [])],
+        "marks": [(f"mark {level}", text) for level, text in MARK_NAMES.items() if level in levels],
+        "has_marks": any(one["marks"] for one in data),
+        "reduced": reduced if longest > POINTS else "",
+    }
+
+
+def _curve(name: str, runs: list[ReportedRun], over: str | None) -> View:
+    words = name.removeprefix("eval:").replace("_", " ")
+    if name.startswith("eval:"):
+        title, unit, text = f"Evaluation: {words}", "", "Measured on the evaluation data."
+    else:
+        title, unit, text = CHARTS["curves"].get(name, (words, "", "A value that the run has logged."))
+    figures = {run.name: one for run in runs if (one := _figures(run, name, is_short=len(runs) > 1))}
+    last = "last: " + " · ".join(f"{run} {one}" for run, one in list(figures.items())[:6])
+    line = last if len(runs) > 1 else "".join(figures.values())
+    key = [("line-train", "training"), ("line-eval", "evaluation")] if over else []
+    label = f"Line chart of {title} by step. " + " ".join(f"{run}: {one}." for run, one in figures.items())
+    return {
+        "kind": "curve", "title": title, "text": text, "label": label[:600], "key": key, "figures": line,
+        "data": {"key": name, "unit": unit, "over": over},
+    }  # fmt: skip
+
+
+def _figures(run: ReportedRun, name: str, is_short: bool) -> str:
+    steps, _, values = series(run, name)
+    usable = np.isfinite(values)
+    steps, values = steps[usable], values[usable]
+    if not len(values):
+        return ""
+    show = lambda value: percent(value) if name == "mfu" else brief(float(value))
+    at = lambda i: f"{show(values[i])} (step\u00a0{steps[i]:,.0f})"
+    last = show(values[-1])
+    return last if is_short else f"last {last} · min {at(int(values.argmin()))} · max {at(int(values.argmax()))}"
+
+
+def time_of_ranks(run: ReportedRun, data: View, index: int) -> View | None:
+    ranks = data["ranks"]
+    if not ranks:
+        return None
+    parts = {part: WAITING.get(part, part) for part in PARTS if part in ranks["average"]}
+    seconds = {part: float(np.nanmean(np.array(run.summary["seconds_per_rank"][part], float))) for part in parts}
+    whole = sum(seconds.values()) or 1.0
+    shares = ", ".join(f"{text} {percent(seconds[part] / whole)}" for part, text in parts.items())
+    sentence = f"An average step, without the first logged ones, takes {duration(whole)}: {shares}."
+    cards: list[View] = []
+
+    def add(kind: str, title: str, label: str, *more: str, **values: Any) -> None:
+        text = "".join([CHARTS["ranks"][kind], *more])
+        cards.append({"kind": kind, "title": title, "text": text, "label": label, "wide": True, "data": {"run": index}, **values})
+
+    views, count, rows = ranks["views"], run.ranks.num_ranks, len(ranks["rows"])
+    key = [(f"part-{part}", text) for part, text in parts.items()]
+    fewer = f" The list has the {len(views) - 1} slowest of {count:,} ranks." if 1 < len(views) <= count else ""
+    names = [(i, view["name"]) for i, view in enumerate(views)] if len(views) > 1 else []
+    label = f"Stacked areas of the parts of a step over the run. {sentence}"
+    add("time", "Time of a step, over the run", label, fewer, views=names, key=key)
+    if count > 1:
+        groups = "group of ranks" if ranks["rows"][0].startswith("ranks ") else "node"
+        row = "rank" if rows == count else groups
+        mean = f" A bar is the mean of the ranks of a {row}." if row != "rank" else ""
+        label = f"Stacked bars of the parts of an average step for each {row}."
+        add("average", f"Average step of each {row}", label, mean, key=key)
+        slowest = " A row shows its slowest rank." if row != "rank" else ""
+        averaged = f" One column is the mean of {counted(ranks['per_column'], 'logged interval')}."
+        label = "Heat map of the own time of each rank relative to the median. The table below lists the slowest ranks."
+        height = min(620, max(190, 110 + rows * (4 if rows > 48 else 20)))
+        add("heat", "Stragglers", label, slowest, averaged if ranks["per_column"] > 1 else "", height=height)
+    return {"sentence": sentence, "cards": cards, "slowest": _slowest(run)}
+
+
+def _slowest(run: ReportedRun) -> View | None:
+    count = run.ranks.num_ranks
+    if count < 2:
+        return None
+    averages = {part: np.array(values, float) for part, values in run.summary.get("seconds_per_rank", {}).items()}
+    own = np.array(sum(values for part, values in averages.items() if part != "communication"))
+    waits = averages.get("communication", np.zeros(count))
+    relative = slowness(own[None])[0]
+    relation = lambda value: ("+" if value > 0 else "") + percent(value)
+    rows = [
+        [rank_name(run, rank), figure(own[rank], duration), figure(relative[rank], relation), figure(waits[rank], duration)]
+        for rank in np.argsort(-np.nan_to_num(own), kind="stable")[:10].tolist()
+    ]
+    title = f"The {len(rows)} slowest of {count:,} ranks" if len(rows) < count else "Own time of the ranks"
+    columns = ["rank", "own time per step", "relative to the median", "waits for others"]
+    return {**table(columns, rows, f"{title}, on average"), "title": title}
+
+
+def load_of_nodes(data: View, index: int) -> View:
+    cards, names = [], []
+    for name, (title, unit, text, _) in CHARTS["system"].items():
+        if name not in data["system"]:
+            continue
+        nodes = data["system"][name]["lines"]
+        names = max(names, [node["name"] for node in nodes], key=len)
+        top = {node["name"]: max(known) for node in nodes if (known := [y for y in node["y"] if y == y])}
+        high, low = max(top, key=top.__getitem__), min(top, key=top.__getitem__)
+        figures = f"at most {brief(top[high])} {unit}" + (f" on {high}" if len(top) > 1 else "")
+        figures += f" · {brief(top[low])} {unit} on {low}" if top[low] < top[high] else ""
+        label = f"Line chart of {title} of each node: {figures}."[:600]
+        cards.append({
+            "kind": "system", "title": title, "text": text, "label": label, "figures": figures,
+            "data": {"run": index, "key": name, "unit": unit},
+        })  # fmt: skip
+    return {"cards": cards, "nodes": names}
+
+
+# ---- evaluations: their metrics, scores of classes, confusion matrices, predictions
+
+LISTED = 30  # evaluations in the table
+COLUMNS = 40  # metrics in the table
+CLASSES = 50  # of a confusion matrix
+COMPACT = 16  # classes; the cells of a matrix with more are smaller
+PREDICTIONS = 300
+LONG = 40  # characters of a text that needs a wide column
+SCATTER_POINTS = 1000  # of a chart of true and predicted numbers
+SHADES = 8  # of a confusion matrix, as page.css defines them
+_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/]+={0,2}")
+_LONGEST_IMAGE = 100_000  # characters
+
+Rows = list[list[Any]]
+
+
+def evaluations(run: ReportedRun) -> View:
+    steps, best = sorted(run.tables), run.summary.get("best") or {}
+    # Without --keep_best it is the loss, whatever --best_metric is.
+    mark = f"best {best.get('metric', '')}".replace("_", " ").strip()
+    name = lambda step: f"step {step:,}" + (f" ({mark})" if step == best.get("step") else "")
+    shown = {step: [_table(*item) for item in run.tables[step].items() if item[1].get("rows")] for step in steps}
+    return {
+        "metrics": _metrics(run, best.get("step"), mark),
+        "tables": list(shown.items()),
+        "steps": [(step, name(step)) for step in reversed(steps)],
+    }
+
+
+def _metrics(run: ReportedRun, best: int | None, mark: str) -> View | None:
+    """Return a table with a row for each evaluation, or for some of them if there are many. The newest is the first."""
+    names, known = metric_names(run)[:COLUMNS], run.evaluations
+    if not names:
+        return None
+    kept = set(np.linspace(0, len(known) - 1, min(len(known), LISTED)).astype(int).tolist())
+    rows = [
+        [tagged(one["step"], mark if one["step"] == best else ""), *(one.get(name) for name in names)]
+        for i, one in reversed(list(enumerate(known)))
+        if i in kept or one["step"] == best
+    ]
+    found = table(["step", *(name.replace("_", " ") for name in names)], rows, "Metrics of the evaluations, the newest first")
+    text = f"{len(rows)} of {len(known):,} evaluations are shown. log.jsonl contains all of them."
+    return found | ({"fewer": text} if len(rows) < len(known) else {})
+
+
+def _table(name: str, one: View) -> View:
+    """Return a table of an evaluation. `show` is how page.jinja shows it."""
+    kind, columns, rows = str(one.get("kind")), one["columns"], one["rows"]
+    make = {"matrix": _matrix, "predictions": _predictions, "points": _points}.get(kind)
+    title = str(one.get("title") or name.replace("_", " ").capitalize())
+    return {"caption": title, "show": kind, **make(columns, rows, title)} if make else table(columns, rows, title)
+
+
+def _matrix(columns: list[str], rows: Rows, title: str) -> View:
+    names, heads = columns[1:], [str(row[0]) for row in rows]
+    counts = np.array([[float(one) if is_number(one) else 0.0 for one in row[1:]] for row in rows])
+    fewer = ""
+    if len(names) > CLASSES and len(rows) == len(names):
+        errors = counts.sum(0) + counts.sum(1) - 2 * counts.diagonal()
+        kept = np.sort(np.argsort(-errors, kind="stable")[:CLASSES])
+        fewer = f"The {CLASSES} of {len(names):,} classes with the most errors are shown."
+        names, heads, counts = [names[i] for i in kept], [heads[i] for i in kept], counts[np.ix_(kept, kept)]
+    sums = counts.sum(axis=1, keepdims=True)
+    shares = np.divide(counts, sums, out=np.zeros_like(counts), where=sums > 0)
+    lines = enumerate(zip(counts.tolist(), shares.tolist()))
+    cells = [[_count(*pair, i == j) for j, pair in enumerate(zip(*line))] for i, line in lines]
+    class_ = "matrix compact" if len(names) > COMPACT else "matrix"
+    return {"show": "matrix" if names else "", "names": names, "rows": list(zip(heads, cells)), "fewer": fewer, "class": class_}
+
+
+def _count(count: float, share: float, is_correct: bool) -> tuple[str, str, str]:
+    """Return the class of a cell, its percentage and its text."""
+    shade = min(SHADES - 1, math.ceil(math.sqrt(share) * (SHADES - 1)))  # the root distinguishes rare errors
+    text = "·" if not count else f"{count / 1000:.0f}k" if count >= 10_000 else f"{count:,.0f}"
+    return f"q{shade} d" if is_correct else f"q{shade}", f"{100 * share:.0f}%", text
+
+
+def _predictions(columns: list[str], rows: Rows, title: str) -> View:
+    at = columns.index("group") if "group" in columns else None
+    shown = rows[:PREDICTIONS]
+    groups = [str(row[at]) for row in shown] if at is not None else [None] * len(shown)
+    names = [name for name in dict.fromkeys(groups) if name is not None]
+    options = [("", f"all {len(shown):,}"), *((name, f"{name} ({groups.count(name):,})") for name in names)]
+    return {
+        "columns": columns, "rows": [(group, list(map(_prediction, row))) for group, row in zip(groups, shown)],
+        "groups": options if len(names) > 1 else [],
+        "fewer": f"{len(shown):,} of {len(rows):,} predictions are shown." if len(rows) > len(shown) else "",
+    }  # fmt: skip
+
+
+def _prediction(value: Any) -> tuple[str, str | None]:
+    """Return a cell and its class. Numbers are aligned, long text has a wide column, and images have no scripts."""
+    if isinstance(value, str) and len(value) <= _LONGEST_IMAGE and _IMAGE.fullmatch(value):
+        return Markup('<img src="{}" alt="input of the model" loading="lazy">').format(value), "long"
+    return cell(value), "n" if is_number(value) else "long" if isinstance(value, str) and len(value) > LONG else None
+
+
+def _points(columns: list[str], rows: Rows, title: str) -> View:
+    known = np.array([row[:2] for row in rows if len(row) > 1 and is_number(row[0]) and is_number(row[1])], float)
+    if not len(known):
+        return {"show": ""}
+    error = float(np.abs(known[:, 1] - known[:, 0]).mean())
+    known = known[np.argsort(known[:, 0], kind="stable")]
+    known = known[downsample(known[:, 1], SCATTER_POINTS)]
+    values = ";".join(" ".join(f"{value:.5g}" for value in column) for column in known.T)
+    figures = f"mean absolute error {brief(error)}"
+    return {"chart": {
+        "kind": "points", "title": title, "text": "Each point is an item. On the dashed line the prediction is correct.",
+        "label": f"Scatter chart of {columns[0]} and {columns[1]}, {figures}.", "figures": figures,
+        "data": {"values": values, "x": columns[0], "y": columns[1]},
+    }}  # fmt: skip

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,6 @@ def complete(
 
 
 def check_space(folder: Path, size: int) -> None:
-    """Raise OSError if the disk has not enough space for `size` bytes."""
     free, needed = shutil.disk_usage(folder).free, 1.02 * size + (1 << 16)  # disks allocate whole blocks
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:,.2f} MB are needed and {free / 1e6:,.2f} MB are free in {folder}")
@@ -132,7 +130,6 @@ def sweep(output_dir: str | Path) -> None:
 
 
 def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
-    """Remove all checkpoints except the newest `keep_last` and the one of step `best`."""
     for old in list_checkpoints(output_dir)[:-keep_last]:
         if step_of(old) != best:
             with contextlib.suppress(OSError):
@@ -140,7 +137,6 @@ def prune(output_dir: str | Path, keep_last: int, best: int | None) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that `--resume` ignores it, and return its new path."""
     names = itertools.chain([""], (f"_{number}" for number in itertools.count(1)))
     asides = (path.with_name(f"{why}_{path.name}{end}") for end in names)
     return path.rename(next(aside for aside in asides if not aside.exists()))
@@ -212,15 +208,11 @@ def identify(path: Path) -> tuple[Any, ...] | None:
 
 
 def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool = True) -> str:
-    """Return why the checkpoint cannot be used, or "". It reads and hashes every file: about a second per GB.
-
-    If several ranks verify the same checkpoint, each hashes the files of its `part`. Without `with_optimizer` the state of the
-    optimizer, two thirds of the bytes, is not hashed.
-    """
+    """Hash all files, about 1 GB/s; of several ranks, each its `part`. Without the optimizer, two thirds are not hashed."""
     if not path.is_dir():
         return "there is no such folder"
     if (manifest := _manifest(path)) is None:
-        return _guarded(_wrong_manifest, path, MANIFEST)
+        return _wrong(path, MANIFEST, "manifest")
     if manifest["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer version of accel_ddp (format {manifest['format']}; this version reads {FORMAT}). "
@@ -233,8 +225,8 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
     if manifest["format"] == WHOLE:
         tensors = [MODEL, OPTIMIZER]
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        for check, names in ((_wrong_size, files), (_wrong_hash, own), (_wrong_tensors, tensors)):
-            problems = threads.map(lambda name, check=check: _guarded(check, path, name, files.get(name)), names)
+        for kind, names in (("size", files), ("hash", own), ("tensors", tensors)):
+            problems = threads.map(lambda name, kind=kind: _wrong(path, name, kind, files.get(name)), names)
             if problem := next(filter(None, problems), ""):
                 return problem
     if not {"step", "run", "config", "versions", "values", "evaluations"} <= read_run(path).keys():
@@ -242,41 +234,28 @@ def find_problem(path: Path, part: int = 0, parts: int = 1, with_optimizer: bool
     return ""
 
 
-def _guarded(check: Callable[..., str], path: Path, name: str, expected: dict[str, Any] | None = None) -> str:
-    try:
-        return check(path, name, expected)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-
-
-def _wrong_manifest(path: Path, name: str, expected: None) -> str:
-    (path / name).read_bytes()  # raises OSError if it is missing or cannot be read
-    return f"{name} is damaged"
-
-
-def _wrong_size(path: Path, name: str, expected: dict[str, Any]) -> str:
-    size, needed = (path / name).stat().st_size, expected["size"]
-    return "" if size == needed else f"{name} has {size:,} bytes instead of {needed:,}{_of_another_run(path, name)}"
-
-
-def _wrong_hash(path: Path, name: str, expected: dict[str, Any]) -> str:
-    is_right = _digest(path / name) == expected
-    return "" if is_right else f"{name} is damaged: its sha256 differs from the manifest{_of_another_run(path, name)}"
-
-
-def _wrong_tensors(path: Path, name: str, expected: dict[str, Any] | None) -> str:
-    """Return why a file with the right hash cannot be used. It may not have been written by accel_ddp."""
+def _wrong(path: Path, name: str, kind: str, expected: dict[str, Any] | None = None) -> str:
+    """Return what is wrong with a file. One with the right hash may be unusable, because accel_ddp has not written it."""
     from safetensors import SafetensorError, safe_open
 
+    file, text = path / name, ""
     try:
-        with safe_open(path / name, framework="np"):
-            pass
+        if kind == "manifest":
+            file.read_bytes()  # raises OSError if it is missing or cannot be read
+            return f"{name} is damaged"
+        if kind == "size" and (size := file.stat().st_size) != expected["size"]:
+            text = f"{name} has {size:,} bytes instead of {expected['size']:,}"
+        elif kind == "hash" and _digest(file) != expected:
+            text = f"{name} is damaged: its sha256 differs from the manifest"
+        elif kind == "tensors":
+            with safe_open(file, framework="np"):
+                other = _of_another_run(path, name)
+            return f"{name} does not belong here{other}" if other else ""
+    except FileNotFoundError:
+        return f"{name} is missing"
     except (OSError, SafetensorError) as error:
-        return f"{name} is not a safetensors file ({error})"
-    other = _of_another_run(path, name)
-    return f"{name} does not belong here{other}" if other else ""
+        return f"{name} is not a safetensors file ({error})" if kind == "tensors" else f"{name} cannot be read: {error.strerror}"
+    return text and f"{text}{_of_another_run(path, name)}"
 
 
 def _of_another_run(path: Path, name: str) -> str:

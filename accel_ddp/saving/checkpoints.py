@@ -22,9 +22,10 @@ from accel_ddp.config.choices import KEPT, keep, reasons
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict
 from accel_ddp.phases import SAVE
 from accel_ddp.ranks.agreement import REPORT_EVERY, broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import Moment, ending, links, this_rank
+from accel_ddp.ranks.process import Moment, ending, this_rank
 from accel_ddp.ranks.reporting import warn
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local, region
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.redaction import redact_values
 from accel_ddp.saving import checkpoint_format, pieces, restart_record, resume
 from accel_ddp.saving.checkpoint_format import MODEL, OPTIMIZER
@@ -43,30 +44,23 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        cfg: TrainConfig,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        data: dict[str, Any] | None = None,
-        total_steps: int = 0,
-        files: dict[str, bytes] | None = None,
-        averages: Callable[[], dict[str, Tensor]] = dict,
-        momentum: dict[str, Tensor] | None = None,
-        states: Callable[[], Iterable[str]] = lambda: ("",),
-        before_save: Callable[[int], None] = lambda step: None,
-    ):
+        self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+        data: dict[str, Any] | None = None, total_steps: int = 0, files: dict[str, bytes] | None = None,
+        averages: Callable[[], dict[str, Tensor]] = dict, momentum: dict[str, Tensor] | None = None,
+        states: Callable[[], Iterable[str]] = lambda: ("",), before_save: Callable[[int], None] = lambda step: None,
+        team: Team | None = None,
+    ):  # fmt: skip
         """`data` identifies the training data, and `files` are stored in every checkpoint for its export.
 
         `averages()` are the averages of weights by name, always in the same memory (see `training.ema`), and `momentum` belongs to the
         weights of local workers (see `engine.local_steps`). Both are saved and restored in place. `states` lets the optimizer have
         the state of each worker of this rank in turn, and yields what the names of its tensors end with.
 
-        `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved.
+        `before_save` is called on every rank with the step of each save. If it raises an error, nothing is saved. `team` are the ranks
+        that compute a step; default: all.
         """
         self.accelerator, self.cfg, self.data, self.total_steps, self.files = accelerator, cfg, data, total_steps, files or {}
-        self.model = model  # without DDP
+        self.model, self.team = model, team or Team.of(accelerator)  # without DDP
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no state of its own
         self.folder = Path(cfg.output_dir)
         self.built = options_of(self.optimizer)
@@ -97,7 +91,7 @@ class Checkpoints:
         self._offsets: dict[str, dict[str, list[int]]] = {MODEL: {}, OPTIMIZER: {}}  # of the part of this rank in each tensor
         if self.in_parts:
             self.run_id, nonce = broadcast_object((self.run_id, secrets.token_hex(4)))
-            stores = any(map(is_first_copy, self.model.parameters())) if self.is_sharded else links.team.rank == 0
+            stores = any(map(is_first_copy, self.model.parameters())) if self.is_sharded else self.team.rank == 0
             facts = gather_everywhere((this_rank.rank, this_rank.host, stores))
             self._writers = [(rank, host) for rank, host, is_writer in facts if is_writer or rank == 0]
             self._partial = pieces.PartialSave(nonce, 0, self._writers, "", 0)
@@ -125,7 +119,7 @@ class Checkpoints:
             groups = {group: own_pieces(tensors) for group, tensors in groups.items()}
         values: dict[str, dict[str, Any]] = {}
         for suffix, (tensors, more) in captured.items():
-            groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if links.team.rank == 0 or not suffix else {}
+            groups[OPTIMIZER] |= own_pieces(tensors) if self.is_sharded else tensors if self.team.rank == 0 or not suffix else {}
             values |= more
         for others in gather_everywhere(values) if self.in_parts and not self.is_sharded else ():
             values |= others
@@ -152,10 +146,7 @@ class Checkpoints:
         self._submit()
 
     def _is_due(self, step: int, is_last: bool) -> bool:
-        """Return whether this rank passes its state to the writer now. If ranks write parts, all return the same, a collective.
-
-        Only one save runs at a time, because all saves use the same host buffers.
-        """
+        """If ranks write parts, all return the same (collective). One save at a time, because all use the same host buffers."""
         if self.newest == step and not (broadcast_object(self.failed) if self.in_parts else self.failed):
             return False
         if not self.in_parts and not this_rank.is_main:
@@ -233,7 +224,6 @@ class Checkpoints:
             checkpoint_format.prune(self.folder, self.cfg.keep_last, self.best())
 
     def evaluated(self, step: int, metrics: Metrics) -> None:
-        """Store the metrics of a step. With `--keep_best`, save and mark the step if it is the best one."""
         if self.metric:
             self.metric.require(metrics)
         self.evaluations[step] = metrics
@@ -279,10 +269,7 @@ class Checkpoints:
         return True
 
     def _complete_save(self, limit: float) -> None:
-        """Wait for the save in progress before this process ends because of a failure, at most `limit` seconds.
-
-        The failure is printed and stored before, because a disk that hangs would otherwise hide it. Several threads may call it.
-        """
+        """Wait after a failure was printed and stored, which a hanging disk would hide. Several threads may call it."""
         pending = list(self._pending)
         if futures.wait(pending, 2).not_done:
             text = f"{self._being_written()}. This process exits when that is done, or after {limit} s."
@@ -296,7 +283,6 @@ class Checkpoints:
         return f"{what} is still being written to {self.folder}"
 
     def take_committed(self) -> list[tuple[int, Path]]:
-        """Return (step, folder) of the checkpoints that were completed since the last call, on the main rank only."""
         return [self._committed.pop(0) for _ in range(len(self._committed))]  # the writer may add one meanwhile
 
     def close(self) -> str:
@@ -345,7 +331,7 @@ class Checkpoints:
                 keep(self.cfg, "micro_batch_size", found, run)
                 print_on_main(f"micro_batch_size {found}: {KEPT}")
         optimizer = None if self.cfg.evaluate_only else self.optimizer
-        resume.load(self.accelerator, self.model, optimizer, self.kept, self.states, path, run, source)
+        resume.load(self.accelerator, self.model, optimizer, self.kept, self.states, path, run, source, self.team.num_workers)
         self.run_id, self.resumed, self.resumed_from = run["run"], run, path
         self.skipped_in_a_row = run.get("skipped_in_a_row", 0)
         if source == 0 and path.parent.resolve() == self.folder.resolve():

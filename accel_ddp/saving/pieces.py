@@ -4,9 +4,8 @@ The files have the format of torch's `HuggingFaceStorageWriter(save_distributed=
 place of each piece in its tensor. `torch.distributed.checkpoint` can read them too. They are written and read here, because its
 planner needs collectives, which must not run in the thread of a writer.
 
-Each rank writes its part, and the main rank commits the checkpoint when all parts are there. A rank reports its part through the
-store of the launcher. The name of the partial folder contains a number that is drawn at each start, so a part that a killed run has
-left is never taken for a part of this one.
+Each rank writes its part and reports it through the launcher's store, and the main rank commits the checkpoint when all are there. The
+partial folder's name has a number drawn at each start, so a part that a killed run has left is never taken for one of this run.
 """
 
 import contextlib
@@ -35,21 +34,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_name(rank: int) -> str:
-    """Return torch's name for the file with the pieces of a rank."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def describe(offsets: dict[str, list[int]], **facts: str) -> dict[str, str]:
-    """Return the metadata of a file of pieces. `offsets` are the places of the pieces in their tensors."""
     info = {name: {OFFSETS: place} for name, place in offsets.items()}
     return {"format": "pt", "DCP_VERSION": "1.0", INFO: json.dumps(info), **facts}
 
 
 def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) -> dict[str, Any]:
-    """Write tensors in host memory to a safetensors file and the disk. Return the size of the file and its sha256.
-
-    A tensor may also be (shape, dtype, function that returns it), so only one of them needs memory at a time.
-    """
+    """Return size and sha256. A tensor may be (shape, dtype, function that returns it), so only one at a time needs memory."""
     facts = {name: t if isinstance(t, tuple) else ([*t.shape], t.dtype, lambda t=t: t) for name, t in tensors.items()}
     # As safetensors does it, so that equal tensors give equal bytes. With large types first all of them are aligned.
     names = sorted(facts, key=lambda name: (-facts[name][1].itemsize, name))
@@ -77,8 +71,6 @@ def write_file(path: Path, tensors: dict[str, Any], metadata: dict[str, str]) ->
 
 
 class Piece(NamedTuple):
-    """A part of a tensor in a file."""
-
     offsets: list[int]
     shape: list[int]
     path: Path
@@ -106,7 +98,6 @@ class Pieces:
 
     @property
     def tensors(self) -> dict[str, tuple[list[int], torch.dtype]]:
-        """The shape and the dtype of each whole tensor."""
         return {name: (self._shape(name), dtype) for name, dtype in self._dtypes.items()}
 
     def _shape(self, name: str) -> list[int]:
@@ -114,7 +105,6 @@ class Pieces:
         return [max(sizes) for sizes in zip(*ends)]
 
     def read(self, name: str, offsets: list[int] | None = None, lengths: list[int] | None = None) -> Tensor:
-        """Return a tensor in host memory, or the region of it that `offsets` and `lengths` describe."""
         shape = self._shape(name)
         offsets, lengths = offsets or [0] * len(shape), shape if lengths is None else lengths
         result = torch.empty(lengths, dtype=self._dtypes[name])
@@ -179,8 +169,6 @@ MAX_WAIT_AFTER_FAILURE = 18  # seconds; less than a rank that fails waits for it
 
 
 class PartError(OSError):
-    """A rank could not write its part."""
-
     def __init__(self, text: str, host: str):
         super().__init__(0, text)
         self.host = host
@@ -203,10 +191,7 @@ def write(
     final: Path, groups: dict[str, dict[str, Tensor]], offsets: dict[str, dict[str, list[int]]], run: dict[str, Any],
     files: dict[str, bytes], save: PartialSave,
 ) -> None:  # fmt: skip
-    """Write the part of this rank. On the main rank, also wait for the other parts and commit the checkpoint.
-
-    If any part is missing, the main rank raises OSError, and nothing is left of the checkpoint. Other ranks raise nothing.
-    """
+    """The main rank waits for all parts, and commits the checkpoint, or raises OSError and leaves nothing. Others never raise."""
     partial = final.with_name(f".{final.name}.partial-{save.nonce}-{save.number}")
     failure: Exception | None = None
     written: dict[str, Any] = {}
@@ -263,11 +248,7 @@ def _require_files(partial: Path, rank: int, host: str, files: dict[str, Any]) -
 
 
 def _wait_for_parts(save: PartialSave, partial: Path) -> dict[int, dict[str, Any]]:
-    """Return what the other ranks have reported. Raise PartError if a rank is lost.
-
-    There is no time limit while all ranks are alive: a rank reports each error, and a disk that hangs is reported by the next save.
-    Without the store, it is not known whether they are, and the folder must grow.
-    """
+    """PartError if a rank is lost. No limit while all live; without the store, the folder must grow."""
     missing = {rank: host for rank, host in save.writers if rank != this_rank.rank}
     found: dict[int, dict[str, Any]] = {}
     began = reported = grown_at = time.monotonic()
@@ -325,7 +306,6 @@ def largest_difference(a: Path, b: Path) -> tuple[float, str]:
 
 
 def is_identical(a: Path, b: Path, group: str) -> bool:
-    """Return whether a group of tensors, MODEL or OPTIMIZER, has the same bits in two checkpoints."""
     one, two = Pieces(a, group), Pieces(b, group)
     bits = lambda pieces, name: pieces.read(name).reshape(-1).view(torch.uint8)
     return one.tensors == two.tensors and all(torch.equal(bits(one, name), bits(two, name)) for name in one.tensors)

@@ -1,8 +1,4 @@
-"""The record of automatic restarts, restarts.jsonl in the output folder: what failed, what was lost, and the goodput.
-
-The main rank writes it. It is in the output folder, because a restarted main node finds nothing else. A launcher without
-`--max_restarts` restarts nothing, so its runs have no such file.
-"""
+"""restarts.jsonl in the output folder, which a new main node finds too: what failed, what was lost, and the goodput."""
 
 import contextlib
 import json
@@ -28,11 +24,7 @@ NO_REASON = "the ranks of every node exited without a message"
 
 
 def begin_attempt(cfg: TrainConfig) -> None:
-    """Record the failure of the attempt before this one, if there was one. This is a collective.
-
-    Raise UserError on every rank if the last attempts all failed at the same step. The launchers receive the steps too, and end
-    at once when they can: an attempt that is not started saves the time of its start.
-    """
+    """A collective; UserError if attempts repeat a failing step, which launchers learn too and then end at once."""
     if not _is_used(cfg):
         return
     if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ and this_rank.restarts == 0:
@@ -76,10 +68,7 @@ def _why_no_progress(lines: list[dict[str, Any]]) -> str:
 
 
 def resume_of_restart(cfg: TrainConfig, folder: str) -> str:
-    """Return the value of `--resume` for a restart in `folder`, which is "" if this is no restart.
-
-    A path that the user has typed is used until this job has a checkpoint of its own. Otherwise a restart would go back to it.
-    """
+    """A restart has a folder. A typed path counts until the job has a checkpoint, else a restart would go back to it."""
     if not folder or not cfg.resume:
         return "auto" if folder else cfg.resume
     began = [line["step"] for line in read_objects(Path(folder, FILE)) if line["event"] == "training"]

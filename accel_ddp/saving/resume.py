@@ -19,7 +19,7 @@ from accel_ddp.config.choices import take_saved
 from accel_ddp.config.train_config import TrainConfig, as_plain_dict, options_that_keep_the_result
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, together
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.restarts import read_earlier_run
 from accel_ddp.ranks.shards import is_sharded, local, region, sharded_like
@@ -46,7 +46,6 @@ def folder_of_resume(cfg: TrainConfig) -> str:
 
 
 def continues_run_in(folder: Path, cfg: TrainConfig) -> bool:
-    """Return whether `--resume` continues the run that `folder` holds."""
     if not cfg.resume:
         return False
     source = folder if cfg.resume == "auto" else Path(cfg.resume)
@@ -114,10 +113,7 @@ def choose(cfg: TrainConfig) -> tuple[int, Path] | None:
 
 
 def _verify(path: Path, source: int) -> str:
-    """Return why the checkpoint that rank `source` sees cannot be used, or "". This is a collective.
-
-    All ranks that see the same files share the work, because a rank hashes about 1 GB per second.
-    """
+    """Return why rank `source`'s checkpoint is unusable, or "". A collective: ranks that see it share the work, 1 GB/s each."""
     views = gather_everywhere(checkpoint_format.identify(path))
     ranks = [rank for rank, view in enumerate(views) if rank == source or (view is not None and view == views[source])]
     with together("verify the checkpoint"):
@@ -148,11 +144,7 @@ def set_aside(path: Path, folder: Path, prefix: str) -> None:
 
 
 def take_saved_options(cfg: TrainConfig) -> None:
-    """Set options that the user has left out to those of the newest checkpoint on any disk. This is a collective.
-
-    It does so before data and a model are loaded. A damaged checkpoint, from which the run does not continue, has been saved with the
-    same options as the one before it.
-    """
+    """A collective, before data and model are loaded. A damaged newest checkpoint has the same options as the one before."""
     if not cfg.resume:
         return
     mine: tuple[int, dict[str, Any]] = (-1, {})
@@ -166,10 +158,7 @@ def take_saved_options(cfg: TrainConfig) -> None:
 
 
 def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
-    """Return the options for communication of the newest checkpoint on this disk, or {} if it is of another number of ranks.
-
-    They must be known before the ranks can communicate, so each node looks for itself, and also for the folder of an earlier attempt.
-    """
+    """Each node reads its own disk, since these options are needed to communicate. {}: it was another number of ranks."""
     earlier = read_earlier_run().get("absolute", "")
     if not this_rank.is_local_main or not (cfg.resume or earlier):
         return {}
@@ -183,17 +172,8 @@ def settings_of_run(cfg: TrainConfig) -> dict[str, Any]:
     return {}
 
 
-def check_options_early(cfg: TrainConfig) -> None:
-    """Raise UserError for changed options before a model is loaded. The data are compared later, when they are loaded."""
-    if found := candidates(cfg):
-        check_options(cfg, checkpoint_format.read_run(found[-1]))
-
-
 def check_options(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None, precision: str = "") -> None:
-    """Raise UserError if options or data differ from the saved run in a way that changes its result.
-
-    Without `data` the options that name the data are not compared.
-    """
+    """Raise UserError if the result would change. Without `data`, the options that name the data are not compared."""
     if cfg.evaluate_only:  # on other data, or with other options
         return
     total, total_before = last_steps(cfg, run, data)
@@ -246,10 +226,7 @@ def _find_changes(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | 
 
 
 def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | None = None) -> tuple[int, int]:
-    """Return the last step of this run, and the last step of the saved run with its own options. 0: it is not known.
-
-    Without `data` the saved run's number of items is used.
-    """
+    """Return the last step of this run and of the saved one (0: not known), whose number of items counts without `data`."""
     then, before = run.get("config", {}), run.get("data") or {}
     size_of = lambda options, found: found.get("tokens" if options.global_batch_tokens else "items", 0)
     last_step = lambda options, found: (
@@ -265,15 +242,9 @@ def last_steps(cfg: TrainConfig, run: dict[str, Any], data: dict[str, Any] | Non
 
 
 def load(
-    accelerator: "Accelerator",
-    model: "nn.Module",
-    optimizer: torch.optim.Optimizer | None,
-    kept: dict[str, Tensor],
-    states: Callable[[], Iterable[str]],
-    path: Path,
-    run: dict[str, Any],
-    source: int,
-) -> None:
+    accelerator: "Accelerator", model: "nn.Module", optimizer: torch.optim.Optimizer | None, kept: dict[str, Tensor],
+    states: Callable[[], Iterable[str]], path: Path, run: dict[str, Any], source: int, num_workers: int = 1,
+) -> None:  # fmt: skip
     """Load a checkpoint from rank `source` into the model, the optimizer (if any) and the tensors that are kept with its state.
 
     This is a collective. A rank of a sharded model, or of local workers, reads only what it holds. If some ranks do not see the files,
@@ -313,20 +284,20 @@ def load(
         log.info("the optimizer was %s and is now %s: its state starts from zero", run["optimizer"], type(optimizer).__name__)
         return
     _load_states(
-        accelerator.device, model, optimizer, states, there[OPTIMIZER], run, functools.partial(receive, OPTIMIZER), reads_alone
-    )
+        accelerator.device, model, optimizer, states, there[OPTIMIZER], run, functools.partial(receive, OPTIMIZER), reads_alone,
+        num_workers,
+    )  # fmt: skip
     if accelerator.scaler and run["scaler"]:
         accelerator.scaler.load_state_dict(run["scaler"])
 
 
 def _load_states(
     device: torch.device, model: "nn.Module", optimizer: torch.optim.Optimizer, states: Callable[[], Iterable[str]],
-    there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool,
+    there: dict[str, Any], run: dict[str, Any], receive: Callable[..., Tensor], reads_alone: bool, num_workers: int = 1,
 ) -> None:  # fmt: skip
     """Load the state of the optimizer, or of each local worker of this rank. `there` are the shapes of the tensors in the files."""
-    # The last two are used if the number of workers was changed (--allow_config_change). Otherwise a worker without a state has not
-    # stepped yet.
-    is_same = links.team.num_workers > 1 and run["config"].get("local_workers") == links.team.num_workers
+    # The last two: the number of workers was changed (--allow_config_change). Else a worker has not stepped yet.
+    is_same = num_workers > 1 and run["config"].get("local_workers") == num_workers
     found: dict[str, dict[str, dict[str, Any]]] = {suffix: {} for suffix in (*states(), "", "@0")}
     on_host = {full.partition("@")[0] for full in run["on_host"]}  # of the workers of the main rank
     parameters = dict(model.named_parameters())
@@ -356,7 +327,6 @@ def _receive(
     file: Pieces | None, name: str, shape: list[int], dtype: torch.dtype, offsets: list[int], lengths: list[int],
     device: torch.device, source: int, block_bytes: float,
 ) -> Tensor:  # fmt: skip
-    """Return a region of a tensor that rank `source` reads and sends to all ranks. Only `source` has the file."""
     rows = shape[0] if shape else 1
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     step = max(1, int(min(rows, block_bytes // row_bytes)))  # the same on every rank
@@ -379,7 +349,6 @@ def _receive(
 
 
 def report_differences(cfg: TrainConfig, run: dict[str, Any], shards: int = 0) -> None:
-    """Log what prevents the resumed run from being bit-identical to an uninterrupted one."""
     if run["num_ranks"] != this_rank.num_ranks:
         log.info(
             "saved on %d ranks, now %d: the same batches in the same order; weights agree up to rounding",

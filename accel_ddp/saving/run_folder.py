@@ -43,7 +43,8 @@ def claim(cfg: TrainConfig) -> IO[str]:
             lock = opened.enter_context(_lock(folder))  # an error releases it: the traceback in a notebook would keep it
             if not resume.continues_run_in(folder, cfg):
                 _refuse_other_run(folder, cfg)
-            resume.check_options_early(cfg)
+            if found := resume.candidates(cfg):  # before a model is loaded; the data are compared when they are
+                resume.check_options(cfg, checkpoint_format.read_run(found[-1]))
             if _is_run(folder):  # elsewhere hidden files belong to the user
                 checkpoint_format.sweep(folder)
             checkpoint_format.write_json(folder / MARKER, {"format": checkpoint_format.FORMAT})
@@ -55,7 +56,6 @@ def claim(cfg: TrainConfig) -> IO[str]:
 
 
 def _write_options(cfg: TrainConfig) -> None:
-    """Write config.json: the options, and why those that were `auto` have their values."""
     values = {"chosen": reasons(cfg), **as_plain_dict(cfg)}
     checkpoint_format.write_json(Path(cfg.output_dir, "config.json"), redact_values(values))
 
@@ -70,10 +70,7 @@ def update_options(cfg: TrainConfig) -> None:
 
 
 def refuse_run_of_other_node(cfg: TrainConfig) -> None:
-    """Raise UserError on every rank if a run that `--resume` would continue is in the folder of another node. This is a collective.
-
-    `claim` has looked at the main node only, whose disk may be new. With `--resume`, the newest checkpoint of any node is used.
-    """
+    """`claim` sees only the main node's disk, which may be new. With `--resume` any node's newest counts. A collective."""
     with together("look for checkpoints in the output folder"):
         found = checkpoint_format.list_checkpoints(cfg.output_dir) if this_rank.is_local_main and not cfg.resume else []
     holders = {host: name for host, name in gather_everywhere((this_rank.host, found[-1].name if found else "")) if name}
@@ -86,10 +83,7 @@ def refuse_run_of_other_node(cfg: TrainConfig) -> None:
 
 
 def require_shared(cfg: TrainConfig, replicas: int) -> None:
-    """Raise UserError on every rank if a rank that will write a part of a sharded checkpoint does not see the folder of the main rank.
-
-    Only the ranks of the first of `replicas` copies of the model write. This is a collective.
-    """
+    """Raise UserError on all ranks if a writer, a rank of the first copy, has another folder than the main rank. Collective."""
     writers, rank = range(this_rank.num_ranks // replicas), this_rank.rank
     nonce = broadcast_object(secrets.token_hex(8))
     folder = Path(cfg.output_dir)
@@ -151,7 +145,6 @@ def _refuse_foreign_files(folder: Path) -> None:
 
 
 def _refuse_other_run(folder: Path, cfg: TrainConfig) -> None:
-    """Raise UserError if the folder holds a run that can be continued or has a result."""
     if checkpoints := checkpoint_format.list_checkpoints(folder):
         if cfg.resume and not Path(cfg.resume).exists():
             raise UserError(

@@ -24,7 +24,6 @@ from accel_ddp.text import listed
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, CUDA and the packages that affect results."""
     found = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
     for package in ("accel_ddp", "torch", "accelerate", "transformers", "numpy", "triton"):  # triton compiles kernels on GPUs
         try:
@@ -39,25 +38,14 @@ def versions() -> dict[str, str]:
 EMA, OUTER, GROUP = "ema", "outer", "group."
 # Values of groups that do not change in place, but are no numbers.
 CONSTANTS = (
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    np.generic,
-    Enum,
-    FunctionType,
-    BuiltinFunctionType,
-    type,
-)
+    torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic, Enum, FunctionType, BuiltinFunctionType, type
+)  # fmt: skip
 
 Options = list[dict[str, Any]]
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """Return a copy of the numbers in each group except learning rates. Those that differ later are state of the optimizer.
-
-    Raise UserError for objects, because nothing shows whether they change, and for state outside of groups and parameters.
-    """
+    """What differs later is state. UserError for objects, which may change unseen, and state outside groups and parameters."""
     if more := [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]:
         raise UserError(f"The optimizer {type(optimizer).__name__} has state that a checkpoint cannot store: {', '.join(more)}.")
     groups = [{key: value for key, value in group.items() if key not in ("params", "lr")} for group in optimizer.param_groups]
@@ -230,7 +218,6 @@ def check_same_model(ours: dict[str, Any], there: dict[str, Any], path: Path) ->
 
 
 def restore(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, dict[str, Any]]) -> None:
-    """Load the state of each parameter and its group into the optimizer. Learning rates and other options stay as they are."""
     names = {id(p): name for name, p in model.named_parameters()}
     from_plain = getattr(optimizer, "from_plain", lambda plain, parameter: plain)
     every = [state.get(names.get(id(p), f"#{i}"), {}) for i, p in enumerate(parameters(optimizer))]

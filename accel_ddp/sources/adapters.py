@@ -24,8 +24,6 @@ log = logging.getLogger(__name__)
 
 
 class Adapters(NamedTuple):
-    """Adapters that were trained before, and their base model."""
-
     place: str  # a folder
     config: Any
     base: str  # a value of --model
@@ -63,7 +61,6 @@ def _download_adapters(name: str) -> str:
 
 
 def locate_base(name: str, adapters: Adapters, cache_dir: str) -> str:
-    """Return the place of the base model. Raise UserError if there is none."""
     from transformers import AutoConfig
 
     try:
@@ -133,10 +130,7 @@ def _token_tables(model: Any, tokens: Sequence[int]) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def add_token_rows(model: Any, num_tokens: int, tokens: Sequence[int]) -> None:
-    """Let new tokens begin with the embedding of the end token, which is the same in every process, unlike random values.
-
-    A model of chats ends a turn as the base model ends a text.
-    """
+    """Let new tokens begin with the embedding of the end token: they end turns as it ends texts, and no rank draws values."""
     end = model.config.get_text_config().eos_token_id
     end = next(iter(end if isinstance(end, list) else [end]), 0)
     num_tokens = max(num_tokens, max(tokens) + 1)  # some vocabularies have gaps
@@ -294,7 +288,6 @@ def _distinct_modules(names: list[str] | None, model: nn.Module) -> list[str] | 
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """Return the content of adapter_config.json, with an absolute path of a local base model."""
     base, config = model.get_base_model(), model.peft_config["default"]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

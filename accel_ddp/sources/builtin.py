@@ -56,10 +56,7 @@ def _new_model(model_class: type, config: Any) -> Any:
 
 
 def _save(model: Any, folder: Path) -> None:
-    """Write the config and the weights.
-
-    `model.save_pretrained` writes nothing if a process group exists and this is not its rank 0. Here any rank may write.
-    """
+    """Write the config and the weights, on any rank: `model.save_pretrained` writes on rank 0 of a process group only."""
     from safetensors.torch import save_file
 
     from accel_ddp.saving.state_tensors import unique  # imports torch

@@ -92,10 +92,7 @@ def find_docstrings() -> list[tuple[str, tuple[str, ...], str]]:
 
 
 def source_files() -> list[tuple[str, Path]]:
-    """Return (name, path) of the source files, sorted by name.
-
-    Private modules, generated tables, and modules that some installations lack are left out.
-    """
+    """Return (name, path) of the files, sorted, without private modules, generated tables, and what some installations lack."""
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"encodings", "pydoc_data", "test", "tests"}
     excluded |= {"idlelib", "lib2to3", "tkinter", "turtledemo", "distutils", "ensurepip", "venv", "msilib"}
@@ -160,10 +157,7 @@ def _find_roles(node: ast.AST) -> Iterator[tuple[int, int, str, str]]:
 
 
 def tag_line(line: str, roles: dict[int, tuple[str, str]]) -> tuple[list[str], list[str]]:
-    """Return the tokens of a line and their tags in IOB2. `roles` has the text and role of each name by its column.
-
-    Both lists are empty if the line is not a complete statement, or if the roles do not fit it, as in an f-string.
-    """
+    """Return the tokens of a line and their tags in IOB2, or empty lists if it is no statement or `roles` do not fit it."""
     try:
         found = list(tokenize.generate_tokens(io.StringIO(line.lstrip()).readline))
     except (tokenize.TokenError, SyntaxError):
@@ -232,7 +226,6 @@ def encode_png(pixels: np.ndarray) -> bytes:
 
 
 def digits() -> "Splits":
-    """Return rows with `image` (8 x 8, grayscale) and `label`."""
     import datasets
     from sklearn.datasets import load_digits
 
@@ -266,7 +259,6 @@ def spell(number: int) -> str:
 
 
 def split(name: str, rows: Iterable[tuple[str, dict[str, Any]]], num_train: int, num_validation: int) -> "Splits":
-    """Return the splits of (group, row) pairs. No group has rows in both splits. `name` seeds the draw."""
     import datasets
 
     draw, groups = random.Random(mixed(0, name)), {}

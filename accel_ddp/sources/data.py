@@ -16,21 +16,10 @@ from accel_ddp.config.train_config import RecipeConfig, TrainConfig, has_splits
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import builtin
+from accel_ddp.sources import builtin, table_files
 from accel_ddp.sources.many_files import Files, expand, hash_rows, read_all
 from accel_ddp.sources.places import prepare_hub, warn
-from accel_ddp.sources.table_files import (
-    EVAL_SPLITS,
-    SENTENCE_FILES,
-    SEPARATORS,
-    TABLES,
-    ColumnNames,
-    describe_folder,
-    ending_of,
-    is_saved,
-    load_file,
-    saved_splits,
-)
+from accel_ddp.sources.table_files import TABLES, ending_of, load_file
 from accel_ddp.text import counted, did_you_mean, first_line, listed
 
 if TYPE_CHECKING:
@@ -73,7 +62,7 @@ def _check_inputs(cfg: Any, quiet: bool) -> None:
     if not paths or any(ending_of(Path(path)) not in TABLES for path in paths):  # folders, and files that only a recipe reads
         return
     with suppress(Exception):
-        return check_columns(cfg, *(ColumnNames(*(path for _, path in found)) for found in files.values()))
+        return check_columns(cfg, *(table_files.ColumnNames(*(path for _, path in found)) for found in files.values()))
     read = lambda option: read_all(option, options[option], load_file, cfg.file_endings, cfg.cache_dir)
     check_columns(cfg, *map(read, files))
 
@@ -100,7 +89,7 @@ def load_rows(
     train_split, eval_split, name = cfg.train_split, cfg.eval_split, " ".join(cfg.train_file) or cfg.dataset
     if has_splits(cfg):
         folder, _ = split_weight(cfg.train_file[0])
-        splits = {split: read(f"{folder}/{split}") for split in saved_splits(Path(folder))}
+        splits = {split: read(f"{folder}/{split}") for split in table_files.saved_splits(Path(folder))}
     elif cfg.train_file:
         train_split = "train"
         splits = {"train": read(*cfg.train_file)}
@@ -115,7 +104,7 @@ def load_rows(
         if split and split not in splits:
             raise UserError(f"--{option} {split}: {name} has no such split. Use one of: {', '.join(splits)}.")
     if not eval_split and not cfg.eval_fraction:
-        eval_split = next((split for split in EVAL_SPLITS if split in splits), "")
+        eval_split = next((split for split in table_files.EVAL_SPLITS if split in splits), "")
     train = attach(splits[train_split])
     train, test = (train, attach(splits[eval_split])) if eval_split else _set_aside(train, cfg)
     for kind, rows in (("training", train), ("evaluation", test)):
@@ -146,12 +135,11 @@ def attach(rows: "datasets.Dataset") -> "datasets.Dataset":
 
 
 def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.Dataset"]:
-    import datasets
 
     if len(train) < 2:
         # A .json with one object, whose values are the rows or the columns, is read as one row.
         hints = {".json": "Write the rows as a list of objects, or one object per line."}
-        hints |= dict.fromkeys(SENTENCE_FILES, "An empty line separates two texts.")
+        hints |= dict.fromkeys(table_files.SENTENCE_FILES, "An empty line separates two texts.")
         raise UserError(
             f"{' '.join(cfg.train_file) or cfg.dataset}: training and evaluation need at least 2 rows, and the data have {len(train)}. "
             f"{hints.get(Path(*cfg.train_file[:1]).suffix, 'Give more rows, or --eval_file.')}"
@@ -160,13 +148,9 @@ def _set_aside(train: "datasets.Dataset", cfg: RecipeConfig) -> list["datasets.D
         seed, limit = mixed(cfg.seed, "eval_fraction"), np.uint64(int(cfg.eval_fraction * 2**64))
         is_test = np.concatenate([hash_rows(table, seed) < limit for table in train.with_format("arrow").iter(10_000)])
         return [select(train, np.flatnonzero(part)) for part in (~is_test, is_test)]
-    # A table of row numbers is split in the same way, because the draw depends only on the number of rows.
-    numbers = datasets.Dataset.from_dict({"number": np.arange(len(train))})
-    options = {"test_size": max(1, min(2000, len(train) // 10)), "seed": mixed(cfg.seed, "split") % 2**32}
-    rows, numbers = (table.train_test_split(**options) for table in (train, numbers))
-    # Reading a column of rows that are not in order takes 700 bytes for each. One row has no `_indices`.
-    drawn = lambda part: np.array(part["number"][:]) if part._indices is None else part._indices.column(0).to_numpy()
-    return [with_row_numbers(rows[part], row_numbers(train)[drawn(numbers[part])]) for part in ("train", "test")]
+    order = np.random.default_rng(mixed(cfg.seed, "split") % 2**32).permutation(len(train))
+    number = max(1, min(2000, len(train) // 10))
+    return [select(train, order[number:]), select(train, order[:number])]
 
 
 def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
@@ -174,8 +158,8 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
     if Path(name).is_file():
         raise UserError(f"--dataset {name}: is a file. Use --train_file {name}.")
-    if is_saved(Path(name)):
-        raise UserError(f"--dataset {name}: {describe_folder(Path(name))} Use --train_file {name}.")
+    if table_files.is_saved(Path(name)):
+        raise UserError(f"--dataset {name}: {table_files.describe_folder(Path(name))} Use --train_file {name}.")
     offline = "" if Path(name).is_dir() else prepare_hub()
     try:
         return dict(datasets.load_dataset(*name.split(":", 1)))  # glue:sst2 is the configuration sst2 of glue
@@ -186,7 +170,6 @@ def _load_from_hub(name: str) -> dict[str, "datasets.Dataset"]:
 
 
 def draw_sample(rows: "datasets.Dataset", option: str, cfg: RecipeConfig, run_length: int = 1) -> "datasets.Dataset":
-    """Return as many rows as `option` states, see `draw_positions`, or all rows if it is 0."""
     positions = draw_positions(len(rows), option, cfg, run_length)
     return rows if len(positions) == len(rows) else select(rows, positions)
 
@@ -221,10 +204,7 @@ def record_evaluated(rows: Any, numbers: np.ndarray | None = None) -> Any:
 
 
 def row_numbers(rows: "datasets.Dataset") -> np.ndarray:
-    """Return the number of each row in its file, counted from 0. Error messages name these numbers, counted from 1.
-
-    They differ from the positions in `rows` if rows were set aside, sampled or dropped.
-    """
+    """Return the number of each row in its file, from 0: its position, unless rows were set aside, sampled or dropped."""
     if hasattr(rows, "row_numbers"):
         return rows.row_numbers
     numbers = np.arange(len(rows)).view(RowNumbers)
@@ -305,12 +285,10 @@ def for_each_dataset(rows: "datasets.Dataset", make: Callable[["datasets.Dataset
 
 
 def lacking(rows: "datasets.Dataset") -> dict[str, str]:
-    """Return why some of several files lack a column, see `Files`."""
     return getattr(getattr(rows, "files", None), "lacking", {})
 
 
 def require_types(rows: "datasets.Dataset", names: Iterable[str]) -> None:
-    """Raise UserError if a column with one of these names was left out, because its types differ between files."""
     for name in names:
         if name in lacking(rows) and name not in rows.column_names:
             raise UserError(f"The column {name!r} cannot be read. {lacking(rows)[name]}")
@@ -364,7 +342,7 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
     near = next((name for name in names if missing and similar(name) == similar(missing)), "")
     if near:
         return f"{text} Did you mean {near!r}? Case and white space are part of a name."
-    if mark := next((mark for mark in SEPARATORS if len(names) == 1 and mark in names[0]), ""):
+    if mark := next((mark for mark in table_files.SEPARATORS if len(names) == 1 and mark in names[0]), ""):
         return f"{text} Values seem to be separated by {mark!r}: save them with commas, or with tabs as .tsv."
     first = rows.select(range(min(len(rows), 1000)))
     is_value = lambda name: parse_number(name) is not None or len(name.split()) >= 5 or name in map(str, first[name][:])
@@ -378,7 +356,6 @@ def describe_columns(rows: "datasets.Dataset", needed: dict[str, str]) -> str:
 
 
 def parse_number(value: Any) -> float | None:
-    """Return a finite number, also from a text, or None."""
     if isinstance(value, bool) or not isinstance(value, int | float | str) or "_" in str(value):
         return None
     try:
@@ -394,7 +371,6 @@ def is_missing(value: Any) -> bool:
 
 
 def number_problem(column: str, value: Any) -> str:
-    """Return why a cell has no number, or "". See `drop_broken`."""
     if is_missing(value):
         return f"it has no {column}"
     return "" if parse_number(value) is not None else f"its {column} is not a finite number\t{value!r:.40}"
@@ -481,7 +457,7 @@ def describe_kinds(broken: dict[int, str], files: Files | None) -> list[str]:
 
     def describe(number: int, detail: str) -> str:
         path, row, line = places[number]
-        if detail and path and Path(path).is_dir() and not is_saved(Path(path)):
+        if detail and path and Path(path).is_dir() and not table_files.is_saved(Path(path)):
             return detail  # a folder has no rows, and the detail is the name of the file
         more = ", ".join(filter(None, (f"line {line:,}" if line not in (0, row + 1) else "", detail)))
         return f"{f'{path}, ' if files and files.paths[1:] else ''}row {row + 1:,}{f' ({more})' if more else ''}"

@@ -126,7 +126,6 @@ def read_all(
     endings: Sequence[str],
     cache_dir: str,
 ) -> "datasets.Dataset":
-    """Return the rows of all files of an option, one file after the other, with the attribute `files`."""
     found, plain, tables = expand(option, arguments, endings), [], []
     for _, path in found:
         plain.append(decompress(option, path, cache_dir))
@@ -206,10 +205,7 @@ def _with_class_names(table: "datasets.Dataset", column: str) -> "datasets.Datas
 
 
 def _common_type(a: Any, b: Any, tables: Sequence["datasets.Dataset"] = (), column: str = "") -> Any:
-    """Return a type of `datasets` that holds the values of both types. Raise TypeError if there is none.
-
-    Texts and numbers have the type of the numbers, if all texts in this column of the tables are numbers: cells of a .csv are texts.
-    """
+    """Return a type that holds the values of both, or raise TypeError. Texts of a .csv that are all numbers become numbers."""
     import datasets
     import pyarrow
 
@@ -245,10 +241,7 @@ def _common_type(a: Any, b: Any, tables: Sequence["datasets.Dataset"] = (), colu
 
 
 def hash_rows(table: Any, seed: int) -> np.ndarray:
-    """Return a 64-bit hash of each row of an arrow table. Equal values have equal hashes, whatever other columns and rows there are.
-
-    Neither the order of columns nor columns without a value change it.
-    """
+    """Return a 64-bit hash of each row of an arrow table. Neither the order of columns nor columns without a value change it."""
     return _mix(sum((_hash(table[name].combine_chunks(), name) for name in table.column_names), np.uint64(seed % 2**64)))
 
 

@@ -89,7 +89,6 @@ def _allowed(scores: Tensor) -> float:
 
 
 def _ordinary_tokens(model: nn.Module, tokenizer: Any, device: torch.device) -> Tensor:
-    """Return nine different tokens, or fewer if the model does not have as many."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}  # an image token needs an image
     ordinary = [token for token in range(min(len(tokenizer), num_embeddings(model))) if token not in special]
     return torch.tensor(ordinary[:: max(1, len(ordinary) // 9)][:9], device=device)
@@ -116,10 +115,7 @@ def _try_scores(model: nn.Module, device: torch.device, **inputs: Any) -> Tensor
 
 
 def num_embeddings(model: nn.Module) -> int:
-    """Return how many tokens have embeddings, or 0 if the model has no table of them.
-
-    CANINE, for example, hashes characters, and the tensor that Perceiver returns has its latents.
-    """
+    """Return how many tokens have embeddings, or 0 without a table: CANINE hashes characters, Perceiver's has latents."""
     try:
         table = model.get_input_embeddings()
     except NotImplementedError:
@@ -129,12 +125,9 @@ def num_embeddings(model: nn.Module) -> int:
 
 
 def require_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: str) -> None:
-    """Raise UserError if the outputs of a language model depend on later tokens. `name` is the value of `--model`."""
     if is_causal(model, tokenizer, device) is False:
-        raise UserError(
-            f"--model {name}: {_class_name(model)} is not causal: its output for a token depends on the tokens after it, so "
-            f"it {READS}. {INSTEAD['AutoModelForCausalLM']}."
-        )
+        reason = f"its output for a token depends on the tokens after it, so it {READS}. {INSTEAD['AutoModelForCausalLM']}"
+        raise UserError(f"--model {name}: {_class_name(model)} is not causal: {reason}.")
 
 
 @torch.no_grad()
@@ -173,10 +166,7 @@ def report_causal(model: nn.Module, tokenizer: Any, device: torch.device, name: 
 
 
 def report_router_loss(model: nn.Module) -> None:
-    """Print on the main rank that the auxiliary loss of a mixture-of-experts model is not used, if the model has one.
-
-    `output_router_logits` is turned off, because the model would compute this loss in vain, and cannot without padding.
-    """
+    """State that the auxiliary loss of a mixture of experts is off. Its logits are turned off, as padding-free needs."""
     configs = [model.config, getattr(model.config, "text_config", None)]
     owners = (*configs, model)  # some models store the factor themselves
     factors = (getattr(one, key, None) for one in owners for key in ("router_aux_loss_coef", "aux_loss_coef"))
@@ -191,20 +181,14 @@ def report_router_loss(model: nn.Module) -> None:
 
 
 def keep_weights_in_eval(model: nn.Module) -> None:
-    """Turn off `rescale_every` of RWKV, with which a forward pass in eval mode halves weights in place. Exported configs keep it.
-
-    It prevents an overflow in float16. Otherwise results differ only by the epsilon that layer norms add to smaller values.
-    """
+    """Turn off RWKV's `rescale_every`, which halves weights in place in eval mode, against overflow in float16."""
     if getattr(model.config, "rescale_every", 0):
         model._exported_values = {"rescale_every": model.config.rescale_every}
         model.config.rescale_every = 0
 
 
 def report_new_weights(task: str, model: nn.Module, missing: set[str], name: str) -> None:
-    """Warn if a language model lacks weights, or any model most of them, because they begin at random values.
-
-    A new head for labels is usual. `missing` are the names of the tensors that are not in the files.
-    """
+    """Warn if a language model lacks weights (`missing` in its files), or any model most of them. A new head is usual."""
     number = len(model.state_dict())
     if missing and (task in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM") or len(missing) > number / 2):
         warn(

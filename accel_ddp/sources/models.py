@@ -69,7 +69,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def load_config(cfg: RecipeConfig) -> Any:
-    """Return the config of `--model`, or of the base model of its adapters, without the weights."""
     from transformers import AutoConfig
 
     adapters = find_adapters(cfg.model, cfg.cache_dir)

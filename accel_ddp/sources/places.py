@@ -147,10 +147,7 @@ def reporting(text: str) -> Iterator[None]:
 
 @functools.cache
 def prepare_hub() -> str:
-    """Return why the Hub cannot be reached, or "". Without a network, the Hub's libraries are switched to offline mode.
-
-    They would otherwise retry for a minute, once per file. Offline they use the local cache of the Hub only.
-    """
+    """Return why the Hub cannot be reached, or "". Its libraries then use their cache only, instead of retries for a minute."""
     import datasets
     import huggingface_hub
     import transformers

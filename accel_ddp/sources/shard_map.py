@@ -69,7 +69,6 @@ def write_shards(rows: "datasets.Dataset", function: Function, key: str, doing: 
 
 
 def load_shards(folder: Path) -> "datasets.Dataset":
-    """Return the rows that `write_shards` has written, memory-mapped."""
     import datasets
 
     parts = [datasets.Dataset.from_file(str(file)) for *_, file in _find_shards(folder)]

@@ -55,7 +55,6 @@ class RowLoader:
         self.digest = ""
 
     def from_pretrained(self, auto_class: Any, name: str, place: str, **options: Any) -> Any:
-        """Return `from_pretrained(...)`, with stand-ins for parameters."""
         from transformers import PreTrainedModel
 
         read = PreTrainedModel._load_pretrained_model
@@ -198,7 +197,6 @@ def _open(files: list[str], load_config: Any, stack: contextlib.ExitStack) -> di
 
 
 def _targets(model: Any, tensors: dict[str, Any], load_config: Any) -> dict[str, tuple[str, bool]]:
-    """Return for each tensor in the files the (first) parameter that it becomes, and whether it is converted."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = load_config.weight_mapping or []

@@ -26,12 +26,8 @@ FILE_FORMATS = {
 }  # fmt: skip
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
 COMPRESSED = {
-    b"\x1f\x8b": "gunzip",
-    b"PK\x03\x04": "unzip",
-    b"BZh": "bunzip2",
-    b"\xfd7zXZ": "unxz",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-}
+    b"\x1f\x8b": "gunzip", b"PK\x03\x04": "unzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"
+}  # fmt: skip
 TABLES = FILE_FORMATS.keys() - {".txt"}  # most recipes need more columns than the one of a .txt
 EVAL_SPLITS = ("validation", "dev", "test", "eval")
 SENTENCE_FILES = (".conll", ".iob", ".bio")  # a row is a sentence, with a line for each word
@@ -54,7 +50,9 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     if not kind:
         usable = ", ".join(ending for ending in FILE_FORMATS if ending in TABLES)
         raise UserError(f"{option} {path}: files ending with {file.suffix!r} cannot be read. Use {usable}.")
-    if kind not in ("parquet", "arrow") and not (kind == "json" and file.stat().st_size > LARGE and _was_read(kind, file)):
+    # Whether `datasets` has the rows in its cache: it looks at path and time, and reads nothing.
+    was_read = lambda: Path(datasets.load_dataset_builder(kind, data_files=str(file.resolve())).cache_dir).is_dir()
+    if kind not in ("parquet", "arrow") and not (kind == "json" and file.stat().st_size > LARGE and was_read()):
         require_utf8(option, file)
     options = _check_csv(option, file) if kind == "csv" else {}
     verbosity = datasets.logging.get_verbosity()
@@ -73,13 +71,6 @@ def load_file(option: str, path: str) -> "datasets.Dataset":
     if len(rows) == 0:
         raise UserError(f"{option} {path}: the file has no rows.")
     return rows
-
-
-def _was_read(kind: str, file: Path) -> bool:
-    """Return whether `datasets` has the rows of the file in its cache. It looks at path and time, and reads nothing."""
-    import datasets
-
-    return Path(datasets.load_dataset_builder(kind, data_files=str(file.resolve())).cache_dir).is_dir()
 
 
 def _load(kind: str, file: Path, options: dict[str, Any]) -> "datasets.Dataset":
@@ -111,12 +102,10 @@ def open_plain(file: Path) -> IO[bytes]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return whether `save_to_disk` of datasets has written this folder: a table, or several splits."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """Return the names of the splits in a folder of `save_to_disk`. Each one is a subfolder."""
     file = folder / "dataset_dict.json"
     return json.loads(file.read_text())["splits"] if file.is_file() else []
 
@@ -219,10 +208,7 @@ def require_utf8(option: str, file: Path) -> None:
 
 
 def find_lines(path: str, numbers: list[int]) -> dict[int, int]:
-    """Return the line where each row begins, for row numbers from 0 and lines from 1. Return {} if lines are not known.
-
-    Lines differ from rows if a file has a header, empty lines, or cells with line breaks.
-    """
+    """Return the line (from 1) where each row (from 0) begins, with headers and cells of several lines. {}: not known."""
     file, wanted = Path(path), set(numbers)
     suffix = file.suffix.lower()
     if not file.is_file():
@@ -247,10 +233,7 @@ def _find_starts(file: Path, is_row_per_line: bool) -> Iterator[int]:
 
 
 def _check_csv(option: str, file: Path) -> dict[str, Any]:
-    """Return the options with which `datasets` reads the table. Raise UserError for lines with too many cells.
-
-    pandas would take the first column for an index, or drop cells, if lines have more cells than the header.
-    """
+    """Return options for `datasets`. Raise UserError for lines with too many cells, which pandas would drop or misread."""
     import datasets
     import pandas
 
@@ -300,7 +283,6 @@ def _read_cells(file: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _find_reason(kind: str, file: Path, error: Exception) -> str:
-    """Return why `datasets` could not read the file, and what to do about it."""
     cause = first_line(error.__cause__ or error)
     if kind == "json":
         found = _find_broken_json(file)

@@ -150,10 +150,7 @@ def encode_items(task: Any, tables: Sequence["datasets.Dataset"]) -> list["datas
 
 
 def report_truncated(tables: list["datasets.Dataset"], max_length: int) -> list["datasets.Dataset"]:
-    """Return the tables unchanged, and warn if texts were truncated to `max_length` tokens.
-
-    A row counts as truncated if one of its texts has `max_length` tokens, because the original length is not stored.
-    """
+    """Return the tables. Warn of texts with `max_length` tokens: their length before it is not stored."""
     for rows, name in zip(tables, ("training", "evaluation")):
         if full := _count_full(rows, max_length):
             warn(f"--max_length {max_length}: {full:,} of {len(rows):,} {name} rows reach it, and longer texts are truncated.")

@@ -98,11 +98,11 @@ class Speed:
 
     # ---- what `fit` calls
 
-    def choose_micro_batch_size(self, optimizer: torch.optim.Optimizer) -> None:
+    def choose_micro_batch_size(self, optimizer: torch.optim.Optimizer, workers: int) -> None:
         """Replace `--micro_batch_size auto` by a number. Call it after `prepare` and after a restore."""
         room = GRAPH_MEMORY if self.graphs else 1.0
         with self.plain_layers():
-            autobatch.choose(self.accelerator, self.cfg, self.terms, optimizer, self.train, room)
+            autobatch.choose(self.accelerator, self.cfg, self.terms, optimizer, self.train, room, workers)
 
     def choose_compilation(self, step: int) -> None:
         """Replace `--compile auto` by the step from which on layers are compiled, the same on all ranks, and prepare for it.

@@ -11,7 +11,6 @@ from accel_ddp.engine.rehearsal import rehearse
 from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
-from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import is_sharded, local
 from accel_ddp.text import counted
 from accel_ddp.training.optim import state_bytes
@@ -29,12 +28,13 @@ def choose(
     optimizer: torch.optim.Optimizer,
     train: TrainBatches,
     room: float,
+    workers: int,
 ) -> None:
     """Replace `cfg.micro_batch_size` by a number if it is "auto".
 
     Each rank tries its longest items, and the smallest answer counts, unless there is `--balance`, with which each rank has its
     own size. `room` is the memory of a micro-batch in multiples of what its forward and backward pass take. It includes CUDA
-    graphs, because they save more time than a larger micro-batch.
+    graphs, because they save more time than a larger micro-batch. `workers` are those of this rank.
     """
     if cfg.micro_batch_size != "auto" or cfg.micro_batch_tokens:
         return
@@ -54,7 +54,7 @@ def choose(
             # The optimizer allocates its state in its first step. A rank holds as much of it as of the parameters.
             trained = [p for p in module.parameters() if p.requires_grad]
             share = sum(local(p).numel() for p in trained if p.is_cuda) / max(1, sum(p.numel() for p in trained))
-            workers = len(links.team.workers) if cfg.sync_every else 1  # their weights are counted in `held`
+            # The weights of workers are counted in `held`.
             later = 0 if any(optimizer.state.values()) else share * state_bytes(module, cfg) * workers
             try:
                 rehearse(terms, train.sample(size, accelerator, cfg, longest=True))

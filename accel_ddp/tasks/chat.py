@@ -18,35 +18,9 @@ from accel_ddp.sources import models
 from accel_ddp.sources.data import drop_broken, lacking, place_of, row_numbers, with_row_numbers
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.tokenization import SOURCE, map_once
-from accel_ddp.tasks.chat_rows import (
-    INPUT_COLUMNS,
-    OPTIONAL_COLUMNS,
-    USUAL_COLUMNS,
-    Chat,
-    Pair,
-    UnusableRow,
-    choose_columns,
-    leave_out_first,
-    read_row,
-)
-from accel_ddp.tasks.chat_template import (
-    CONTROL,
-    LEFT_OUT,
-    NO_END,
-    NO_PREFIX,
-    SPLIT,
-    TEMPLATES,
-    THOUGHTS,
-    Rendered,
-    Template,
-    any_of,
-    encode_marked,
-    missing_tokens,
-    set_template,
-    special_tokens,
-    tokenize,
-    unmarked,
-)
+from accel_ddp.tasks import chat_rows, chat_template
+from accel_ddp.tasks.chat_rows import Chat, Pair, UnusableRow
+from accel_ddp.tasks.chat_template import CONTROL, LEFT_OUT, NO_END, NO_PREFIX, SPLIT, THOUGHTS, Rendered, Template, unmarked
 from accel_ddp.tasks.examples import shorten
 from accel_ddp.text import counted, listed
 
@@ -61,12 +35,9 @@ TEXT_LENGTH = 2048  # tokens of a row of plain text, if the model accepts as man
 
 
 def _add_tokens(tokenizer: Any, template: str) -> None:
-    """Add the tokens of a built-in template that a base model lacks. The last one ends a turn, so it becomes the end token.
-
-    `models.load` gives `new_token_ids` embeddings, which are trained, also below adapters.
-    """
-    if missing := missing_tokens(tokenizer, template):
-        end = TEMPLATES[template][1][-1]
+    """Add the tokens of a template that a base model lacks; the last one ends turns. `models.load` gives them embeddings."""
+    if missing := chat_template.missing_tokens(tokenizer, template):
+        end = chat_template.TEMPLATES[template][1][-1]
         tokenizer.add_tokens(missing, special_tokens=True)
         tokenizer.eos_token, tokenizer.new_token_ids = end, tokenizer.convert_tokens_to_ids(missing)
         log.info(f"--chat_template {template}: {', '.join(missing)} are new tokens. {end} is now the end token")
@@ -82,14 +53,14 @@ class Format:
         self.kind, self.columns = self._find_columns(rows, cfg)
         if self.kind != "texts":
             _add_tokens(tokenizer, cfg.chat_template)
-        set_template(tokenizer, cfg)
+        chat_template.set_template(tokenizer, cfg)
         self.separator = cfg.separator.replace(r"\n", "\n").replace(r"\t", "\t")
         if self.kind == "chats" and not tokenizer.chat_template:
             raise UserError(
                 f"--model {cfg.model}: its tokenizer has no chat template, which chats need. Use a model that was tuned for chats, or "
-                f"give a template: --chat_template plain (or {', '.join(list(TEMPLATES)[1:])}, or a file)."
+                f"give a template: --chat_template plain (or {', '.join(list(chat_template.TEMPLATES)[1:])}, or a file)."
             )
-        used = self.columns if self.kind == "texts" else (*self.columns, *OPTIONAL_COLUMNS)
+        used = self.columns if self.kind == "texts" else (*self.columns, *chat_rows.OPTIONAL_COLUMNS)
         others = [column for column in rows.column_names if column not in used]
         if others:
             log.info(f"rows are {self.kind} of {', '.join(self.columns)}. These columns are not used: {', '.join(others)}.")
@@ -100,7 +71,7 @@ class Format:
         if cfg.packing == "on" and self.kind != "texts":
             reason = f"only plain texts share rows, and the rows are {self.kind}, which are computed without padding"
             raise UserError(f"--packing on: {reason}. Leave it out.")
-        self.controls = any_of(special_tokens(tokenizer))
+        self.controls = chat_template.any_of(chat_template.special_tokens(tokenizer))
         self.first_ids, last = ([], []) if uses_template else tokens_around(tokenizer)
         if last:
             behind = f"--model {cfg.model}: its tokenizer puts {tokenizer.decode(last)} after every text."
@@ -115,9 +86,8 @@ class Format:
         self.date = cfg.template_date
 
     def _find_columns(self, rows: "datasets.Dataset", cfg: Any) -> tuple[str, tuple[str, ...]]:
-        """Return the kind of the rows and their columns. Raise UserError if an option names a column that would be ignored."""
-        given = {option: getattr(cfg, option) for option in USUAL_COLUMNS}
-        kind, columns = choose_columns(rows, given)
+        given = {option: getattr(cfg, option) for option in chat_rows.USUAL_COLUMNS}
+        kind, columns = chat_rows.choose_columns(rows, given)
         ignored = [f"--{option} {column}" for option, column in given.items() if column and column not in columns]
         if ignored:
             raise UserError(
@@ -127,8 +97,7 @@ class Format:
         return kind, columns
 
     def require_columns(self, test: "datasets.Dataset") -> None:
-        """Raise UserError if the evaluation rows lack a column from which the training rows are read."""
-        optional = INPUT_COLUMNS.get(self.columns[0], ())
+        optional = chat_rows.INPUT_COLUMNS.get(self.columns[0], ())
         for column in self.columns:
             why = lacking(test).get(column, "") if column not in optional else ""
             if why or column not in test.column_names:
@@ -165,7 +134,6 @@ class Format:
         return done
 
     def encode_tables(self, tables: Sequence["datasets.Dataset"], cfg: Any) -> list["datasets.Dataset"]:
-        """Return the encoded training and evaluation rows, from the cache if they are there."""
         self.require_columns(tables[1])
         depends_on = [models.tokenizer_digest(self.tokenizer), self.identity]
         return [map_once(rows, self.encode, depends_on=depends_on, cfg=cfg) for rows in tables]
@@ -201,7 +169,6 @@ class Format:
         return done
 
     def _choose_length(self, tables: list["datasets.Dataset"], cfg: Any) -> None:
-        """Set `--max_length` so that all usable rows fit, if the model accepts as many tokens. Raise UserError if too many do not."""
         usable = [np.array([not problem for problem in rows["problem"][:]], dtype=bool) for rows in tables]
         if any(len(some) and not some.any() for some in usable):
             drop_broken(tables, cfg)  # raises
@@ -227,7 +194,6 @@ class Format:
         choose(cfg, "max_length", limit, f"the limit of {cfg.model}; {whole}")
 
     def _report(self, tables: list["datasets.Dataset"]) -> None:
-        """State once how the template treats the rows, with their numbers."""
         notes = np.concatenate([_column(rows, "notes") for rows in tables])
         sources = np.concatenate([row_numbers(rows) + i * 2**40 for i, rows in enumerate(tables)])  # rows of both tables differ
         number = {bit: int((notes & bit > 0).sum()) for bit in (SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT)}
@@ -310,12 +276,10 @@ class Format:
         return rows
 
     def _usable(self, rows: dict[str, list]) -> Iterator[tuple[int, Rendered]]:
-        """Yield the last examples of the rows that can be used, with their places."""
         rendered = ((i, self._render(rows, i)[-1]) for i in range(_number(rows)))
         return ((i, row) for i, row in rendered if not row.problem)
 
     def _render(self, rows: dict[str, list], i: int) -> list[Rendered]:
-        """Return row `i` as text, or as several texts, or the reason why it cannot be used."""
         try:
             row = self._read(rows, i)
             if not isinstance(row, Chat) or not self.template:
@@ -325,20 +289,19 @@ class Format:
         except UnusableRow as error:
             return [Rendered("", [], str(error))]
 
-    def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
-        return {column: values[i] for column, values in rows.items()}
-
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
-        found = read_row(self.kind, self.columns, self._row(rows, i), self.template.source if self.template else "")
+        found = chat_rows.read_row(
+            self.kind,
+            self.columns,
+            {column: values[i] for column, values in rows.items()},
+            self.template.source if self.template else "",
+        )
         if isinstance(found, Chat) and self.template and self.template.begins_with_user:
-            return leave_out_first(found)
+            return chat_rows.leave_out_first(found)
         return found
 
     def _format(self, row: Chat | Pair | str) -> Rendered:
-        """Return a text, or a prompt and its answer, with one end token.
-
-        Control tokens in it are real ones, because it may be a formatted chat. Their rows are reported.
-        """
+        """Return a text, or a prompt and its answer, with one end token. Control tokens stay real: it may be a formatted chat."""
         prompt, answer = ("", row) if isinstance(row, str) else (row.prompt + self.separator, row.answer)
         end = self.tokenizer.eos_token or ""
         answer = answer.removesuffix(end)
@@ -349,7 +312,7 @@ class Format:
     def _tokenize(self, rows: list[Rendered]) -> list[tuple[list[int], list[int], int, str]]:
         """Return ids, labels, notes and the problem of each row, with the tokens that the tokenizer puts before every text."""
         done = []
-        tokenized = tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
+        tokenized = chat_template.tokenize(rows, self.tokenizer, learn_all=self.train_on_prompts or self.kind == "texts")
         for row, (ids, labels, is_changed) in zip(rows, tokenized):
             problem, notes = row.problem, row.notes
             if is_changed and self.template:
@@ -365,12 +328,9 @@ class Format:
         return done
 
     def _tokenize_apart(self, row: Rendered) -> tuple[list[int], list[int]]:
-        """Return the tokens of a prompt and those of its answer, and their labels, if together they are the text of the row.
-
-        In use the prompt is tokenized alone. Some tokenizers put a space before an answer alone, but not behind a special token.
-        """
+        """Return ids and labels of prompt and answer, tokenized apart as in use, if together they are the text; else [], []."""
         ((start, _),), whole, token = row.answers, row.text, self.tokenizer.eos_token or ""
-        split = lambda text: encode_marked(self.tokenizer, text)
+        split = lambda text: chat_template.encode_marked(self.tokenizer, text)
         before, answer = split(whole[:start]), whole[start:]
         for after in (split(answer), split(token + answer)[len(split(token)) :]):
             if self.tokenizer.decode(before + after) == self.tokenizer.decode(split(whole)):
@@ -379,7 +339,6 @@ class Format:
 
 
 def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that the tokenizer puts before every text, and those behind it."""
     whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     return whole[:start], whole[start + len(bare) :]
@@ -387,7 +346,7 @@ def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def prompt_ids(tokenizer: Any, first_ids: list[int], text: str) -> list[int]:
     """Return the tokens that the model is given for this text in use, without tokens that follow a text."""
-    ids = encode_marked(tokenizer, text)
+    ids = chat_template.encode_marked(tokenizer, text)
     return ids if ids[: len(first_ids)] == first_ids else [*first_ids, *ids]
 
 
@@ -397,8 +356,6 @@ def agree_on_today() -> str:
 
 
 class Sample(NamedTuple):
-    """An answer, and the text and the tokens before it."""
-
     prompt: str
     answer: str
     ids: list[int]

@@ -132,8 +132,6 @@ class Chat(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A prompt and its answer as texts, for a tokenizer without a chat template."""
-
     prompt: str
     answer: str
 
@@ -230,7 +228,6 @@ def leave_out_first(chat: Chat) -> Chat:
 
 
 def _read_history(history: Any) -> list[tuple[str, str]]:
-    """Return the earlier turns of Alpaca's format, which are lists of a prompt and an answer."""
     turns = read_json(history, "the column history")
     if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
         raise UnusableRow("the column history is not a list of pairs of a prompt and an answer")
@@ -311,7 +308,6 @@ def _mentions(template: str, word: str) -> bool:
 
 
 def _join_parts(content: Any) -> str:
-    """Return the content of a message as one text. Parts of it that are texts are joined."""
     if not isinstance(content, list):
         if not isinstance(content, str | None):
             raise UnusableRow(f"the content of a message is not text\t{content!r:.40}")
@@ -326,7 +322,6 @@ def _join_parts(content: Any) -> str:
 
 
 def _read_call(given: Any, number: int) -> dict[str, Any]:
-    """Return a tool call in OpenAI's form, with arguments as a dictionary."""
     call = dict(given) if isinstance(given, dict) else {}
     function = call.get("function") or {key: call.pop(key) for key in ("name", "arguments") if key in call}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -364,7 +359,6 @@ def _read_tool(given: Any, what: str) -> dict[str, Any]:
 
 
 def read_json(value: Any, what: str) -> Any:
-    """Return what a text in JSON describes, and other values as they are."""
     if not isinstance(value, str):
         return value
     try:

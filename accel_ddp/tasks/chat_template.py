@@ -13,47 +13,12 @@ from accel_ddp import compat
 from accel_ddp.config.option_values import check_template
 from accel_ddp.errors import UserError
 from accel_ddp.tasks.chat_rows import Chat, UnusableRow
+from accel_ddp.text import read_table
 
-_SYSTEM = (
-    "{% set ns = namespace(head='') %}{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'system' %}{% set ns.head = m.content ~ '\n\n' %}"
-)
 # Templates for base models, with the control tokens that they need.
 TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plain": (
-        "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}"
-        "{{ eos_token if m.role == 'assistant' else '\n\n' }}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}",
-        ("eos_token",),
-    ),
-    "chatml": (
-        "{% for m in messages %}{% if tools and loop.first %}<|im_start|>system\n"
-        "{{ m.content ~ '\n\n' if m.role == 'system' }}You can call the functions that are described here:\n<tools>"
-        "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>\nTo call one, write its name and its arguments:\n"
-        '<tool_call>\n{"name": NAME, "arguments": {KEY: VALUE}}\n</tool_call><|im_end|>\n{% endif %}'
-        "{% if not (tools and loop.first and m.role == 'system') %}<|im_start|>{{ m.role }}\n"
-        "{{ '<think>\n' ~ m.reasoning_content ~ '\n</think>\n\n' if m.reasoning_content }}"
-        "{{ '<tool_response>\n' ~ m.content ~ '\n</tool_response>' if m.role == 'tool' else m.content or '' }}"
-        "{% for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>\n"
-        '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        ("<|im_start|>", "<|im_end|>"),
-    ),
-    "llama3": (
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-        "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    ),
-    "gemma": (
-        _SYSTEM
-        + "{% else %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ ns.head }}{{ m.content | trim }}"
-        "<end_of_turn>\n{% set ns.head = '' %}{% endif %}{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-        ("<start_of_turn>", "<end_of_turn>"),
-    ),
-    "mistral": (
-        _SYSTEM + "{% elif m.role == 'user' %}[INST] {{ ns.head }}{{ m.content }} [/INST]{% set ns.head = '' %}"
-        "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-        ("eos_token",),
-    ),
+    name: (one["template"], tuple(one["tokens"]))
+    for name, one in read_table(Path(__file__).with_name("chat_templates.yaml")).items()
 }
 # What is special to a row, as bits of its column `notes`. `Format.finish` reports them once per run.
 SPLIT, THOUGHTS, CONTROL, NO_PREFIX, NO_END, LEFT_OUT = 1, 2, 4, 8, 16, 32
@@ -66,8 +31,6 @@ _MARKED, _MARKS = re.compile(f"{LEFT}([^{LEFT}{RIGHT}]+){RIGHT}"), str.maketrans
 
 
 class Rendered(NamedTuple):
-    """A row as text, with the places at which its answers begin and end."""
-
     text: str
     answers: list[tuple[int, int]]
     problem: str = ""
@@ -86,13 +49,11 @@ class Place(NamedTuple):
 
 
 def missing_tokens(tokenizer: Any, template: str) -> list[str]:
-    """Return the tokens of a built-in template that the vocabulary lacks."""
     needed = TEMPLATES[template][1] if template in TEMPLATES else ()
     return [token for token in needed if token != "eos_token" and token not in tokenizer.get_vocab()]
 
 
 def set_template(tokenizer: Any, cfg: Any) -> None:
-    """Set the template that `--chat_template` names: built-in, a file, or the text of one."""
     given, known = cfg.chat_template, tokenizer.get_vocab()
     check_template(given)
     if given in TEMPLATES:
@@ -131,7 +92,6 @@ class Template:
         self._look_at_tools()
 
     def _look_at_turns(self) -> None:
-        """Find out how answers begin and end. Raise UserError if the template is broken or has no answers."""
         ask, reply = {"role": "user", "content": "Ask1"}, {"role": "assistant", "content": "Reply2"}
         text, reason = "", "it does not write the messages of the assistant"
         for self.in_parts in (False, True):
@@ -227,10 +187,7 @@ class Template:
         return chat._replace(messages=messages)
 
     def examples(self, given: Chat, train_on: int | str = "all") -> list[Rendered]:
-        """Return the chat as text, or one text for each answer if the template writes an answer differently once others follow.
-
-        `train_on` and `chat.trained` choose the answers. Raise UnusableRow if the template cannot write the whole chat.
-        """
+        """Return the chat as text, or one text per answer if the template writes an answer differently once others follow."""
         if used := [name for name in RESERVED if name in given.template_options]:
             raise UnusableRow(f"its chat_template_kwargs contain `{used[0]}`, which is no option of a template (remove it)")
         plain = self.convert(given)
@@ -267,10 +224,7 @@ class Template:
         return Place(len(before), self._find_end(len(before), whole, text), whole, prompt)
 
     def _find_end(self, start: int, whole: str, text: str) -> int:
-        """Return where the answer at the end of `whole` ends: behind its end token, and before what follows this token.
-
-        Without such a token the control token that follows in `text` ends it (GLM), if there is one.
-        """
+        """Return where the answer at the end of `whole` ends: behind its end token, else the control token after it (GLM)."""
         at, found = len(whole), 0
         while self.end:
             at = start + len(whole[start:at].rstrip())
@@ -337,7 +291,6 @@ class Template:
         return notes
 
     def mark(self, chat: Chat) -> Chat:
-        """Return the chat with marks around control tokens that stand literally in its texts, or the chat itself if there are none."""
         patterns = [self.foreign if message["role"] == "assistant" else self.literals for message in chat.messages]
         messages = [{**mark(one, pattern), "role": one["role"]} for one, pattern in zip(chat.messages, patterns)]
         others = {"tools": mark(chat.tools, self.literals), "template_options": mark(chat.template_options, self.literals)}
@@ -346,7 +299,6 @@ class Template:
 
 
 def mark(value: Any, pattern: re.Pattern[str]) -> Any:
-    """Return the value with marks around the control tokens in its texts."""
     if isinstance(value, str):
         return pattern.sub(f"{LEFT}\\g<0>{RIGHT}", unmarked(value)) if pattern.search(value) else value
     if isinstance(value, dict):

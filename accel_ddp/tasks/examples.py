@@ -18,10 +18,7 @@ MAX_LENGTH = 160  # characters of a text; longer texts would fill the terminal
 
 
 def literal(value: Any) -> str:
-    """Return a text, a list or a dictionary as Python code without single quotes, backslash pairs and line breaks.
-
-    Between single quotes no shell changes it. Placeholders of `command` in a text are escaped.
-    """
+    """Return a value as Python code that no shell changes between single quotes. Placeholders of `command` are escaped."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(name)}: {literal(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -94,7 +91,6 @@ def _of_rows(rows: "Rows") -> dict[str, Any]:
 
 
 def _describe_batch(batch: Mapping[Any, Any], task: Any, mark: Callable[[str], str], chosen: str) -> Iterator[str]:
-    """Yield the texts of a batch of one row, its labels, and the shapes of other tensors. With `chosen`, two texts are a pair."""
     config, decode = getattr(task.model, "config", None), getattr(task.processor, "decode", None)
     ids, labels, names = batch.get("input_ids") if decode else None, batch.get("labels"), getattr(config, "id2label", None) or {}
     has_targets = getattr(config, "is_encoder_decoder", False)  # labels are a text of their own
@@ -139,5 +135,4 @@ def _mark_tokens(ids: list[int], labels: list[int], decode: Any, tags: dict[int,
 
 
 def _visible(text: str) -> str:
-    """Return the text without characters that a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

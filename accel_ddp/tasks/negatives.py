@@ -20,7 +20,8 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
+from accel_ddp.ranks.team import Team
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.resume import folder_of_resume
 from accel_ddp.seeds import mixed
@@ -129,13 +130,14 @@ class MinedBatches(TrainBatches):
     def items(self, seed: int) -> Any:
         return TrainBatches(self.rows, self.collate).items(seed)  # before the first mining there are no negatives to show
 
-    def starting_at(self, step: int, accelerator: Accelerator, cfg: Any) -> Iterator[list[Any]]:
+    def starting_at(self, step: int, accelerator: Accelerator, cfg: Any, team: Team | None = None) -> Iterator[list[Any]]:
+        team = team or Team.of(accelerator)
         while True:
             begin = step - step % cfg.mine_every if cfg.mine_every else 0
             rows = RowsWithNegatives(self.rows, self._negatives_of(begin, step, cfg))
-            batches = TrainBatches(rows, self.collate, lengths=self._count).starting_at(step, accelerator, cfg)
+            batches = TrainBatches(rows, self.collate, lengths=self._count).starting_at(step, accelerator, cfg, team)
             # `starting_at` yields once for each local worker.
-            number = (begin + cfg.mine_every - step) * len(links.team.workers)
+            number = (begin + cfg.mine_every - step) * len(team.workers)
             yield from islice(batches, number if cfg.mine_every else None)
             batches.close()  # ends its workers
             step = begin + cfg.mine_every

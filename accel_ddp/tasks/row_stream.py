@@ -64,10 +64,10 @@ class RowStream(TrainBatches):
     def by_index(self) -> Any:
         return self.open_reader(self.state)
 
-    def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
+    def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig, team: Any = None) -> Iterator[list[Any]]:
         workers = cfg.num_workers if cfg.num_workers >= 0 else int(accelerator.device.type == "cuda")
         # `datasets` would give each of several workers other rows.
-        for batches in super().starting_at(step, accelerator, dataclasses.replace(cfg, num_workers=min(workers, 1))):
+        for batches in super().starting_at(step, accelerator, dataclasses.replace(cfg, num_workers=min(workers, 1)), team):
             for batch in batches:
                 if ERROR in batch:
                     raise UserError(batch[ERROR])

@@ -277,7 +277,7 @@ class NonfiniteSteps(Hook):
             return
         # The scaler finds its factor with such steps, so they are not reported one by one.
         is_expected = self.has_scaler and math.isfinite(numbers.loss)
-        self.last = "" if is_expected else _what(numbers)
+        self.last = "" if is_expected else _what(numbers, self.cfg.local_workers if self.cfg.sync_every else 1)
         if self.last and self.cfg.on_nonfinite == "stop":
             raise UserError(
                 f"step {numbers.step}: {self.last}. The run stops. Earlier checkpoints are not affected. {ADVICE} "
@@ -325,13 +325,13 @@ class NonfiniteSteps(Hook):
             print_on_main(f"{steps} were skipped, because their loss or gradients were not finite.")
 
 
-def _what(numbers: Numbers) -> str:
+def _what(numbers: Numbers, num_workers: int) -> str:
     """Return what is not finite, with the ranks whose loss it is. This is a collective if it is the loss."""
     if math.isfinite(numbers.loss):
         return f"the gradient norm is {numbers.grad_norm}, although the loss is {numbers.loss:.4g}"
     losses = gather_everywhere((this_rank.host, numbers.local_loss))
     culprits = [f"rank {rank} on {host}" for rank, (host, loss) in enumerate(losses) if not math.isfinite(loss)]
     if not culprits:
-        whose = "a worker" if links.team.num_workers > 1 else "this step"
+        whose = "a worker" if num_workers > 1 else "this step"
         return f"the loss is {numbers.loss}, because {whose} had no trained items (a larger --global_batch_size avoids this)"
     return f"the loss is {numbers.loss} on {', '.join(culprits)}"

@@ -21,7 +21,6 @@ from accel_ddp import compat
 from accel_ddp.engine.scaler import averages_itself
 from accel_ddp.engine.step_sums import UpdateStats
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import local
 from accel_ddp.training.sharding import reshard
 
@@ -34,10 +33,10 @@ class Ema:
     With decay 0 and an optimizer without `eval` there are none.
     """
 
-    def __init__(self, model: nn.Module, decay: float, optimizer: torch.optim.Optimizer | None = None):
-        """`model` is the model without DDP."""
+    def __init__(self, model: nn.Module, decay: float, optimizer: torch.optim.Optimizer | None = None, num_workers: int = 1):
+        """`model` is the model without DDP. `num_workers` are those of all ranks, with `--sync_every`."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        self.model, self.decay = model, decay
+        self.model, self.decay, self.num_workers = model, decay, num_workers
         self._optimizer: Any = optimizer if averages_itself(optimizer) else None
         if self._optimizer:
             if decay:
@@ -63,7 +62,7 @@ class Ema:
         amount = 1 - min(self.decay, (1 + step) / (10 + step)) ** len(stats)
         # Whether all updates were skipped may be known on the device only. A weight of 0 leaves an average exactly as it is. Of several
         # workers, one may have stepped although the mean of their losses is not finite.
-        has_moved = [torch.isfinite(one.loss + one.grad_norm) | (links.team.num_workers > 1) for one in stats]
+        has_moved = [torch.isfinite(one.loss + one.grad_norm) | (self.num_workers > 1) for one in stats]
         amounts = (torch.stack(has_moved).any() if len(stats) > 1 else has_moved[0]).to(stats[0].loss.dtype) * amount
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
         with torch.no_grad():

@@ -4,7 +4,6 @@ torch's own Muon multiplies in bfloat16 and steps only whole matrices. The produ
 the number of ranks changes the result by rounding in that precision only, and a matrix may be spread over ranks.
 """
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_ddp import compat
 from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -165,9 +165,10 @@ def build_adamw8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim
 
     class AdamW8bit(Original):
         def step(self, closure: None = None) -> None:
-            # A compiler for CPUs may be missing, and the compilation takes longer than it saves.
             on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-            with torch.compiler.set_stance("force_eager") if on_cpu else contextlib.nullcontext():
+            # torchao compiles its step. A CPU may have no compiler, and it takes longer than it saves. On a GPU, kernels chosen by
+            # measured times round differently in each run, so a resumed run would differ from an uninterrupted one.
+            with torch.compiler.set_stance("force_eager") if on_cpu else compat.repeatable_compiler():
                 super().step()
 
         def to_plain(self, state: dict[str, Any]) -> dict[str, Any]:

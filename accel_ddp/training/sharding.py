@@ -33,6 +33,7 @@ from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
+from accel_ddp.ranks.team import Team
 from accel_ddp.text import first_line
 
 if TYPE_CHECKING:
@@ -389,18 +390,21 @@ def recover(model: nn.Module) -> None:
 
 
 def prepare(
-    accelerator: Accelerator, cfg: "TrainConfig", task: Any, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+    accelerator: Accelerator, cfg: "TrainConfig", task: Any, model: nn.Module, optimizer: torch.optim.Optimizer,
+    team: Team | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer]:  # fmt: skip
     """Return `Terms` and optimizer for `train_step`: wrapped with DDP, or with a sharded model if the accelerate config asks for that.
 
-    Accelerate puts autocast around the model, so a loss is computed outside of it, and its settings of DDP around `Terms`.
+    Accelerate puts autocast around the model, so a loss is computed outside of it, and its settings of DDP around `Terms`. `team`
+    are the ranks that compute a step; default: all.
     """
+    team = team or Team.of(accelerator)
     _check_optimizer(optimizer, cfg.lr)
     if hasattr(optimizer, "choose_kernel"):
         optimizer.choose_kernel(accelerator.device)
     if links.sharding is None:
         model = accelerator.prepare_model(model, evaluation_mode=True)
-        return _with_ddp(accelerator, Terms(model, task, links.team)), accelerator.prepare_optimizer(optimizer)
+        return _with_ddp(accelerator, Terms(model, task, team)), accelerator.prepare_optimizer(optimizer)
     plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         names = {id(p): name for name, p in model.named_parameters()}
@@ -423,7 +427,7 @@ def prepare(
         )
     # This adds autocast and nothing else.
     model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    return Terms(model, task, links.team), optimizer
+    return Terms(model, task, team), optimizer
 
 
 def _with_ddp(accelerator: Accelerator, terms: Terms) -> nn.Module:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.team import Team
 from accel_ddp.seeds import mixed, seed_host
 from accel_ddp.text import counted, plural
 from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan
@@ -317,12 +318,15 @@ class TrainBatches:
         """Return what has the items of the stream by their indices."""
         return self.dataset
 
-    def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig) -> Iterator[list[Any]]:
-        """Yield the micro-batches of this rank for update `step` (from 0), or of each of its local workers, then for the next step."""
+    def starting_at(self, step: int, accelerator: Accelerator, cfg: TrainConfig, team: Team | None = None) -> Iterator[list[Any]]:
+        """Yield the micro-batches of this rank for update `step` (from 0), or of each of its local workers, then for the next step.
+
+        `team` are the ranks that compute the step; default: all.
+        """
         if cfg.evaluate_only:
             raise UserError("--evaluate_only: this script has a training loop of its own. It has to call accel_ddp.train or fit.")
         parts, sharded = self.part_lengths if self.knows_lengths else None, links.sharding is not None
-        team = links.team
+        team = team or Team.of(accelerator)
         plan = StepPlan(self.order(cfg.seed), cfg, team.size, parts, self.cost, sharded)
         sampler, self.first = OwnMicroBatches(plan, step, team, self.shares_at), plan.first
         # Accelerate would deal equal micro-batches to ranks. Of what else it does, only the copies to the device are needed.

@@ -64,8 +64,6 @@ class RankView:
 
 @dataclass
 class NodeView:
-    """The state of the connection to the monitor of another node."""
-
     node: int
     host: str
     address: str
@@ -77,8 +75,6 @@ class NodeView:
 
 
 class Event(NamedTuple):
-    """A line for the users on all nodes. An error stops the run."""
-
     severity: str
     kind: str
     text: str
@@ -109,8 +105,6 @@ class Cause:
 
 @dataclass
 class _Open:
-    """A cause that was found and is not over yet."""
-
     cause: Cause
     waited: float = 0.0  # for stacks
     is_reported: bool = False
@@ -118,8 +112,6 @@ class _Open:
 
 
 class _Scene:
-    """What the monitors see at one moment. Rules ask it what follows from that."""
-
     def __init__(self, judge: "Judge", ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]):
         self.judge, self.ranks, self.nodes, self.stacks = judge, ranks, nodes, stacks
         ended = {r.node for r in ranks if r.is_finished} - {r.node for r in ranks if not r.is_finished}
@@ -143,10 +135,7 @@ class _Scene:
 
     @functools.cached_property
     def behind(self) -> tuple[float, int]:
-        """The position of the active ranks that have come least far.
-
-        On a GPU a rank may wait for the others in any phase in which it launches kernels. It is then ahead of the one at fault.
-        """
+        """On a GPU a rank may wait in any phase that launches kernels, and is then ahead of the one at fault."""
         return min((r.position for r in self.active), default=(0, 0))
 
     def is_in_collective(self, r: RankView) -> bool:
@@ -171,7 +160,6 @@ class _Scene:
         )
 
     def waits_for(self, culprits: list[int]) -> list[int]:
-        """Return the ranks that are not at fault and have not finished."""
         excluded = set(culprits)
         return [r.rank for r in self.ranks if not r.is_finished and r.rank not in excluded]
 
@@ -191,8 +179,7 @@ class Judge:
         # Seconds since the last byte of a collective between nodes arrived; infinity: no byte was seen. The monitor sets it.
         self.quiet = float("inf")
         self.waits_for_link = False  # all ranks wait, and bytes still arrive
-        # Rank and phase -> how long the phase lasted because of a fault, and its usual duration before. A rank learns the former
-        # too, and the next fault would otherwise be reported later by this duration.
+        # Rank, phase -> how long a fault made it, and the usual duration before: a rank learns the former too.
         self.outliers: dict[tuple[int, int], tuple[float, float | None]] = {}
 
     def examine(self, seconds: float, ranks: list[RankView], nodes: list[NodeView], stacks: dict[int, Stack]) -> list[Event]:
@@ -222,7 +209,6 @@ class Judge:
         return events + self._end(over, ranks) + self._short_silences(nodes)
 
     def close(self, ranks: list[RankView]) -> list[Event]:
-        """Return that all causes are over, when another node decides again."""
         over, self.open = self.open, {}
         return self._end(list(over.values()), ranks)
 
@@ -262,7 +248,6 @@ class Judge:
         return Event(severity, cause.kind, text, cause.culprit, cause.host, cause.step)
 
     def _short_silences(self, nodes: list[NodeView]) -> list[Event]:
-        """Report interruptions of a link that were over before they were reported."""
         events = []
         for node in nodes:
             longest = self.silences.get(node.node, 0.0)
@@ -308,7 +293,6 @@ class Judge:
         return self._hung([r for r in late if not is_slow_disk(r)], scene)
 
     def _alone(self, scene: _Scene) -> dict[str, Cause]:
-        """Find the only rank, which waits for no other one, whatever its phase."""
         return self._hung([r for r in scene.overdue if r.phase in phases.WAITING and len(scene.active) == 1], scene)
 
     def _computing(self, scene: _Scene) -> dict[str, Cause]:

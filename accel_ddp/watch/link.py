@@ -7,6 +7,7 @@ connections, and no node has more than N.
 
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import hmac
 import json
@@ -30,6 +31,7 @@ from accel_ddp.phases import NAMES, Phases, Timing
 from accel_ddp.watch import processes
 
 _MEMORY = "/dev/shm"  # a file system in memory, on Linux
+_PR_SET_PTRACER = 0x59616D61
 _PREFIX, _LOCK = "accel_ddp_watch_", "lock"
 _STALE_SECONDS = 60.0  # a younger folder may belong to a monitor that is being started
 
@@ -107,8 +109,6 @@ def _remove_stale_folders(parent: Path) -> None:
 
 
 class Link:
-    """The connection of a rank to the monitor of its node. A thread passes the monitor's messages to `on_message`."""
-
     def __init__(self, address: MonitorAddress, rank: int, heartbeat: Phases, on_message: Callable[[dict[str, Any]], None],
                  on_lost: Callable[[], None]):  # fmt: skip
         self.address, self.on_message, self.on_lost = address, on_message, on_lost
@@ -119,7 +119,8 @@ class Link:
         page, stack = Path(address.folder, f"page.{rank}"), Path(address.folder, f"stack.{rank}")
         heartbeat.publish(page)
         self._stack_file = processes.print_on_signal(stack)
-        processes.allow_tracing(address.pid)
+        if sys.platform == "linux":  # where Linux lets only parents read the memory of a process
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, address.pid)
         self.send({"hello": {"rank": rank, "pid": os.getpid(), "page": str(page), "stack": str(stack)}})
         self._thread = threading.Thread(target=self._read, daemon=True, name="monitor link")
         self._thread.start()
@@ -138,7 +139,6 @@ class Link:
             self.on_lost()
 
     def close(self) -> None:
-        """Report that the program of this rank is complete, and close the connection."""
         self.is_closed = True
         self.send({"finished": True})
         with contextlib.suppress(OSError):
@@ -214,7 +214,6 @@ class Peers:
             self.pings, _ = await loop.create_datagram_endpoint(lambda: _Pings(self), local_addr=address, family=sock.family)
 
     def make_ping(self, sender: int, other: int, number: int) -> bytes:
-        """Return a datagram of one node. `other` is the node that it is exchanged with."""
         head = struct.pack(_PING, sender, number)
         return head + messages.make_proof(self.keys[other], b"ping", head)
 
@@ -303,7 +302,6 @@ class Peers:
             self.send(node, message)
 
     async def close(self) -> None:
-        """Send that this node is done, wait a moment until that is delivered, and close all connections."""
         self.is_closing = True
         self.broadcast({"bye": True})
         writers = [peer.stream.writer for peer in self.peers.values() if peer.stream]

@@ -109,7 +109,6 @@ class LocalRanks(dict[int, LocalRank]):
     # ---- the end of a rank
 
     def describe_death(self, local: LocalRank) -> dict[str, Any]:
-        """Return the failure of a rank that has ended without a message."""
         seen = phases.read(local.memory)
         what = processes.describe_exit(local.status)
         place = {"rank": local.rank, "host": self.host, "step": phases.step_of(seen.step, seen.phase)}
@@ -163,7 +162,6 @@ class LocalRanks(dict[int, LocalRank]):
     # ---- stacks
 
     async def read_stack(self, rank: int) -> Stack:
-        """Return where a rank is, or an empty stack if that cannot be read."""
         local = self.get(rank)
         if local is None:
             return Stack()

@@ -84,7 +84,6 @@ class Monitor:
     # ---- ranks of this node
 
     async def serve_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read the messages of a rank: one JSON object per line."""
         local: LocalRank | None = None
         with contextlib.suppress(OSError, ValueError):
             while line := await reader.readline():
@@ -158,7 +157,6 @@ class Monitor:
         self._fail(failure)
 
     def _fail(self, failure: dict[str, Any]) -> None:
-        """End the run: print the failure here and on all nodes, and send it to the ranks."""
         if self.failure:
             return
         if self.slow_run and self.slow_run.slowness.slow_link and failure["kind"] in ("died", "failed"):  # on the coordinator
@@ -194,14 +192,12 @@ class Monitor:
                 self.peers.send(node, {**message, "relay": lost} if node == via else message)
 
     def _print(self, event: Event) -> None:
-        """Print a diagnosis. The main node stores it too."""
         self.printer.put(str(event))
         if self.node == 0:
             step = event.step or -1
             self.incidents.write(Incident(event.severity, event.kind, event.text, event.rank, event.host, step))
 
     def _record(self, incident: Incident) -> None:
-        """Store what a rank has printed. Nodes send it to the main node."""
         if self.node:
             self.peers.send(0, {"incident": incident._asdict()})
         elif (incident.kind, incident.text) not in self.recorded:
@@ -222,7 +218,6 @@ class Monitor:
     # ---- other nodes
 
     def _connect(self, message: dict[str, Any]) -> None:
-        """Connect to the other nodes. `roster` are all nodes, `ranks` all ranks, and `node` is the number of this node."""
         self.node = self.ranks.node = message.get("node", self.node)
         for entry in message["ranks"]:
             if entry["node"] != self.node:
@@ -414,7 +409,6 @@ class Monitor:
                 self.printer.put(f"warning: the monitor of {self.host} cannot diagnose this run: {text}")
 
     def _judge(self, now: float, seconds: float) -> None:
-        """Report what keeps all the ranks and nodes that are known here from progress."""
         remote = ((self.remote[rank], now - heard_at) for rank, heard_at in self.heard_ranks_at.items())
         views = [*self.ranks.views(), *(dataclasses.replace(v, age=v.age + late) for v, late in remote)]
         views.sort(key=lambda v: v.rank)
@@ -438,9 +432,6 @@ class Monitor:
             self.slow_run.examine(views, {**self.timings, **self.ranks.timings()})
             if self.judge.waits_for_link:
                 self.slow_run.report_flow(self.flows, [v for v in views if not v.is_finished], now)
-        self._ask_for_stacks()
-
-    def _ask_for_stacks(self) -> None:
         for rank in self.judge.wants_stacks - self.asked_stacks:
             self.asked_stacks.add(rank)
             if rank in self.ranks:
@@ -475,8 +466,7 @@ async def watch(options: dict[str, Any]) -> None:
     monitor.printer.close(2)
     monitor.incidents.close()
     shutil.rmtree(options["folder"], ignore_errors=True)
-    # Not a normal end: a thread may be blocked in the kernel, by a disk that does not answer, and asyncio would print an error for
-    # every connection of a rank that cannot be killed.
+    # Not a normal end: a disk may block a thread, and asyncio prints an error for each rank that cannot be killed.
     os._exit(0)
 
 

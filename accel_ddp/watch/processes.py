@@ -6,7 +6,6 @@ in a collective or holds the GIL prints it too. A stopped process cannot. py-spy
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import os
 import re
@@ -20,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
+from accel_ddp.nodes.spawn import is_pending
+
 
 def state_of(pid: int) -> str:
     """Return the state letter of a process: R and S run, T is stopped, D is blocked in the kernel, Z has ended. "": there is none."""
@@ -27,10 +28,7 @@ def state_of(pid: int) -> str:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit code of a process that has ended, or minus the signal that ended it. None: its parent has already read it.
-
-    A monitor is not the parent of a rank. The status can be read until the launcher does so, which takes it about 0.1 s.
-    """
+    """Return the exit code or minus the signal, or None if the launcher, its parent, has read it, which takes it about 0.1 s."""
     fields = _stat(pid)
     if not fields or fields[0] not in "ZX":
         return None
@@ -39,7 +37,6 @@ def exit_status(pid: int) -> int | None:
 
 
 def describe_exit(status: int | None) -> str:
-    """Return a phrase that completes "rank 1 ...", for example "was killed by SIGKILL"."""
     if status is None:
         return "died"
     if status >= 0:
@@ -49,7 +46,6 @@ def describe_exit(status: int | None) -> str:
 
 
 def count_files(pid: int) -> tuple[int, int] | None:
-    """Return how many files and connections a process has open, and its limit. None: it has ended, or belongs to another user."""
     try:
         number = os.stat(f"/proc/{pid}/fd").st_size or len(os.listdir(f"/proc/{pid}/fd"))  # the size is 0 before Linux 6.2
         return (number, resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]) if number else None
@@ -66,7 +62,6 @@ def _stat(pid: int) -> list[str]:
 
 
 def kernel_function(pid: int) -> str:
-    """Return the kernel function in which a process, or one of its threads, is blocked (state D), or ""."""
     threads = [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
     blocked = next((thread for thread in threads if state_of(thread) == "D"), pid)
     with contextlib.suppress(OSError):
@@ -79,11 +74,7 @@ _BYTES = struct.Struct("=120xQQ")  # tcp_info: acknowledged, received
 
 
 def tcp_traffic(pids: Iterable[int], without_port: int) -> list[list]:
-    """Return [own address, peer's address, bytes acknowledged, bytes received, bytes to send] of the connections of processes.
-
-    Connections inside this host and those of a port are left out, and those between the same addresses are one row. There are
-    none where the kernel has no sock_diag (gVisor, macOS), and nothing is known about RDMA, which bypasses the kernel.
-    """
+    """Return [own, peer, acknowledged, received, to send] to other hosts. Without sock_diag (gVisor, macOS) or with RDMA: []."""
     own = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -133,7 +124,6 @@ class OutOfMemoryKills:
         self.before = {file: _count_kills(file) for file in (_OF_MACHINE, *_cgroup_files(pid))}
 
     def happened(self) -> list[Path]:
-        """Return the folders of the cgroups of the process in which the kernel has killed a process."""
         # The process may have been moved to another cgroup since.
         files = {*self.before, *_cgroup_files(self.pid)} - {_OF_MACHINE}
         return [file.parent for file in files if _count_kills(file) > self.before.get(file, 0)]
@@ -144,7 +134,6 @@ class OutOfMemoryKills:
 
 
 def memory_limit(folders: list[Path]) -> int:
-    """Return the memory limit, in bytes, that applies in these cgroups, or 0 if it cannot be read."""
     limits = []
     every = {each for folder in folders for each in (folder, *folder.parents)}
     for file in (each / name for each in every for name in ("memory.max", "memory.limit_in_bytes")):  # of version 2 and 1
@@ -152,9 +141,6 @@ def memory_limit(folders: list[Path]) -> int:
             limits.append(int(file.read_text()))
     limit = min(limits, default=0)
     return limit if limit < 1 << 60 else 0  # the number that means no limit in version 1
-
-
-_OF_MACHINE = Path("/proc/vmstat")
 
 
 def _cgroup_files(pid: int) -> list[Path]:
@@ -179,6 +165,7 @@ def _count_kills(file: Path) -> int:
     return 0
 
 
+_OF_MACHINE = Path("/proc/vmstat")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _PY_SPY_FRAME = re.compile(r"^    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
 _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py")
@@ -194,13 +181,6 @@ def print_on_signal(path: Path) -> IO[str]:
     if hasattr(signal, "SIGRTMIN"):  # not on macOS
         faulthandler.register(_SIGNAL, file=file, all_threads=True)
     return file
-
-
-def allow_tracing(pid: int) -> None:
-    """Let another process of the same user read the memory of this one, where Linux restricts that to parents."""
-    if sys.platform == "linux":
-        PR_SET_PTRACER = 0x59616D61
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, pid)
 
 
 class Stack(list[str]):
@@ -222,17 +202,9 @@ class Stack(list[str]):
         return "\n".join(f"    {frame}" for frame in self[:_MAX_FRAMES])
 
 
-def _prints_on_signal(pid: int) -> bool:
-    """Return whether a process handles the signal. It would end another one."""
-    with contextlib.suppress(OSError):
-        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return bool(caught) and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
-    return False
-
-
 async def read_stack(pid: int, file: Path | None, state: str) -> Stack:
     """Return the stack of the main thread, or an empty one if it cannot be read. This takes 2 s at most."""
-    if state not in ("T", "t") and file and _prints_on_signal(pid):
+    if state not in ("T", "t") and file and is_pending(pid, _SIGNAL, "SigCgt"):  # it would end a process that does not handle it
         with contextlib.suppress(OSError):
             size = file.stat().st_size
             os.kill(pid, _SIGNAL)
@@ -269,7 +241,6 @@ async def read_stack_of_worker(rank: int, file: Path) -> Stack:
 
 
 def parse(text: str) -> Stack:
-    """Return the frames of the main thread from the output of faulthandler or py-spy."""
     sections = re.split(r"^(?=Thread |Current thread )", text, flags=re.MULTILINE)
     # faulthandler prints the main thread last. py-spy prints it first, with its name.
     named = [part for part in sections if '"MainThread"' in part]

@@ -25,15 +25,11 @@ MOST_FAILURES_OF_A_STEP = 3
 
 
 def launcher_pid(parent: int = 0) -> int:
-    """Return the pid of the launcher that started this rank, or 0 if there is none that could start the rank again.
-
-    `parent` is the parent of the rank if the caller is another process.
-    """
+    """Return the pid of a launcher that could start this rank (or, elsewhere, one whose parent is `parent`) again, or 0."""
     return int(os.environ.get(LAUNCHER) or parent or os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def current_round() -> int:
-    """Return the number of the attempt of this node's launcher, from 0."""
     return int(os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
@@ -52,7 +48,6 @@ def read_outcome(launcher_pid: int, number: int) -> dict[str, Any] | None:
 
 
 def store_run(launcher_pid: int, **values: Any) -> None:
-    """Store facts about the run, besides those that are already stored for this launcher."""
     _write(launcher_pid, "run", {**read_run(launcher_pid), **values})
 
 
@@ -77,10 +72,7 @@ def touch(launcher_pid: int) -> None:
 
 
 def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | None]) -> str:
-    """Return why an attempt with this outcome must be the last one, or "" if it may be followed by another one.
-
-    `failed_steps` are the steps at which the attempts before it failed.
-    """
+    """Return why this attempt must be the last one, or "". Earlier ones have failed at `failed_steps`."""
     if outcome is None:
         return ""
     code, step = outcome.get("exit_code"), outcome.get("step")
@@ -92,7 +84,6 @@ def why_not_restarted(outcome: dict[str, Any] | None, failed_steps: list[int | N
 
 
 def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0, is_node_lost: bool = False) -> str:
-    """Return the end of a message about ranks that exit with `code`: the launcher restarts them, or what the user does."""
     is_last = is_node_lost and "ACCEL_DDP_GUARD" in os.environ  # `accel-ddp launch` stops the other nodes
     used, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     failed_steps = read_run(launcher_pid(parent)).get("failed_steps", [])
@@ -103,10 +94,7 @@ def how_to_continue(code: int, step: int, by_hand: str, parent: int = 0, is_node
 
 
 def find_repeated_step(failed_steps: list[int | None]) -> str:
-    """Return the reason if the last attempts failed at the same step. Otherwise return "".
-
-    A GPU reports an error in the step or in the next one, so two steps in a row count as the same.
-    """
+    """A GPU reports an error in the step or in the next one, so two steps in a row count as the same."""
     last = [step for step in failed_steps[-MOST_FAILURES_OF_A_STEP:] if step is not None]
     if len(last) < MOST_FAILURES_OF_A_STEP or max(last) - min(last) > 1:
         return ""
@@ -126,10 +114,7 @@ def _start_time(pid: int) -> str:
 
 
 def _folder() -> Path | None:
-    """Return the private folder of this user, or None if it cannot be made or belongs to somebody else.
-
-    Containers that share the temporary directory, and perhaps the host name, have different processes under the same pids.
-    """
+    """None: it is somebody else's, or cannot be made. Containers may share it and the host name, and have the same pids."""
     namespace = 0
     with contextlib.suppress(OSError):  # not Linux
         namespace = os.stat("/proc/self/ns/pid").st_ino

@@ -1,7 +1,4 @@
-"""Reports about what slows a run down: `Slowness` gets the times of all ranks, and measurements of links when it asks for them.
-
-`Flows` are the bytes that collectives still move in a step that takes long. They distinguish a slow link from a deadlock.
-"""
+"""Reports about what slows a run down. `Flows`, the bytes that collectives still move, tell a slow link from a deadlock."""
 
 import asyncio
 import contextlib
@@ -18,8 +15,6 @@ from accel_ddp.watch.slowness import Notice, Slowness, neighbours
 
 SLOW_RATE = 5e6  # bytes per second
 MEASURE_SECONDS = 30.0  # the longest measurement; one that takes longer has no result
-
-
 FLOW_SAMPLES = 12  # heartbeats over which the rate of a collective is measured
 GAP_SECONDS = 2.0  # between two heartbeats with bytes; they are only sent while a rank is late
 
@@ -56,7 +51,6 @@ class Flows:
         return now - max(times, default=float("-inf"))
 
     def slowest(self, now: float, seconds: float) -> tuple[tuple[int, int], float] | None:
-        """Return the link on which most bytes wait, and its bytes per second in the last `seconds`, at least one."""
         found = []
         for (source, target, _), samples in self.samples.items():
             recent = [sample for sample in samples if now - sample[0] < seconds]
@@ -69,7 +63,6 @@ class SlowRun:
     """The coordinator has one, which judges. On other nodes it only measures links when the coordinator asks for it."""
 
     def __init__(self, node: int, message: dict[str, Any], peers: Peers, announce: Callable[[Event], None]):
-        """`message` has all nodes and all ranks of the run."""
         self.node, self.peers, self.announce = node, peers, announce
         self.roster = {entry["node"]: entry for entry in message["roster"]}
         ranks = sorted(message["ranks"], key=lambda entry: entry["rank"])
@@ -79,7 +72,6 @@ class SlowRun:
         self.answers: dict[tuple[int, int], asyncio.Future] = {}
 
     def examine(self, views: list[RankView], timings: dict[int, Timing]) -> None:
-        """Report what is slow. Only the coordinator calls it, after every heartbeat."""
         for view in views:
             if view.rank in timings and not view.is_finished:
                 self._report(self.slowness.observe(view.rank, timings[view.rank], view.state in ("T", "t")))
@@ -91,7 +83,6 @@ class SlowRun:
             self.task = asyncio.ensure_future(self._measure_all(is_reference))
 
     def report_flow(self, flows: Flows, views: list[RankView], now: float) -> None:
-        """Report the link for which all ranks wait in the middle of a step."""
         step, seconds = max(view.current_step for view in views), min(view.age for view in views)
         if flow := flows.slowest(now, seconds):
             self._report(self.slowness.add_flow(*flow, step, seconds))
@@ -102,11 +93,7 @@ class SlowRun:
             self.announce(Event(INFO if notice.is_over else WARNING, notice.kind, notice.text, rank, notice.host, notice.since))
 
     async def _measure_all(self, is_reference: bool) -> None:
-        """Measure the bytes per second between neighboring nodes, in both directions, and of each node with itself.
-
-        Pairs that have no node in common are measured together. The lowest rate is the reference, and the highest one that of a link
-        that may be slow, so neither is an outlier of a busy processor.
-        """
+        """Measure disjoint pairs at once. The lowest rate is the reference, later the highest counts: no outliers."""
         rounds: list[list[tuple[int, int]]] = []
         for pair in [*neighbours(list(self.roster)), *((node, node) for node in sorted(self.roster))]:
             free = next((each for each in rounds if not any(set(pair) & set(other) for other in each)), None)
@@ -151,7 +138,6 @@ class SlowRun:
         return rates
 
     async def receive(self, node: int, message: dict[str, Any]) -> None:
-        """Measure the link to the node that the coordinator asks for, or take its answer."""
         if message.get("measure") in self.roster:
             target = message["measure"]
             self.peers.send(node, {"rate": [target, await self._measure_from_here(target)]})

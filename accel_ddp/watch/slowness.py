@@ -21,10 +21,7 @@ REPEAT_STEPS = 100  # the next measurement or report of the same case; the pause
 def find_slow_link(
     rates: Mapping[tuple[int, int], float], reference: Mapping[tuple[int, int], float]
 ) -> tuple[tuple[int, int], float, float] | None:
-    """Return (pair, its rate, the rate it is compared with) of the slowest link that is much slower than it was, or than the others.
-
-    Return None if there is none. A busy processor slows every measurement down. Pairs of a node with itself show by how much.
-    """
+    """Return (pair, rate, usual rate) of a slow link, or None. A busy processor slows all; a node with itself shows how much."""
     links = {pair: rate for pair, rate in rates.items() if pair[0] != pair[1]}
     busy = {a: min(1.0, rate / reference[a, a]) for (a, b), rate in rates.items() if a == b and reference.get((a, a))}
     found = []
@@ -38,7 +35,6 @@ def find_slow_link(
 
 
 def neighbours(nodes: list[int]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes between which gradients travel in a ring, in both directions."""
     ordered = sorted(set(nodes))
     ring = list(zip(ordered, ordered[1:] + ordered[:1])) if len(ordered) > 2 else [tuple(ordered)] if len(ordered) == 2 else []
     return [pair for a, b in ring for pair in ((a, b), (b, a))]
@@ -79,8 +75,6 @@ PARTS = {
 
 
 class Notice(NamedTuple):
-    """A report for the log of every node."""
-
     kind: str
     is_over: bool  # the case has ended
     text: str
@@ -118,7 +112,6 @@ class _Case:
         self.until, self.lost, self.seconds, self.passed = since, 0.0, 0.0, 0.0  # to the last slow block; `passed` to the newest
 
     def add(self, block: _Block) -> None:
-        """Add what the others have lost by the ranks of this case."""
         self.passed += block.seconds * block.steps
         if lost := max(map(block.lost, self.ranks)):
             self.lost, self.seconds, self.until = self.lost + lost * block.steps, self.passed, block.last
@@ -130,10 +123,7 @@ class _Case:
         return f"{rough_seconds(per_step)} per step for it, {_percent(min(1.0, self.lost / max(self.seconds, 1e-9)))} of the step time"
 
     def is_due(self, step: int, severity: float, step_seconds: float = float("inf")) -> bool:
-        """Return whether to report it now: the first time, if it is twice as severe, and after 100, 200, 400, ... steps.
-
-        The caller must do so. Reports of short steps are rarer.
-        """
+        """Return whether to report it, which the caller then does: first, if twice as severe, after 100, 200, 400 ... steps."""
         if self.severity and severity < 2 * self.severity:
             if step - self.reported_at < self.pause * max(1.0, REPEAT_SECONDS / REPEAT_STEPS / max(step_seconds, 1e-6)):
                 return False
@@ -143,10 +133,7 @@ class _Case:
 
 
 class Slowness:
-    """Receives the times of all ranks and returns what to report."""
-
     def __init__(self, hosts: list[str], nodes: list[int], pids: list[int]):
-        """`hosts[rank]`, `nodes[rank]` and `pids[rank]` are where each rank runs."""
         self.hosts, self.nodes, self.pids = hosts, nodes, pids
         self.reference: dict[tuple[int, int], float] = {}  # bytes per second of (source node, target node) at the start
         self._reset()
@@ -169,7 +156,6 @@ class Slowness:
         self.link_text = ""  # what was reported about it
 
     def observe(self, rank: int, times: Timing, is_stopped: bool = False) -> list[Notice]:
-        """Add what a rank has published, and whether its process is in state T. To be called for every heartbeat."""
         self.states[rank].append((times.step, is_stopped))
         if is_stopped:
             self.stopped.add(rank)
@@ -188,7 +174,6 @@ class Slowness:
         return self._judge() if self._complete_block() else []
 
     def _complete_block(self) -> bool:
-        """Make a block of the steps that all ranks have done since the last one. Return False if they do not make one yet."""
         if self.first is None or self.behind:
             return False
         last = min(each[-1].step for each in self.samples)
@@ -296,12 +281,7 @@ class Slowness:
         return case
 
     def _is_straggler(self, rank: int, totals: dict[int, float]) -> bool:
-        """Return whether the rank is clearly or steadily slower, or is interrupted again and again.
-
-        On a machine with more busy processes than cores, the faster of two ranks changes all the time. In two minutes with 5
-        busy processes on 2 cores no rank lost 40 % in more than 4 of 10 blocks, and no mean of 10 blocks was above 1.7 standard
-        deviations.
-        """
+        """5 busy processes on 2 cores, 2 minutes: never 40 % lost in over 4 of 10 blocks, or a mean above 1.7 deviations."""
         window, bad = (2 * WINDOW, 2 * WINDOW - 2) if self.is_uneven else (WINDOW, BAD)
         recent = [block.lost(rank) / block.seconds for block in self._last(window)]
         if sum(share >= CLEARLY_LOST for share in recent) >= bad:
@@ -325,7 +305,6 @@ class Slowness:
         return list(self.blocks)[-number:]
 
     def _stopped_share(self, rank: int) -> float:
-        """Return the fraction of observations in which the process was stopped, if it was stopped repeatedly; otherwise 0."""
         states = self.states[rank]
         stops = {step for step, is_stopped in states if is_stopped}
         if len(stops) < 4 or len(states) < WINDOW:
@@ -337,7 +316,6 @@ class Slowness:
         return max(counts.values(), default=0) > LINK_WINDOW - LINK_BAD
 
     def _lost(self, rank: int) -> float:
-        """Return the seconds per step that others have lost by this rank in the last blocks in which it was slow."""
         bad = [block.lost(rank) for block in self._last(WINDOW) if rank in block.slow]
         return statistics.mean(bad) if bad else 0.0
 
@@ -394,7 +372,6 @@ class Slowness:
         return []
 
     def add_rates(self, rates: Mapping[tuple[int, int], float]) -> list[Notice]:
-        """Return a notice if a link is slow. `rates` are bytes per second. A link whose measurement failed is left out."""
         self.wants_probe = False
         slowest = find_slow_link(rates, self.reference)
         if not slowest:

@@ -7,7 +7,7 @@ import io
 import re
 from unittest import mock
 
-from accel_ddp.cli import COMMANDS
+from accel_ddp.config.commands import COMMANDS
 from reference import mark, notice, table, wrap
 
 # The guide of each command, and an example.
@@ -46,7 +46,7 @@ class _Found(Exception):
 
 def page() -> str:
     """Return the page of all commands."""
-    rows = [(f"[{name}](#accel-ddp-{name})", mark(text)) for name, (_, text) in COMMANDS.items()]
+    rows = [(f"[{name}](#accel-ddp-{name})", mark(one["does"])) for name, one in COMMANDS.items()]
     parts = [
         "# Commands",
         notice("the argument parsers of the commands"),
@@ -71,10 +71,8 @@ def _section(name: str) -> str:
 
 def _help_of(name: str) -> argparse.ArgumentParser | str:
     """Return the parser of a command, or the text that it prints for `--help` if it has no parser."""
-    function, _ = COMMANDS[name]
-    if isinstance(function, str):
-        module, _, name = function.partition(":")
-        function = getattr(importlib.import_module(f"accel_ddp.{module}"), name)
+    module, _, name = COMMANDS[name]["call"].partition(":")
+    function = getattr(importlib.import_module(f"accel_ddp.{module}"), name)
 
     def found(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         raise _Found(parser)

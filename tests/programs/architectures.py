@@ -27,7 +27,6 @@ from accel_ddp.engine.terms import Terms
 from accel_ddp.entry import run
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.ranks.process import links
 from accel_ddp.ranks.shards import full
 from accel_ddp.ranks.team import Team
 from accel_ddp.saving import state_tensors
@@ -294,7 +293,7 @@ def train(accelerator, initial: Task, micro: int, is_resumed: bool = False, is_s
     task, plain = copy_of(initial, accelerator.device if is_sharded else None)
     built = state_tensors.options_of(plain)
     prepare = lambda: accel_ddp.prepare(accelerator, TrainConfig(lr=0.02), task, task.model, plain)
-    terms, optimizer = (Terms(task.model, task, links.team), plain) if is_sharded else prepare()
+    terms, optimizer = (Terms(task.model, task, Team.of(accelerator)), plain) if is_sharded else prepare()
     ranks, rank = accelerator.num_processes, accelerator.process_index
     for step in range(STEPS):
         if is_resumed and step == STEPS - 1:
@@ -393,7 +392,7 @@ def facts_of_sharded(accelerator, cfg, name: str) -> dict[str, Any]:
         batch = collate_of(initial.kind)(rows(initial.kind)[:4])
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
         stats = accel_ddp.train_step(
-            accelerator, TrainConfig(max_grad_norm=0.0), Terms(model, task, links.team), optimizer, [batch]
+            accelerator, TrainConfig(max_grad_norm=0.0), Terms(model, task, Team.of(accelerator)), optimizer, [batch]
         )
         exact = initial.total(initial.model, batch) / task.count(batch)
     facts["bf16"] = abs(float(stats.loss) - float(exact))

@@ -24,8 +24,7 @@ LIBC = ctypes.CDLL(None)
 OF_LOOP = [
     "accelerate", "numpy", "psutil", "safetensors.torch", "torch", "torch._dynamo",
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook", "torch.distributed.fsdp",
-    "tyro", "tyro._backends._tyro_backend", "tyro._backends._tyro_help_formatting", "tyro.constructors._struct_spec_dataclass",
-    "tyro.constructors._struct_spec_pydantic", "typeguard", "yaml",
+    "yaml",
 ]  # fmt: skip
 LIBRARIES = {
     "loop": OF_LOOP,

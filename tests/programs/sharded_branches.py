@@ -21,8 +21,9 @@ from accel_ddp.entry import run
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import gather_everywhere
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import full
+from accel_ddp.ranks.team import Team
 from accel_ddp.training import sharding
 
 STEPS, SIZE = 3, 6
@@ -94,7 +95,7 @@ def train_together(
 ) -> dict[str, Tensor]:
     model = copy.deepcopy(model)
     sharding.shard(model, plan, accelerator.device, keep=keep)
-    optimizer, terms = optimizer_of(model), Terms(model, base.Task(losses), links.team)
+    optimizer, terms = optimizer_of(model), Terms(model, base.Task(losses), Team.of(accelerator))
     for step in range(STEPS):
         own = batches_of(step, this_rank.rank, kinds)
         train_step(accelerator, TrainConfig(max_grad_norm=1.0), terms, optimizer, own)
