@@ -347,6 +347,8 @@ class Speed:
         with together("compare texts with and without padding"):
             batch = self.train.sample(4, accelerator, self.cfg)
             is_fixed = not isinstance(batch, Rows)
+            if is_fixed and isinstance(batch, Mapping) and "attention_mask" in batch:
+                return "their collate function pads them (`make_rows` of docs/own_recipe.md does not)"
             # A run that has found its graphs to differ keeps its layers when it is resumed.
             is_off = self.cfg.compile == "off" and not choices.was_auto(self.cfg, "compile")
             if is_fixed and (not self._on_gpu or is_off or not isinstance(batch, Mapping)):
