@@ -249,13 +249,6 @@ def compile_options(rows: int = 0, columns: int = 0) -> dict[str, Any]:
     return options
 
 
-def repeatable_compiler() -> contextlib.AbstractContextManager[None]:
-    """Let torch.compile choose kernels with sums without timing them, where another library calls it. Tested with torch 2.13."""
-    import torch._inductor.config as config
-
-    return config.patch(deterministic=True) if hasattr(config, "deterministic") else contextlib.nullcontext()
-
-
 def compiled_graphs() -> int:
     """Return how many graphs this process has compiled and not found in a cache. Tested with torch 2.13."""
     from torch._dynamo.utils import counters
@@ -347,7 +340,7 @@ def within_forward(model: "nn.Module", compute: Callable[[], Any]) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
     state = model._get_fsdp_state()
-    state._pre_forward(model, (), {})
+    state._pre_forward(model, (None,), {})  # on a GPU, it moves arguments to the device and cannot do that with none
     found = compute()
     return state._post_forward(model, (), found) if state._training_state == TrainingState.FORWARD else found
 

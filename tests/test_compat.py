@@ -517,15 +517,6 @@ def test_torch_has_the_settings_of_the_compiler():
     assert compat.compiled_graphs() == before
 
 
-def test_the_compiler_is_repeatable_inside_of_the_block_only():
-    import torch._inductor.config as config
-
-    before = config.deterministic
-    with compat.repeatable_compiler():
-        assert config.deterministic is True
-    assert config.deterministic is before is False
-
-
 @pytest.mark.slow
 def test_graphs_that_are_compiled_are_counted():
     before = compat.compiled_graphs()

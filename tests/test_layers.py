@@ -232,7 +232,7 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_686,
+    "(top)": 2_679,
     "config": 1_465,
     "doctor": 3_550,
     "engine": 3_300,
@@ -247,9 +247,9 @@ LINES: dict[str, int] = {
     "report": 1_621,
     "saving": 1_867,
     "sources": 3_254,
-    "speed": 3_649,
+    "speed": 3_651,
     "tasks": 5_563,
-    "training": 4_042,
+    "training": 4_040,
     "watch": 2_490,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_ddp import compat
 from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
@@ -165,10 +164,9 @@ def build_adamw8bit(groups: list[dict[str, Any]], **options: Any) -> torch.optim
 
     class AdamW8bit(Original):
         def step(self, closure: None = None) -> None:
-            on_cpu = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-            # torchao compiles its step. A CPU may have no compiler, and it takes longer than it saves. On a GPU, kernels chosen by
-            # measured times round differently in each run, so a resumed run would differ from an uninterrupted one.
-            with torch.compiler.set_stance("force_eager") if on_cpu else compat.repeatable_compiler():
+            # torchao compiles its step. A CPU may have no compiler, and on a GPU the kernels are chosen by measured times and round
+            # differently in each process, so a resumed run would differ from an uninterrupted one.
+            with torch.compiler.set_stance("force_eager"):
                 super().step()
 
         def to_plain(self, state: dict[str, Any]) -> dict[str, Any]:
