@@ -247,7 +247,7 @@ LINES: dict[str, int] = {
     "report": 1_621,
     "saving": 1_867,
     "sources": 3_254,
-    "speed": 3_649,
+    "speed": 3_651,
     "tasks": 5_563,
     "training": 4_042,
     "watch": 2_490,
