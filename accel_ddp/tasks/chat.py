@@ -289,13 +289,12 @@ class Format:
         except UnusableRow as error:
             return [Rendered("", [], str(error))]
 
+    def _row(self, rows: dict[str, list], i: int) -> dict[str, Any]:
+        return {column: values[i] for column, values in rows.items()}
+
     def _read(self, rows: dict[str, list], i: int) -> Chat | Pair | str:
-        found = chat_rows.read_row(
-            self.kind,
-            self.columns,
-            {column: values[i] for column, values in rows.items()},
-            self.template.source if self.template else "",
-        )
+        template = self.template.source if self.template else ""
+        found = chat_rows.read_row(self.kind, self.columns, self._row(rows, i), template)
         if isinstance(found, Chat) and self.template and self.template.begins_with_user:
             return chat_rows.leave_out_first(found)
         return found
