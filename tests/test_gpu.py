@@ -103,6 +103,7 @@ def test_padding_free_captured_and_compiled_layers_give_the_same_result_as_plain
     ended = one_rank(PROGRAMS / "fast_layers.py", *kinds).well()
     found = json.loads(ended.text.strip().splitlines()[-1])
     for kind in (kind for kind in found if kind != "dropout"):
+        assert "error" not in found[kind], found[kind]
         is_equal = kind != "deberta"  # sums its position biases in another order each time, so it is not captured by default
         most = {"mixtral": 0.3, "t5": 0.1}.get(kind, 0.05)  # rounding changes experts; a position bias is a sum over all texts
         assert found[kind]["padding-free"] < most, found
