@@ -45,6 +45,8 @@ class Config(ScoredConfig):
 
 
 class Task(accel_ddp.ClassTask):
+    """What is learned. A task needs `items` (its tokens and columns) and `terms` (the loss of each item); ClassTask has the rest."""
+
     model_class = "AutoModelForSequenceClassification"
 
     def read(self):

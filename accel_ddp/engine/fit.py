@@ -58,7 +58,10 @@ class Schedule(NamedTuple):
         return self.saves(step) or self.evaluates(step)
 
     def _is_due(self, step: int, every: int) -> bool:
-        """Return whether a step is the first one, of those in which all ranks are equal, at or after a multiple of `every`."""
+        """Return whether a step is the first one, of those in which all ranks are equal, at or after a multiple of `every`.
+
+        0: of an epoch.
+        """
         steps, size = (1, every) if every else (self.cfg.step_size, self.epoch_size)
         return self.syncs(step) and step * steps // size > self.before(step) * steps // size
 
@@ -75,7 +78,7 @@ class Run:
     set_lr: Callable[[int], float]  # sets the learning rate of a step (from 0), and returns it
     step: int = 0  # steps done
     is_done: bool = False  # a hook has ended the run
-    is_stopping: bool = False  # a rank was asked to stop: all save, and stop after the same step
+    is_stopping: bool = False  # `Events` has summed the votes: a rank was asked to stop, and all save and stop after the same step
 
     @property
     def model(self) -> nn.Module:

@@ -1,7 +1,9 @@
 """One optimizer step: micro-batches in, one update of the weights out.
 
-A micro-batch is what a rank computes in one forward and backward pass. The loss of a step is the sum over all micro-batches of all
-ranks, divided by their number of items. DDP wraps `Terms`, whose forward pass is the loss of a task.
+A micro-batch is what a rank computes in one forward and backward pass: of texts `Rows`, one behind the other. Where each text begins
+is a column that travels as an argument of `model(rows)` to our attention, which transformers calls (`speed/row_model.py`). The loss
+of a step is the sum over all micro-batches of all ranks, divided by their number of items, which `count` of the task says. DDP wraps
+`Terms`, the module whose forward pass is `terms` of the task: the loss of each item, and numbers to log.
 
 In a run, only this module, `ddp`, `scaler` and `rehearsal` write the `.grad` of parameters, clip and step. On a GPU, with a fused
 optimizer, nothing here reads a device value on the host. The phases show the monitor where a rank is, and divide the time of a step.
@@ -47,11 +49,11 @@ def train_step(
     plain, device = terms_of(terms), accelerator.device
     team = plain.team
 
-    def seeded(i: int) -> Sealed:
+    def seeded(i: int) -> Sealed:  # a batch that DDP passes on as it is
         seed_forward(dropout_seed(seed, i, team.rank, team.size), device)
         return Sealed(batches[i])
 
-    plain.prepare(batches, seeded)
+    plain.prepare(batches, seeded)  # columns that a task needs from all micro-batches, computed with the same dropout
     gradients = ddp.begin_step(accelerator, terms, optimizer, batches[0])
     stepper = Stepper(accelerator, plain.model, optimizer, keeps_buffers=cfg.on_nonfinite == "skip")
     counts = [plain.count(batch) for batch in batches]
