@@ -78,7 +78,9 @@ class Run:
     set_lr: Callable[[int], float]  # sets the learning rate of a step (from 0), and returns it
     step: int = 0  # steps done
     is_done: bool = False  # a hook has ended the run
-    is_stopping: bool = False  # `Events` has summed the votes: a rank was asked to stop, and all save and stop after the same step
+    is_stopping: bool = (
+        False  # `Events` has summed the votes: a rank was asked to stop, and all save and stop after the same step
+    )
 
     @property
     def model(self) -> nn.Module:
