@@ -206,7 +206,7 @@ class PackedLayers(CalledModel):
         if stack.bias is not None:  # the widths of few different padded batches, because each is captured as a CUDA graph
             wide = grid.mask.shape[1] + (-grid.mask.shape[1] % 64 if hidden.is_cuda else 0)
             grid = stack.rows.grid_of_size(wide, len(grid.places))
-            at, places = at._replace(grid=None if at.is_flash else grid), stack.places_of_bias(grid)
+            at, places = at._replace(grid=grid), stack.places_of_bias(grid)
         stack.given = rest
         stack.packed = packed | {"segments": at, "lengths": lengths, "places": places}
         return hidden, stack.packed
