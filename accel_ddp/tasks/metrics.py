@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_ddp.config.option_values import Direction
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.text import did_you_mean
 
@@ -128,12 +127,12 @@ class MoreMetrics:
     Create it inside `together`: rank 0 alone loads metrics of the `evaluate` package, and every rank raises its error.
     """
 
-    def __init__(self, cfg: Any, kind: Kind):
-        self.cfg, self.kind = cfg, kind
+    def __init__(self, cfg: Any, kind: Kind, is_main: bool = True):
+        self.cfg, self.kind, self.is_main = cfg, kind, is_main
         known = {name: SHORT.get(kind, {}).get(name, name) for name in cfg.metrics}
         self.built_in = list(dict.fromkeys(name for name in known.values() if name in BUILT_IN[kind]))
         others = [name for name, other in known.items() if other not in BUILT_IN[kind]]
-        self.loaded = {name: _load(name, kind) for name in others} if this_rank.is_main else {}
+        self.loaded = {name: _load(name, kind) for name in others} if is_main else {}
         self.needs_probabilities = any(name in FROM_PROBABILITIES for name in self.built_in)
         self.names: dict[str, list[str]] = {}  # of the values of each metric, from `try_out`
 
@@ -144,7 +143,7 @@ class MoreMetrics:
         """
         import numpy as np
 
-        if not this_rank.is_main or not self.cfg.metrics:
+        if not self.is_main or not self.cfg.metrics:
             return
         if self.kind in ("classes", "numbers"):
             references = np.array(references)

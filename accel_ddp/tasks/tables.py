@@ -7,6 +7,7 @@ Numbers are rounded to DIGITS, because the last bits of a loss depend on how ite
 import csv
 import io
 import math
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from accel_ddp import phases
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import links
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.records.eval_tables import IMAGE, Table
 from accel_ddp.records.files import replace_file
@@ -98,7 +99,7 @@ class ScoreTable:
         try:
             replace_file(path, file.getvalue(), syncs=True)
         except OSError as error:
-            return f"{self}\n{path} could not be written on {this_rank.host}: {error.strerror}."
+            return f"{self}\n{path} could not be written on {socket.gethostname()}: {error.strerror}."
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)
 
 

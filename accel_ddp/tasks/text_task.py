@@ -61,7 +61,8 @@ class TextTask(Task):
         """Learn these `Labels` or `Tags`. Wrong `--metrics` are refused here, before rows become items."""
         from accel_ddp.tasks.metrics import MoreMetrics
 
-        self.labels, self.identity, self.more_metrics = labels, labels.identity, MoreMetrics(self.cfg, labels.kind)
+        self.labels, self.identity = labels, labels.identity
+        self.more_metrics = MoreMetrics(self.cfg, labels.kind, self.accelerator.is_main_process)
 
     def check_labels(self, made: Any) -> None:
         """Warn about labels of the items that may be mistakes, and try `--metrics` on them."""
