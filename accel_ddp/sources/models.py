@@ -77,7 +77,9 @@ def load_config(cfg: RecipeConfig) -> Any:
 
 
 def label_names(cfg: RecipeConfig) -> list[str]:
-    """Return the names of the classes of the model that `--evaluate_only` names, in order, or [] if it has no config."""
+    """Return the names of the classes of the model that `--evaluate_only` names, in order, or [] if it has none or trains."""
+    if not cfg.evaluate_only:
+        return []
     place = Path(cfg.evaluate_only)
     folders = (place / "files" / "base", place / "files", place / "base", place)  # of checkpoints and of exported folders
     config = next((json.loads(path.read_text()) for folder in folders if (path := folder / "config.json").is_file()), {})

@@ -82,9 +82,8 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     """
     from sklearn.metrics import classification_report
 
-    from accel_ddp.tasks.tables import Row, ScoreTable, report_same
+    from accel_ddp.tasks.tables import Row, ScoreTable
 
-    report_same(predictions, references, lambda row: repr(names[row]) if row.ndim == 0 else "the same classes")
     present = _present(predictions, references)
     right = predictions == references
     accuracy = float((right.all(-1) if right.ndim > 1 else right).mean())
@@ -111,9 +110,6 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
     import numpy as np
     from scipy.stats import pearsonr, spearmanr
 
-    from accel_ddp.tasks.tables import report_same
-
-    report_same(predictions, references, "the value {:.3g}".format)
     scores = {"mse": float(((predictions - references) ** 2).mean())}
     for name, function in (("pearson", pearsonr), ("spearman", spearmanr)):
         varies = len(predictions) > 1 and np.ptp(predictions) > 0 and np.ptp(references) > 0

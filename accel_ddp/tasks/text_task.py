@@ -66,7 +66,8 @@ class TextTask(Task):
 
     def check_labels(self, made: Any) -> None:
         """Warn about labels of the items that may be mistakes, and try `--metrics` on them."""
-        self.labels.report_classes(made)
+        if not self.cfg.evaluate_only:  # then nothing is learned
+            self.labels.report_classes(made)
         self.references = self.labels.references(made[1])
         self.more_metrics.try_out(self.references, self.labels.names)
 
@@ -160,8 +161,11 @@ class ClassTask(TextTask):
         loss, self.table = rows.pop("loss").mean(), None
         rows.pop("confidence", None)
         if self.labels.is_regression:
+            self.report_same(**rows)
             found = regression_metrics(**rows)
         else:
+            show = lambda row: repr(self.labels.names[row]) if row.ndim == 0 else "the same classes"
+            self.report_same(rows["predictions"], rows["references"], show)
             found, self.table = class_metrics(rows["predictions"], rows["references"], self.labels.names)
         return self.more_metrics.add_to({**found, "loss": loss}, **rows)
 
