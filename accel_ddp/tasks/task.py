@@ -25,6 +25,7 @@ class Task:
     whole_batch: ClassVar[bool] = False  # whether the loss compares all items of a step
     model_class: ClassVar[str] = ""
     fingerprints: list[str]  # of the training and the evaluation rows
+    eval_rows: dict[str, Any]  # for the log: which rows are evaluated, if they were drawn
     only_prediction = ""  # for all items of the last evaluation; see `report_same`
 
     def __init__(self, cfg: Any = None, accelerator: Any = None):

@@ -29,11 +29,14 @@ class TextTask(Task):
 
     def __init__(self, cfg: Any, accelerator: Any):
         from accel_ddp.ranks.agreement import together
+        from accel_ddp.sources.data import describe_drawn
 
         super().__init__(cfg, accelerator)
         with together("load the data") as facts:
             self.processor = self.load_tokenizer()
-            self.rows = self.encode(self.read())
+            tables = self.read()
+            self.rows = self.encode(tables)
+            self.eval_rows = describe_drawn((tables or self.rows)[1])
             facts["the data"] = self.identify(*self.rows)
 
     def load_tokenizer(self) -> Any:
