@@ -147,6 +147,7 @@ def _build(cfg: TrainConfig, trackers: list[str], use_gpu: bool) -> Accelerator:
             f"The launcher started {this_rank.num_ranks} ranks, but Accelerate sees {accelerator.num_processes}. Each would train "
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
+    accelerator.sharding_plan = links.sharding
     return accelerator
 
 

@@ -49,7 +49,7 @@ from accel_ddp.training.padding_check import require_independence
 from accel_ddp.training.run_end import RunOutcome, finish
 from accel_ddp.training.run_events import RunEvents
 from accel_ddp.training.run_facts import compilations_published, describe_run
-from accel_ddp.training.sharding import prepare
+from accel_ddp.training.sharding import plan_of, prepare
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.system_sample import SystemSample
 
@@ -105,7 +105,7 @@ def fit(
     workers.begin()
     if not cfg.evaluate_only:
         _choose_and_describe(run, train, saved, speed)
-    needs_equal = alone.is_whole or cfg.sync_every > 0 or cfg.sync_batchnorm
+    needs_equal = alone.is_whole or cfg.sync_every > 0 or cfg.sync_batchnorm or plan_of(accelerator) is not None
     balance = Balance(accelerator, cfg, saved.resumed, needs_equal)
     train.shares_at = balance.at
     saved.more = lambda: {"stream": train.state, **balance.state}
@@ -174,7 +174,7 @@ def _start(events: RunEvents, task: Any) -> Recorder | None:
     facts = describe_run(run.accelerator, cfg, len(train), train.mean_items(cfg), run.model, getattr(task, "eval_rows", {}))
     hooks.notify("on_describe", facts)
     events.end_if(hooks.notify("on_start", run.step, run.schedule.total_steps, events.saved.evaluations))
-    if getattr(task, "tables", None) and not cfg.evaluate_only:
+    if getattr(task, "tables", None) and run.accelerator.is_main_process and not cfg.evaluate_only:
         hooks.append(TableReport(task.tables, hooks.notify))
     facts_of_model = facts.get("model", {}) | (events.speed.describe() if events.speed else {})
     recorder = start_recorder(run, events.times, events.read_numbers, facts_of_model)

@@ -64,7 +64,8 @@ class Task(accel_ddp.TokenTask):
     def metrics(self, table):
         self.table = table  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(table["predictions"], self.rows[1]["first"][:], self.labels.names)
-        self.report_same(*accel_ddp.tagging.all_words(answers, self.references), lambda tag: repr(str(tag)))
+        words = ([tag for row in rows for tag in row] for rows in (answers, self.references))
+        self.report_same(*words, lambda tag: repr(str(tag)))
         scores, self.scores = accel_ddp.tagging.score_entities(answers, self.references)
         loss = table["loss"].sum(dtype="float64") / max(table["words"].sum(), 1)
         return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)

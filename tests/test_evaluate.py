@@ -155,7 +155,7 @@ def test_one_prediction_for_all_items_is_reported_once_until_it_changes(monkeypa
     assert "--class_weights balanced" in reported[0]
     evaluate([[1, 0], [1, 0]], np.array([[1, 0], [0, 1]]))
     assert "predicts the same classes" in capsys.readouterr().out
-    task.report_same(*tagging.all_words([["O", "O"], ["O"]], [["O", "B-X"], ["O"]]), lambda tag: repr(str(tag)))
+    task.report_same(["O", "O", "O"], ["O", "B-X", "O"], lambda tag: repr(str(tag)))
     assert "predicts 'O' for all 3" in capsys.readouterr().out
     task.report_same(np.full(4, 0.25), np.arange(4.0))
     assert "predicts the value 0.25 for all 4" in capsys.readouterr().out

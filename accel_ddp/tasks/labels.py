@@ -42,8 +42,7 @@ class Labels:
                 raise UserError(f"--label_column {cfg.label_column}: {reason}. For classes, leave --num_labels out.")
             labels = cls(cfg.label_column, [cfg.label_column], {}, is_regression=True)
         else:
-            use_both = may_lack_classes(cfg, train)
-            labels = cls.from_rows(train, test, cfg.label_column, use_both, models.label_names(cfg))
+            labels = cls.from_rows(train, test, cfg.label_column, may_lack_classes(cfg, train), models.label_names(cfg))
             if cfg.num_labels not in (0, len(labels.names)):
                 reason = f"the data have {len(labels.names)} labels ({', '.join(labels.names[:20])})"
                 raise UserError(f"--num_labels {cfg.num_labels}: {reason}. Leave it out.")

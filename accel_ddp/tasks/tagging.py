@@ -214,11 +214,6 @@ def reference_tags(tags: list[list[int]], names: list[str]) -> list[list[str]]:
     return [[names[tag] for tag in row] for row in tags]
 
 
-def all_words(*tables: list[list[str]]) -> list[np.ndarray]:
-    """Return the tags of the words of all texts, for each table of `reference_tags`."""
-    return [np.array([tag for row in rows for tag in row]) for rows in tables]
-
-
 def score_entities(predictions: list[list[str]], references: list[list[str]]) -> tuple[dict[str, float], ScoreTable]:
     """Return precision, recall and F1 of whole entities and the accuracy of words, and a table with the types of entities.
 

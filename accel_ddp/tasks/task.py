@@ -58,9 +58,12 @@ class Task:
 
         A new head does so before training, which is usual. `describe` returns the words for a prediction.
         """
+        import numpy as np
+
         from accel_ddp import phases
         from accel_ddp.ranks.reporting import warn_on_main
 
+        predictions, references = np.asarray(predictions), np.asarray(references)
         is_equal = lambda rows: rows.max() - rows.min() < 1e-3 if rows.dtype.kind == "f" else (rows == rows[:1]).all()
         is_one = lambda rows: len(rows) > 0 and bool(is_equal(rows))
         found = describe(predictions[0]) if is_one(predictions) and not is_one(references) else ""

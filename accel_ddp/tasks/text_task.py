@@ -34,8 +34,7 @@ class TextTask(Task):
         super().__init__(cfg, accelerator)
         with together("load the data") as facts:
             self.processor = self.load_tokenizer()
-            tables = self.read()
-            self.rows = self.encode(tables)
+            self.rows = self.encode(tables := self.read())
             self.eval_rows = describe_drawn((tables or self.rows)[1])
             facts["the data"] = self.identify(*self.rows)
 

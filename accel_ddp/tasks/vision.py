@@ -33,7 +33,7 @@ from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 from accel_ddp.text import first_line
-from accel_ddp.training.sharding import autocast, gathered
+from accel_ddp.training.sharding import autocast, gathered, plan_of
 
 if TYPE_CHECKING:
     import datasets
@@ -297,7 +297,8 @@ def build_model(cfg: Any, accelerator: Accelerator, labels: Labels, train: Check
     if cfg.model == "mini-resnet":
         model: Any = MiniResNetForImageClassification(MiniResNetConfig(norm=cfg.norm, **labels.model_config()))
     else:  # a head for other labels is replaced
-        model = models.load(AutoModelForImageClassification, cfg, **labels.model_config(), ignore_mismatched_sizes=True)
+        auto = AutoModelForImageClassification
+        model = models.load(auto, cfg, plan=plan_of(accelerator), **labels.model_config(), ignore_mismatched_sizes=True)
     processor = load_processor(cfg, model, train)
     report_batch_norm(model, cfg, accelerator.num_processes)
     return models.prepare(model, cfg, accelerator), processor
