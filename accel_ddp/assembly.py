@@ -83,7 +83,7 @@ def fit(
     _check_options(cfg, train, alone, test is not None)
     if not cfg.evaluate_only:
         freeze(model, getattr(cfg, "freeze", ()))  # also if the optimizer is the user's own
-        require_equal_ranks(model, train, cfg)
+        require_equal_ranks(model, train, cfg, accelerator.num_processes)
         first_step.require_optimized(model, optimizer)
     total_steps = train.total_steps(cfg)
     check_end(cfg.profile, total_steps)
@@ -111,7 +111,7 @@ def fit(
     saved.more = lambda: {"stream": train.state, **balance.state}
     batches = train.starting_at(run.step, accelerator, cfg, workers.team)
     run.is_stopping = 0 < cfg.stop_after <= run.step
-    listeners = [balance, *hooks, Breakdown(accelerator.device)]
+    listeners = [balance, *hooks, Breakdown(accelerator.device, accelerator.num_processes)]
     events = RunEvents(run, train, saved, check, ema, speed, test, listeners)
     recorder = _start(events, task)
     with _session(events, recorder) as stack:  # signals, measurements and the profiler, closed however the run ends

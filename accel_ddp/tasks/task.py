@@ -54,9 +54,10 @@ class Task:
         return means_of(table)
 
     def report_same(self, predictions: Any, references: Any, describe: Any = "the value {:.3g}".format) -> None:
-        """Print a line if all items have the same prediction although their labels differ. A new one has a new line.
+        """Print a line if all items have the same prediction although their labels differ.
 
-        A new head does so before training, which is usual. `describe` returns the words for a prediction.
+        It is repeated only if the prediction changes. A new head does so before training, which is usual. `describe` returns the words
+        for a prediction.
         """
         import numpy as np
 

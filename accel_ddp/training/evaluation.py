@@ -24,7 +24,6 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.ranks.team import Team
@@ -139,7 +138,8 @@ def measure_all(
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
         raise EvaluationStopped
-    return broadcast_metrics(_summarize(_in_order(shares, batches.num_items), summarize, batches.mixture) if shares else None)
+    metrics = _summarize(_in_order(shares, batches.num_items), summarize, batches.mixture) if shares else None
+    return broadcast_metrics(metrics, accelerator.is_main_process)
 
 
 def _summarize(rows: Rows, summarize: Callable[[Rows], dict[str, float]], mixture: Mixture | None) -> Any:
@@ -186,10 +186,10 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
     return result if accelerator.is_main_process else None
 
 
-def broadcast_metrics(metrics: Any) -> dict[str, float]:
+def broadcast_metrics(metrics: Any, is_main: bool) -> dict[str, float]:
     """Return the metrics of the main rank as Python floats on every rank. Raise UserError everywhere for what is not a number."""
     try:
-        found = as_numbers(metrics) if this_rank.is_main else None
+        found = as_numbers(metrics) if is_main else None
     except UserError as error:
         found = str(error)
     found = broadcast_object(found)

@@ -402,8 +402,7 @@ def prepare(
     _check_optimizer(optimizer, cfg.lr)
     if hasattr(optimizer, "choose_kernel"):
         optimizer.choose_kernel(accelerator.device)
-    plan = plan_of(accelerator)
-    if plan is None:
+    if (plan := plan_of(accelerator)) is None:
         model = accelerator.prepare_model(model, evaluation_mode=True)
         return _with_ddp(accelerator, Terms(model, task, team)), accelerator.prepare_optimizer(optimizer)
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
