@@ -21,7 +21,7 @@ from accelerate.utils import DataLoaderConfiguration, DDPCommunicationHookType, 
 from accel_ddp import compat, phases
 from accel_ddp.config.choices import choose, reasons
 from accel_ddp.config.option_values import choose_ranks, parse_shares
-from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes import launcher
 from accel_ddp.nodes.cores import choose_num_threads
@@ -37,7 +37,6 @@ from accel_ddp.ranks.process import begin_again, ending, links, this_rank
 from accel_ddp.ranks.supervise import forget_run, supervise_program
 from accel_ddp.saving import restart_record, resume, run_folder
 from accel_ddp.seeds import mixed
-from accel_ddp.sources import models
 from accel_ddp.text import counted
 
 logger = logging.getLogger(__name__)
@@ -64,9 +63,6 @@ def start(cfg: TrainConfig) -> Accelerator:
     accelerator = _build(cfg, trackers, use_gpu)  # its folder for trackers is the output folder
     if not cfg.evaluate_only:
         _print_description(cfg, accelerator)
-    elif isinstance(cfg, RecipeConfig):
-        with together("read the label names of the model"):
-            links.label_names = models.label_names(cfg)
     torch.manual_seed(mixed(cfg.seed, "start"))  # last, for weights that are not pretrained
     return accelerator
 
@@ -151,6 +147,7 @@ def _build(cfg: TrainConfig, trackers: list[str], use_gpu: bool) -> Accelerator:
             f"The launcher started {this_rank.num_ranks} ranks, but Accelerate sees {accelerator.num_processes}. Each would train "
             "alone. Start with one of accelerate_configs/*.yaml, or with torchrun."
         )
+    accelerator.sharding_plan = links.sharding
     return accelerator
 
 

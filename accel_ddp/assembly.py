@@ -32,7 +32,6 @@ from accel_ddp.ranks.agreement import print_on_main
 from accel_ddp.ranks.process import ending
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.team import Team
-from accel_ddp.records.eval_tables import Table
 from accel_ddp.saving.checkpoints import Checkpoints
 from accel_ddp.saving.resume import last_steps
 from accel_ddp.saving.run_folder import update_options
@@ -50,7 +49,7 @@ from accel_ddp.training.padding_check import require_independence
 from accel_ddp.training.run_end import RunOutcome, finish
 from accel_ddp.training.run_events import RunEvents
 from accel_ddp.training.run_facts import compilations_published, describe_run
-from accel_ddp.training.sharding import prepare
+from accel_ddp.training.sharding import plan_of, prepare
 from accel_ddp.training.stream import TrainBatches
 from accel_ddp.training.system_sample import SystemSample
 
@@ -84,7 +83,7 @@ def fit(
     _check_options(cfg, train, alone, test is not None)
     if not cfg.evaluate_only:
         freeze(model, getattr(cfg, "freeze", ()))  # also if the optimizer is the user's own
-        require_equal_ranks(model, train, cfg)
+        require_equal_ranks(model, train, cfg, accelerator.num_processes)
         first_step.require_optimized(model, optimizer)
     total_steps = train.total_steps(cfg)
     check_end(cfg.profile, total_steps)
@@ -106,15 +105,15 @@ def fit(
     workers.begin()
     if not cfg.evaluate_only:
         _choose_and_describe(run, train, saved, speed)
-    needs_equal = alone.is_whole or cfg.sync_every > 0 or cfg.sync_batchnorm
+    needs_equal = alone.is_whole or cfg.sync_every > 0 or cfg.sync_batchnorm or plan_of(accelerator) is not None
     balance = Balance(accelerator, cfg, saved.resumed, needs_equal)
     train.shares_at = balance.at
     saved.more = lambda: {"stream": train.state, **balance.state}
     batches = train.starting_at(run.step, accelerator, cfg, workers.team)
     run.is_stopping = 0 < cfg.stop_after <= run.step
-    listeners = [balance, *hooks, Breakdown(accelerator.device)]
+    listeners = [balance, *hooks, Breakdown(accelerator.device, accelerator.num_processes)]
     events = RunEvents(run, train, saved, check, ema, speed, test, listeners)
-    recorder = _start(events, None if cfg.evaluate_only else getattr(task, "tables", None))
+    recorder = _start(events, task)
     with _session(events, recorder) as stack:  # signals, measurements and the profiler, closed however the run ends
         if cfg.evaluate_only:
             return finish(events)
@@ -167,16 +166,16 @@ def _choose_and_describe(run: Run, train: TrainBatches, saved: Checkpoints, spee
             first_step.require_sums(first_step.Trial(run.accelerator, run.cfg, run.terms, train), run.cfg)
 
 
-def _start(events: RunEvents, tables: Callable[[], dict[str, Table]] | None) -> Recorder | None:
+def _start(events: RunEvents, task: Any) -> Recorder | None:
     """Describe the run to the hooks, which may end it. Return what records the steps of `--profile`."""
     run, cfg, train, hooks = events.run, events.cfg, events.train, events.hooks
     if run.accelerator.is_main_process:
         update_options(cfg)
-    facts = describe_run(run.accelerator, cfg, len(train), train.mean_items(cfg), run.model)
+    facts = describe_run(run.accelerator, cfg, len(train), train.mean_items(cfg), run.model, getattr(task, "eval_rows", {}))
     hooks.notify("on_describe", facts)
     events.end_if(hooks.notify("on_start", run.step, run.schedule.total_steps, events.saved.evaluations))
-    if tables:
-        hooks.append(TableReport(tables, hooks.notify))
+    if getattr(task, "tables", None) and run.accelerator.is_main_process and not cfg.evaluate_only:
+        hooks.append(TableReport(task.tables, hooks.notify))
     facts_of_model = facts.get("model", {}) | (events.speed.describe() if events.speed else {})
     recorder = start_recorder(run, events.times, events.read_numbers, facts_of_model)
     hooks += [recorder] if recorder else []

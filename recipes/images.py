@@ -80,7 +80,8 @@ class Task(accel_ddp.ClassTask):
     def read(self):
         tables = accel_ddp.vision.load_images(self.cfg)
         use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
-        self.use_labels(accel_ddp.labels.Labels.from_rows(*tables, self.cfg.label_column, use_both=use_both))
+        names = accel_ddp.models.label_names(self.cfg)
+        self.use_labels(accel_ddp.labels.Labels.from_rows(*tables, self.cfg.label_column, use_both, names))
         if self.labels.is_multi_label:
             raise UserError(f"--label_column {self.cfg.label_column}: contains lists, but each image must have one label.")
         return tables

@@ -123,6 +123,7 @@ class Task(accel_ddp.TextTask):
 
     def metrics(self, table):
         self.table = table  # for `tables`
+        self.report_same(table["scores"], table["relevance"])
         return accel_ddp.ranking.summarize(table["scores"], table["relevance"], table["keys"], self.loss)
 
     def tables(self):

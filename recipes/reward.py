@@ -80,7 +80,7 @@ class Task(accel_ddp.ChatTask):
 
     def metrics(self, table):
         self.scores = table.pop("scores")  # for `tables`
-        accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
+        self.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1))
         return super().metrics(table)
 
     def tables(self):

@@ -52,7 +52,7 @@ class Task(accel_ddp.TokenTask):
     evaluated = ("source", "target", "max_length", "max_target_length")
 
     def read(self):
-        self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts")
+        self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts", self.accelerator.is_main_process)
         return super().read()
 
     def items(self, rows):

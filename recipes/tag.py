@@ -48,7 +48,8 @@ class Task(accel_ddp.TokenTask):
     def read(self):
         tables = accel_ddp.data.load_columns(self.cfg, accel_ddp.tagging.load_words)
         use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
-        self.use_labels(accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both=use_both))
+        names = accel_ddp.models.label_names(self.cfg)
+        self.use_labels(accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both, names))
         return tables
 
     def items(self, rows):
@@ -63,6 +64,8 @@ class Task(accel_ddp.TokenTask):
     def metrics(self, table):
         self.table = table  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(table["predictions"], self.rows[1]["first"][:], self.labels.names)
+        words = ([tag for row in rows for tag in row] for rows in (answers, self.references))
+        self.report_same(*words, lambda tag: repr(str(tag)))
         scores, self.scores = accel_ddp.tagging.score_entities(answers, self.references)
         loss = table["loss"].sum(dtype="float64") / max(table["words"].sum(), 1)
         return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)

@@ -17,7 +17,7 @@ from accel_ddp.config.option_values import CHAT_TEMPLATES
 from accel_ddp.errors import UserError
 from accel_ddp.memory import fake_model
 from accel_ddp.memory.estimate_command import load_recipe
-from accel_ddp.ranks.process import links
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.sources import models as source_models
 from accel_ddp.sources.data import with_row_numbers
 from accel_ddp.sources.table_files import ColumnNames
@@ -648,9 +648,8 @@ def test_adapters_train_the_embeddings_of_new_tokens(is_tied, room, tmp_path, mo
     monkeypatch.setattr(source_models, "from_pretrained", load_quantized)
     quantized = source_models.load(AutoModelForCausalLM, dataclasses.replace(cfg, quantize="4bit"), tokenizer)
     assert quantized._original_config.vocab_size == len(tokenizer) + max(0, room - 3), "as the exported adapters need it"
-    monkeypatch.setattr(links, "sharding", object())
     with pytest.raises(UserError, match=r"--chat_template llama3 --lora_r 2: adds tokens.*FSDP.*Use --chat_template plain"):
-        source_models.load(AutoModelForCausalLM, cfg, tokenizer)
+        source_models.load(AutoModelForCausalLM, cfg, tokenizer, plan=ShardingPlan())
 
 
 def test_max_length_is_chosen_by_the_data_up_to_the_limit_of_the_model(tiny_model, tmp_path, capsys, caplog):

@@ -1,6 +1,7 @@
 """Tests of `accel-ddp evaluate` without ranks, and of what a run says about evaluations that show a mistake."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from accel_ddp.errors import UserError
 from accel_ddp.exporting import evaluate_command, export
 from accel_ddp.exporting.export_files import public_options
 from accel_ddp.observe.progress import find_worse
-from accel_ddp.ranks.process import links
 from accel_ddp.tasks import labels, metrics, tagging
+from accel_ddp.tasks.text_task import ClassTask
 from accel_ddp.training.divergence import report_untrained, weights_kept
 
 
@@ -88,21 +89,21 @@ def test_an_export_of_a_run_with_several_files_is_evaluated_with_them(tmp_path, 
     assert not same("--eval_file", "dev2.csv")
 
 
-def test_labels_of_evaluation_rows_are_those_of_the_model(monkeypatch):
+def test_labels_of_evaluation_rows_are_those_of_the_model():
     import datasets
 
-    monkeypatch.setattr(links, "label_names", ["bad", "good", "mixed"])
+    names = ["bad", "good", "mixed"]
     table = lambda values: datasets.Dataset.from_dict({"label": values})
-    made = lambda rows: labels.Labels.from_rows(rows, rows, "label")
+    made = lambda rows: labels.Labels.from_rows(rows, rows, "label", known=names)
     found = made(table(["good", "good", "new"]))
     assert (found.names, found.class_ids) == (["bad", "good", "mixed"], {"good": 1})
     assert "'new'" in found.find_problems({"label": ["good", "new"]})[1]
     assert made(table([2, 1])).class_ids == {2: 2, 1: 1}
     declared = table([0, 1]).cast_column("label", datasets.ClassLabel(names=["good", "bad"]))
     assert made(declared).class_ids == {0: 1, 1: 0}
-    tags = tagging.Tags.from_rows(table([["good"], ["mixed"]]), table([["good"]]), "label")
+    tags = tagging.Tags.from_rows(table([["good"], ["mixed"]]), table([["good"]]), "label", known=names)
     assert tags.tag_ids == {"good": 1, "mixed": 2}
-    tags = tagging.Tags.from_rows(table([["good"]]), table([["good"], ["bad"]]), "label")
+    tags = tagging.Tags.from_rows(table([["good"]]), table([["good"], ["bad"]]), "label", known=names)
     assert tags.tag_ids == {"good": 1, "bad": 0}, "the training rows may lack a tag that the model knows"
 
 
@@ -137,24 +138,30 @@ def test_metrics_that_are_worse_than_before_training_are_named(options, evaluati
 
 
 def test_one_prediction_for_all_items_is_reported_once_until_it_changes(monkeypatch, capsys):
-    monkeypatch.setattr(links, "only_prediction", "")
     monkeypatch.setattr(phases.HERE, "step", 5)
-    truth, names = np.array([0, 1, 1]), ["bad", "good"]
+    truth, names, task = np.array([0, 1, 1]), ["bad", "good"], ClassTask.__new__(ClassTask)
+    task.cfg, task.labels = RecipeConfig(), labels.Labels("label", names, {})
+    task.more_metrics = metrics.MoreMetrics(SimpleNamespace(metrics=()), "classes")
+
+    def evaluate(answers: list, truth: np.ndarray = truth) -> None:
+        task.metrics({"predictions": np.array(answers), "references": truth, "loss": np.zeros(len(truth))})
+
     reported = []
     for answers in ([1, 1, 1], [1, 1, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0]):
-        metrics.class_metrics(np.array(answers), truth, names)
+        evaluate(answers)
         reported.append(capsys.readouterr().out)
     assert [bool(text) for text in reported] == [True, False, True, False, True]
     assert "predicts 'good' for all 3 evaluation items" in reported[0]
-    metrics.class_metrics(np.array([[1, 0], [1, 0]]), np.array([[1, 0], [0, 1]]), names)
+    assert "--class_weights balanced" in reported[0]
+    evaluate([[1, 0], [1, 0]], np.array([[1, 0], [0, 1]]))
     assert "predicts the same classes" in capsys.readouterr().out
-    tagging.score_entities([["O", "O"], ["O"]], [["O", "B-X"], ["O"]])
+    task.report_same(["O", "O", "O"], ["O", "B-X", "O"], lambda tag: repr(str(tag)))
     assert "predicts 'O' for all 3" in capsys.readouterr().out
-    metrics.regression_metrics(np.full(4, 0.25), np.arange(4.0))
+    task.report_same(np.full(4, 0.25), np.arange(4.0))
     assert "predicts the value 0.25 for all 4" in capsys.readouterr().out
-    metrics.class_metrics(np.array([1, 1]), np.array([1, 1]), names)
+    evaluate([1, 1], np.array([1, 1]))
     monkeypatch.setattr(phases.HERE, "step", 0)  # a new head before training
-    metrics.class_metrics(np.array([1, 1, 1]), truth, names)
+    evaluate([1, 1, 1])
     assert not capsys.readouterr().out
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
 from accel_ddp.sources import data
 from accel_ddp.sources.data import load_rows
 from accel_ddp.sources.table_files import load_file
@@ -56,7 +55,7 @@ def test_a_sample_is_drawn_from_the_whole_file_and_depends_on_the_seed_only(tmp_
     )
     train, test = draw()
     assert (len(train), len(test)) == (100, 50)
-    recorded = links.eval_rows
+    recorded = data.describe_drawn(test)
     assert recorded["number"] == 50
     assert expand(recorded["rows"]) == data.row_numbers(test).tolist()
     assert all(train["label"][:].count(label) > 10 for label in "0123"), "a random sample has 25 +- 4 rows of each class"
@@ -66,11 +65,11 @@ def test_a_sample_is_drawn_from_the_whole_file_and_depends_on_the_seed_only(tmp_
     assert [f"text {number}" for number in numbers] == train["text"][:]
     assert sorted(numbers) == list(numbers), "in the order of the file"
     assert len(draw(number=2000)[0]) == 1000
-    assert links.eval_rows == recorded, "the seed draws the same rows"
-    load_rows(RecipeConfig(train_file=str(path), eval_file=str(path)))
-    assert not links.eval_rows, "all rows are evaluated"
+    assert data.describe_drawn(draw(number=2000)[1]) == recorded, "the seed draws the same rows"
+    every = load_rows(RecipeConfig(train_file=str(path), eval_file=str(path)))[1]
+    assert not data.describe_drawn(every), "all rows are evaluated"
     split, aside = load_rows(RecipeConfig(train_file=str(path), max_train_items=20))
-    assert expand(links.eval_rows["rows"]) == sorted(data.row_numbers(aside))
+    assert expand(data.describe_drawn(aside)["rows"]) == sorted(data.row_numbers(aside))
     assert [f"text {number}" for number in data.row_numbers(split)] == split["text"][:]
 
 

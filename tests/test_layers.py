@@ -232,7 +232,7 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_679,
+    "(top)": 2_675,
     "config": 1_465,
     "doctor": 3_550,
     "engine": 3_300,
@@ -246,14 +246,14 @@ LINES: dict[str, int] = {
     "records": 762,
     "report": 1_621,
     "saving": 1_867,
-    "sources": 3_254,
+    "sources": 3_253,
     "speed": 3_651,
     "tasks": 5_563,
     "training": 4_040,
     "watch": 2_490,
 }
 # Uses, in other modules, of the objects that a module makes when it is imported. They shall become fewer.
-SHARED = {"this_rank": 251, "links": 162, "ending": 92}
+SHARED = {"this_rank": 217, "links": 132, "ending": 91}
 
 
 def test_no_package_grows_beyond_its_budget_or_its_size():
@@ -265,7 +265,7 @@ def test_no_package_grows_beyond_its_budget_or_its_size():
     assert {name: size for name, size in sizes.items() if size > LINES.get(name, 0)} == {}
 
 
-def test_modules_share_few_objects_and_the_loop_none():
+def test_modules_share_few_objects_and_those_that_compute_none():
     trees = {name: ast.parse(path.read_text()) for name, path in modules().items()}
     uses: dict[str, list[str]] = {}
     for module, tree in trees.items():
@@ -274,8 +274,12 @@ def test_modules_share_few_objects_and_the_loop_none():
         for name in (node.id for node in nodes if isinstance(node, ast.Name) and node.id in known and node.id in SHARED):
             uses.setdefault(name, []).append(module)
     assert {name: len(found) for name, found in uses.items() if len(found) > SHARED[name]} == {}
-    loop = {"engine.fit", "engine.step", "engine.ddp", "engine.scaler", "engine.step_sums", "engine.rehearsal", "engine.losses"}
-    assert loop.isdisjoint(module for found in uses.values() for module in found)
+    # What is learned, and how it is computed, gets an accelerator or a team. Messages about long waits for files have neither.
+    free = ("engine", "speed", "tasks", "sources")
+    assert {module for found in uses.values() for module in found if module.split(".")[0] in free} <= {"sources.places"}
+    own = {module: tree for module, tree in trees.items() if module.split(".")[0] in free}
+    names = {(module, getattr(node, "id", getattr(node, "arg", ""))) for module, tree in own.items() for node in ast.walk(tree)}
+    assert not [(module, name) for module, name in names if name in ("num_ranks", "process_index", "links")]
 
 
 def test_options_are_parsed_without_torch():

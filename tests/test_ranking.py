@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.engine.rows import Collate, accept_rows
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
 from accel_ddp.ranks.team import Team
 from accel_ddp.tasks import ranking
 from accel_ddp.tasks.chat_rows import UnusableRow
@@ -238,7 +237,7 @@ class MiningConfig(RecipeConfig):
     micro_batch_size: int | Literal["auto"] = 2
 
 
-def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_path, monkeypatch):
+def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_path):
     import datasets
     from accelerate import Accelerator
 
@@ -246,7 +245,7 @@ def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_
     rows = datasets.Dataset.from_dict({"input_ids": [[[5], [5] * (i + 1)] for i in range(10)], "keys": keys.tolist()})
     accelerator, calls = Accelerator(cpu=True), []
 
-    def steps(first: int, number: int, folder: str, resume: str = "") -> list[list]:
+    def steps(first: int, number: int, folder: str, resume: str = "", team: Team | None = None) -> list[list]:
         """Return the keys of the texts of some steps. Mining call number n takes the rows n + 1 and n + 2 places further on."""
 
         def mine() -> np.ndarray:
@@ -256,7 +255,7 @@ def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_
         cfg = MiningConfig(output_dir=str(tmp_path / folder), resume=resume)
         (tmp_path / folder).mkdir(exist_ok=True)
         collate = lambda items: {"keys": torch.tensor([item["keys"] for item in items])}
-        batches = MinedBatches(rows, collate, "", cfg, mine).starting_at(first, accelerator, cfg)
+        batches = MinedBatches(rows, collate, "", cfg, mine).starting_at(first, accelerator, cfg, team)
         return [torch.cat([batch["keys"] for batch in next(batches)]).tolist() for _ in range(number)]
 
     (tmp_path / "run").mkdir()
@@ -269,11 +268,10 @@ def test_mined_negatives_change_at_their_steps_and_a_resumed_run_reads_them(tmp_
             row = anchor // 2
             assert (anchor, positive) == tuple(keys[row])
             assert negatives == [keys[(row + step // 3 + k) % 10, 1] for k in (1, 2)]
-    monkeypatch.setattr(links, "team", Team(1, 0, workers=range(2), num_workers=2))
     calls.clear()
-    steps(0, 2 * 8, "of two workers")  # each of which gets its batches of a step
+    two = Team(1, 0, workers=range(2), num_workers=2)
+    steps(0, 2 * 8, "of two workers", team=two)  # each of which gets its batches of a step
     assert calls == [0, 1, 2]
-    monkeypatch.undo()
     assert steps(4, 2, "run", "auto") == whole[4:6]
     assert steps(4, 2, "other", str(tmp_path / "run")) == whole[4:6]
     assert steps(5, 1, "other", "auto") == whole[5:6], "the other folder has the negatives too"

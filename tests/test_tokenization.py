@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.doctor.check_options import load_recipe
@@ -66,7 +67,7 @@ def test_recipes_get_the_same_rows_from_shards(name, tmp_path, monkeypatch):
         monkeypatch.setattr(shard_map, "SHARD_ROWS", size)
         cfg = recipe.Config(cache_dir=str(tmp_path / str(size)), max_train_items=230)
         cfg.max_length = 64
-        train, test = recipe.Task(cfg, None).rows
+        train, test = recipe.Task(cfg, Accelerator(cpu=True)).rows
         numbers = [tokenization.row_numbers(rows).tolist() for rows in (train, test)]
         found.append((fingerprint(train), fingerprint(test), numbers))
         shards = {len(list(folder.glob("*.arrow"))) for folder in (tmp_path / str(size)).iterdir() if folder.is_dir()}

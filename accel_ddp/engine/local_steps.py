@@ -1,4 +1,4 @@
-"""Local steps (`--sync_every H`, DiLoCo): workers train on their own and exchange weights rarely, for slow links between nodes.
+"""Local steps (`--sync_every H`, DiLoCo): workers train on their own and exchange weights rarely, for slow networks between nodes.
 
 Each of W workers takes H steps with its own weights and optimizer state, on its own part of every global batch. Then all continue from
 new global weights:

@@ -88,10 +88,10 @@ class LateReader:
     would cost more than everything else that a step does besides the model.
     """
 
-    def __init__(self, device: torch.device, num_ranks: int = 1):
+    def __init__(self, device: torch.device, num_samples: int = 1):
         self.on_gpu = device.type == "cuda"
         self.waiting: deque[tuple[int, float, UpdateStats, Tensor, Any]] = deque()
-        size = 7 + num_ranks * len(RankSample._fields) + MOST_NUMBERS
+        size = 7 + num_samples * len(RankSample._fields) + MOST_NUMBERS
         self.free = [torch.empty(size, dtype=torch.float64, pin_memory=True) for _ in range(3)] if self.on_gpu else []
 
     def push(self, step: int, lr: float, stats: UpdateStats) -> None:

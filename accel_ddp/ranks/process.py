@@ -84,9 +84,6 @@ class Connections:
 
         self.sharding: ShardingPlan | None = None  # how the model is spread over ranks; None: every rank has the whole model
         self.memory: dict[str, int] = {}  # the estimate of GPU memory in bytes, if there is one; see `memory.at_start`
-        self.only_prediction = ""  # the prediction for all items of the last evaluation; see `tasks.tables`
-        self.label_names: list[str] = []  # of the model, if it is evaluated and not trained
-        self.eval_rows: dict[str, Any] = {}  # which rows are evaluated, if they were drawn; see `sources.data`
 
     def tell_monitor(self, message: dict[str, Any]) -> bool:
         """Send a message to the monitor of this node. Return False if there is none."""

@@ -96,12 +96,15 @@ def _exit_after_rank() -> None:
 
 
 @contextlib.contextmanager
-def blocked_for_children() -> Iterator[None]:
+def blocked_for_children(forks: bool = False) -> Iterator[None]:
     """Block stop signals for processes that are started inside the block (trackers, data workers), which inherit this.
 
     This rank still receives the signals, in the thread of `listen`. wandb's process unblocks SIGTERM and SIGINT again. It has its
-    own session, so Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does.
+    own session, so Ctrl-C and the launchers do not reach it. A SIGTERM to every process of a job does. With `forks`, what must end
+    before a fork is waited for.
     """
+    if forks:
+        ending.run(Moment.FORK)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ending.stop.handled_signals)
     try:
         yield

@@ -14,7 +14,6 @@ from accel_ddp.config.option_values import split_weight
 from accel_ddp.config.options import columns_of
 from accel_ddp.config.train_config import RecipeConfig, TrainConfig, has_splits
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
 from accel_ddp.seeds import mixed
 from accel_ddp.sources import builtin, table_files
 from accel_ddp.sources.many_files import Files, expand, hash_rows, read_all
@@ -112,7 +111,7 @@ def load_rows(
             raise UserError(f"{name}: the {kind} data have no rows. Give another file, split or --eval_fraction.")
     if cfg.eval_fraction and len(test) < 2:
         warn(f"--eval_fraction {cfg.eval_fraction:g}: there is 1 evaluation row of {len(train) + 1:,}. Its metrics say little.")
-    return draw_sample(train, "max_train_items", cfg), record_evaluated(draw_sample(test, "max_eval_items", cfg))
+    return draw_sample(train, "max_train_items", cfg), draw_sample(test, "max_eval_items", cfg)
 
 
 def load_columns(cfg: RecipeConfig, reader: Any = None) -> list["datasets.Dataset"]:
@@ -190,17 +189,15 @@ def draw_positions(num_rows: int, option: str, cfg: RecipeConfig, run_length: in
     return np.sort(positions[positions < num_rows][:number])
 
 
-def record_evaluated(rows: Any, numbers: np.ndarray | None = None) -> Any:
-    """Return the evaluation rows. If they were drawn, remember for the log which ones they are: `numbers`, or their own."""
-    drawn = getattr(rows, "row_numbers", None) if numbers is None else numbers
-    links.eval_rows = {}
-    if drawn is not None:
-        ordered = np.sort(drawn).astype("<i8")
-        runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
-        text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-        links.eval_rows = {"number": len(ordered), "digest": hashlib.blake2b(ordered.tobytes(), digest_size=8).hexdigest()}
-        links.eval_rows |= {"rows": text} if len(text) <= MOST_RECORDED else {}
-    return rows
+def describe_drawn(rows: Any) -> dict[str, Any]:
+    """Return for the log which rows these are, if they were drawn or set aside, and otherwise {}."""
+    if not hasattr(rows, "row_numbers"):
+        return {}
+    ordered = np.sort(rows.row_numbers).astype("<i8")
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    facts = {"number": len(ordered), "digest": hashlib.blake2b(ordered.tobytes(), digest_size=8).hexdigest()}
+    return facts | ({"rows": text} if len(text) <= MOST_RECORDED else {})
 
 
 def row_numbers(rows: "datasets.Dataset") -> np.ndarray:

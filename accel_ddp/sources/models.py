@@ -19,8 +19,8 @@ from accel_ddp.config.choices import choose, was_auto
 from accel_ddp.config.optimizer_options import OPTIMIZERS
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
+from accel_ddp.nodes.sharding_plan import ShardingPlan
 from accel_ddp.ranks.agreement import together
-from accel_ddp.ranks.process import links
 from accel_ddp.sources import model_kinds
 from accel_ddp.sources.adapters import Adapters, add_adapters, add_token_rows, find_adapters, locate_base, trained_tokens
 from accel_ddp.sources.builtin import PREFIX, TOKENIZER_FILES, from_pretrained, has_tokenizer, locate
@@ -28,7 +28,7 @@ from accel_ddp.sources.places import warn
 from accel_ddp.sources.sharded_loading import RowLoader, copied_modules, shard_loaded
 from accel_ddp.text import format_si
 from accel_ddp.training.optim import freeze
-from accel_ddp.training.sharding import sharding_options
+from accel_ddp.training.sharding import plan_of, sharding_options
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ def load_config(cfg: RecipeConfig) -> Any:
 
 
 def label_names(cfg: RecipeConfig) -> list[str]:
-    """Return the names of the classes of the model that `--evaluate_only` names, in order, or [] if it has no config."""
+    """Return the names of the classes of the model that `--evaluate_only` names, in order, or [] if it has none or trains."""
+    if not cfg.evaluate_only:
+        return []
     place = Path(cfg.evaluate_only)
     folders = (place / "files" / "base", place / "files", place / "base", place)  # of checkpoints and of exported folders
     config = next((json.loads(path.read_text()) for folder in folders if (path := folder / "config.json").is_file()), {})
@@ -124,11 +126,13 @@ def default_lr(name: str, size: int, is_adapted: bool, part: float = 1.0, loss: 
     return float(f"{rate * part:.3g}"), f"{reason}, {loss}" if loss else reason
 
 
-def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: Any) -> nn.Module:
+def load(
+    auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, *, plan: ShardingPlan | None = None, **options: Any
+) -> nn.Module:
     """Return the model of `--model`, with weights of `--dtype` and embeddings for all tokens of the tokenizer.
 
     Raise UserError before the weights are loaded if the config shows that the model is wrong for the task. `--dtype auto` and
-    `--lr auto` are set here.
+    `--lr auto` are set here. With a `plan`, each rank reads only its rows of the weights; `prepare` shards the model.
     """
     config = load_config(cfg)
     model_kinds.check_config(auto_class.__name__, cfg.model, config)
@@ -140,7 +144,7 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
         instead = f"Give one, for example --lr {usual:g}"
         raise UserError(f"--optimizer {cfg.optimizer} --lr auto: auto knows the learning rates of AdamW only. {instead}.")
     is_adapted = bool(cfg.lora_r or adapters)
-    new_tokens = _find_new_tokens(cfg, tokenizer, adapters)
+    new_tokens = _find_new_tokens(cfg, tokenizer, adapters, plan)
     dtype, reason = weights_dtype(cfg, config, is_adapted, cfg.mixed_precision)
     if reason:
         choose(cfg, "dtype", dtype, reason)
@@ -155,10 +159,10 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     options["output_loading_info"] = True
     place = locate_base(cfg.model, adapters, cfg.cache_dir) if adapters else locate(name, cfg.cache_dir)
     model_rows: dict[nn.Parameter, Tensor] = {}  # of this rank, if the model will be sharded
-    if links.sharding:
+    if plan:
         num_tokens = len(tokenizer) if tokenizer is not None else 0
         num_tokens = sys.maxsize if new_tokens else num_tokens  # their embeddings are written even if the table has room for them
-        loader = RowLoader(links.sharding, num_tokens, copied_modules(cfg.lora_r, adapters))
+        loader = RowLoader(plan, num_tokens, copied_modules(cfg.lora_r, adapters))
         with together(f"load --model {cfg.model}") as facts:  # a rank whose rows can be read stops too
             model, info = loader.from_pretrained(auto_class, name, place, **options)
             facts[f"The weights of --model {cfg.model}"] = loader.digest
@@ -197,14 +201,14 @@ def load(auto_class: Any, cfg: RecipeConfig, tokenizer: Any = None, **options: A
     return model
 
 
-def _find_new_tokens(cfg: RecipeConfig, tokenizer: Any, adapters: Adapters | None) -> list[int]:
+def _find_new_tokens(cfg: RecipeConfig, tokenizer: Any, adapters: Adapters | None, plan: ShardingPlan | None) -> list[int]:
     """Return the tokens that a chat template has added, or with which adapters were trained. Raise UserError if they cannot be."""
     new, known = getattr(tokenizer, "new_token_ids", []), trained_tokens(adapters.config) if adapters else []
     name = f"--chat_template {getattr(cfg, 'chat_template', '')}"
     if adapters and new:
         instead = f"Use --chat_template plain, or train new adapters: --model {adapters.base} --lora_r {adapters.config.r}"
         raise UserError(f"{name}: adds tokens to the model, which the adapters in --model {cfg.model} lack. {instead}.")
-    if new and cfg.lora_r and links.sharding:
+    if new and cfg.lora_r and plan:
         raise UserError(
             f"{name} --lora_r {cfg.lora_r}: adds tokens to the model, and FSDP shards their embeddings, which adapters would need. Use "
             "--chat_template plain, leave --lora_r out, or train with DDP: accelerate_configs/1node.yaml or 2node.yaml."
@@ -255,7 +259,7 @@ def build(
         options["pad_token_id"] = tokenizer.pad_token_id
     if name.endswith("Classification"):
         options["ignore_mismatched_sizes"] = True
-    model = load(getattr(transformers, name), cfg, tokenizer, **options)
+    model = load(getattr(transformers, name), cfg, tokenizer, plan=plan_of(accelerator), **options)
     if adjust:
         adjust(model)
     model = prepare(model, cfg, accelerator, lora_task=LORA_TASKS[name])
@@ -272,25 +276,25 @@ def prepare(model: nn.Module, cfg: RecipeConfig, accelerator: Accelerator, lora_
     The model is sharded if the accelerate config asks for that. Call it before the optimizer is built. `lora_task` is the PEFT task
     type; "" for a model that supports no adapters.
     """
-    rows = model.__dict__.pop("_rows", {})
-    model = adapt(model, cfg, lora_task)
+    rows, plan = model.__dict__.pop("_rows", {}), plan_of(accelerator)
+    model = adapt(model, cfg, lora_task, plan)
     has_batch_norm = compat.has_batch_norm(model)
     if cfg.sync_batchnorm:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if accelerator.ddp_handler is not None and cfg.broadcast_buffers == "auto":
         # Other buffers, for example position ids, never change. A broadcast in every step would be wasted.
         accelerator.ddp_handler.broadcast_buffers = has_batch_norm
-    if links.sharding:
-        shard_loaded(model, rows, links.sharding, *sharding_options(accelerator, cfg))
+    if plan:
+        shard_loaded(model, rows, plan, *sharding_options(accelerator, cfg))
     return model
 
 
-def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "") -> nn.Module:
+def adapt(model: nn.Module, cfg: RecipeConfig, lora_task: str = "", plan: ShardingPlan | None = None) -> nn.Module:
     """Return the model with gradient checkpointing, adapters and frozen parameters. It may be on the meta device."""
     if cfg.gradient_checkpointing is True:
         if not getattr(model, "supports_gradient_checkpointing", False):
-            in_config = links.sharding and links.sharding.activation_checkpointing
-            name = "fsdp_activation_checkpointing: true in the accelerate config" if in_config else "--gradient_checkpointing"
+            in_config = "fsdp_activation_checkpointing: true in the accelerate config"
+            name = in_config if plan and plan.activation_checkpointing else "--gradient_checkpointing"
             raise UserError(f"{name}: {type(model).__name__} does not support it. Leave it out.")
         compat.checkpoint_layers(model)
     if cfg.lora_r or getattr(model, "_adapters", None):

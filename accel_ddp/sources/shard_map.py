@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.cores import usable_cores
-from accel_ddp.ranks.process import Moment, ending
 from accel_ddp.ranks.signals import IgnoreInWorker, blocked_for_children
 from accel_ddp.sources.places import Progress
 
@@ -162,11 +161,10 @@ def _run_workers(write: Callable[[int, Callable], None], numbers: list[int], cou
             errors.put((error if is_known else other, traceback.format_exc()[-LONGEST:]))
             sys.exit(1)
 
-    ending.run(Moment.FORK)
     let_pages_go()
     processes = [context.Process(target=work, args=(place,), daemon=True) for place in range(count)]
     try:
-        with blocked_for_children():
+        with blocked_for_children(forks=True):
             for process in processes:
                 process.start()
         while True:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from accel_ddp.engine.rows import Rows
 from accel_ddp.engine.terms import Terms, checked
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn, warn_on_main
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.seeds import mixed, seed_torch
@@ -91,10 +91,8 @@ class Speed:
         try:
             self._flops = FlopCounter(model)
         except Exception as error:  # they are a statistic, and no reason not to train an unusual model
-            if this_rank.is_main and not isinstance(error, NeedsPadding):
-                log.warning(
-                    "TFLOP/s and MFU are not measured, because FLOPs cannot be counted: %s: %s", type(error).__name__, error
-                )
+            if accelerator.is_main_process and not isinstance(error, NeedsPadding):
+                log.warning(f"TFLOP/s and MFU are not measured, because FLOPs cannot be counted: {type(error).__name__}: {error}")
 
     # ---- what `fit` calls
 
@@ -118,7 +116,8 @@ class Speed:
             if cfg.compile == "auto":
                 choices.choose(cfg, "compile", "off", self.padding_free.why_plain)
             return
-        missing = [host for host in gather_everywhere("" if find_spec("triton") or not self._on_gpu else this_rank.host) if host]
+        lacks_triton = self._on_gpu and not find_spec("triton")
+        missing = [host for host in gather_everywhere(socket.gethostname() if lacks_triton else "") if host]
         if missing:
             self._refuse_to_compile(f"triton is not installed on {', '.join(missing)}")
             return
@@ -152,7 +151,7 @@ class Speed:
             if problem := self.compilation.wait():
                 log.warning("the compiling process has failed, so this one compiles: %s", problem)
             reason = self._try_compiled_layers()
-        reasons = gather_everywhere(reason and f"{reason} (rank {this_rank.rank})")
+        reasons = gather_everywhere(reason and f"{reason} (rank {self.accelerator.process_index})")
         if any(reasons):
             warn_on_main(f"the layers cannot be compiled and run without compilation: {max(reasons)}", "FALLBACK")
             choices.choose(self.cfg, "compile", "graphs", "compiling has failed")  # also after a resume
@@ -165,8 +164,8 @@ class Speed:
     def _report_compilation(self) -> None:
         """Warn about code that a step has compiled. It depends on this step, at which a resumed run may not compile."""
         if self._is_warm:
-            self._is_warm = False  # one warning for each rank
-            text = f"--compile {self.cfg.compile}: rank {this_rank.rank} had to compile layers again for the shapes of a step"
+            self._is_warm, rank = False, self.accelerator.process_index  # one warning for each rank
+            text = f"--compile {self.cfg.compile}: rank {rank} had to compile layers again for the shapes of a step"
             warn(f"{text}. A resumed run may round differently. --compile graphs avoids this.", "INEXACT")
 
     def close(self) -> None:
@@ -202,7 +201,8 @@ class Speed:
                 return _reason(error)
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise UserError(f"The layers cannot be compiled on {this_rank.host}: {_reason(error)}. Add --compile off.") from error
+            text = f"The layers cannot be compiled on {socket.gethostname()}: {_reason(error)}. Add --compile off."
+            raise UserError(text) from error
         layers.calls = calls
         self._set_softmax(softmax)
         return next((fallback.reason for fallback in fallbacks if fallback.reason), "")

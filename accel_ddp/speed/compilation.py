@@ -15,6 +15,7 @@ import math
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 
 from accel_ddp import compat
 from accel_ddp.nodes.spawn import MODULE, clean_environment, die_with_parent
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.state_tensors import versions
 from accel_ddp.speed import padding_free
@@ -215,7 +215,7 @@ class Compilation:
     def _private_folder(self) -> Path:
         """Return a folder that only this process uses, and that is removed at its end. torch itself does not check its cache."""
         if self._work is None:
-            space = this_rank.host
+            space = socket.gethostname()
             # Other hosts and containers, whose processes are not seen here, may share the folder.
             with contextlib.suppress(OSError):
                 space = f"{space} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,15 +1,14 @@
 """Labels of rows: classes (one per row, or several), or numbers for regression."""
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
 from accel_ddp.records.eval_tables import Table
-from accel_ddp.sources import data
+from accel_ddp.sources import data, models
 from accel_ddp.sources.places import warn
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.tables import ScoreTable
@@ -43,7 +42,7 @@ class Labels:
                 raise UserError(f"--label_column {cfg.label_column}: {reason}. For classes, leave --num_labels out.")
             labels = cls(cfg.label_column, [cfg.label_column], {}, is_regression=True)
         else:
-            labels = cls.from_rows(train, test, cfg.label_column, use_both=may_lack_classes(cfg, train))
+            labels = cls.from_rows(train, test, cfg.label_column, may_lack_classes(cfg, train), models.label_names(cfg))
             if cfg.num_labels not in (0, len(labels.names)):
                 reason = f"the data have {len(labels.names)} labels ({', '.join(labels.names[:20])})"
                 raise UserError(f"--num_labels {cfg.num_labels}: {reason}. Leave it out.")
@@ -69,8 +68,10 @@ class Labels:
         return {"num_labels": len(self.names), **names, "problem_type": self.problem_type}
 
     @classmethod
-    def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Labels":
-        """Return the labels of the training rows, or with `use_both` of both tables.
+    def from_rows(
+        cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False, known: Sequence[str] = ()
+    ) -> "Labels":
+        """Return the labels of the training rows, or with `use_both` of both tables, or `known` ones, of `models.label_names`.
 
         `find_problems` reports rows without a label, and rows of `test` with a label that is not among these.
         """
@@ -89,8 +90,8 @@ class Labels:
         value_of = _find_values(found[0] | found[1])
         if value_of is None:
             raise UserError(f"--label_column {column}: contains {_describe_kinds(found[0] | found[1])}")
-        if links.label_names:
-            return cls(column, links.label_names, classes_of_model(value_of, names), is_multi_label)
+        if known:
+            return cls(column, [*known], classes_of_model(known, value_of, names), is_multi_label)
         if not found[0]:
             raise UserError(f"--label_column {column}: no training row has a label.")
         used = found[0] | (found[1] if use_both else set())
@@ -148,12 +149,12 @@ class Labels:
         return (len(encoded) / ((counts > 0).sum() * counts.clamp(min=1))).to(device)
 
 
-def classes_of_model(value_of: dict[Any, Any], declared: list[str] | None) -> dict[Any, int]:
+def classes_of_model(names: Sequence[str], value_of: dict[Any, Any], declared: list[str] | None) -> dict[Any, int]:
     """Return the class number of each label in the rows with which a model is evaluated: by its name, or else the label itself.
 
     `declared` are the names that the dataset has for its class numbers.
     """
-    known = {name: number for number, name in enumerate(links.label_names)}
+    known = {name: number for number, name in enumerate(names)}
     name_of = lambda value: declared[value] if declared and value in range(len(declared)) else str(value)
     by_name = {cell: known[name_of(value)] for cell, value in value_of.items() if name_of(value) in known}
     return by_name or {cell: value for cell, value in value_of.items() if value in range(len(known))}
@@ -240,8 +241,6 @@ def report_classes(option: str, unit: str, names: list[str], train: np.ndarray, 
     `train` and `test` have the number of rows or words (`unit`) of each class.
     """
     noun = unit.removesuffix("s")
-    if links.label_names:  # nothing is learned
-        return
     if missing := [i for i in range(len(names)) if not train[i]]:
         shown = [f"{names[i]!r} ({counted(test[i], f'evaluation {noun}')})" if test[i] else repr(names[i]) for i in missing]
         has = "has" if len(missing) == 1 else "have"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_ddp.config.option_values import Direction
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.sources.places import prepare_hub
 from accel_ddp.text import did_you_mean
 
@@ -83,9 +82,8 @@ def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: li
     """
     from sklearn.metrics import classification_report
 
-    from accel_ddp.tasks.tables import Row, ScoreTable, report_same
+    from accel_ddp.tasks.tables import Row, ScoreTable
 
-    report_same(predictions, references, lambda row: repr(names[row]) if row.ndim == 0 else "the same classes")
     present = _present(predictions, references)
     right = predictions == references
     accuracy = float((right.all(-1) if right.ndim > 1 else right).mean())
@@ -112,9 +110,6 @@ def regression_metrics(predictions: "np.ndarray", references: "np.ndarray") -> d
     import numpy as np
     from scipy.stats import pearsonr, spearmanr
 
-    from accel_ddp.tasks.tables import report_same
-
-    report_same(predictions, references, "the value {:.3g}".format)
     scores = {"mse": float(((predictions - references) ** 2).mean())}
     for name, function in (("pearson", pearsonr), ("spearman", spearmanr)):
         varies = len(predictions) > 1 and np.ptp(predictions) > 0 and np.ptp(references) > 0
@@ -128,12 +123,12 @@ class MoreMetrics:
     Create it inside `together`: rank 0 alone loads metrics of the `evaluate` package, and every rank raises its error.
     """
 
-    def __init__(self, cfg: Any, kind: Kind):
-        self.cfg, self.kind = cfg, kind
+    def __init__(self, cfg: Any, kind: Kind, is_main: bool = True):
+        self.cfg, self.kind, self.is_main = cfg, kind, is_main
         known = {name: SHORT.get(kind, {}).get(name, name) for name in cfg.metrics}
         self.built_in = list(dict.fromkeys(name for name in known.values() if name in BUILT_IN[kind]))
         others = [name for name, other in known.items() if other not in BUILT_IN[kind]]
-        self.loaded = {name: _load(name, kind) for name in others} if this_rank.is_main else {}
+        self.loaded = {name: _load(name, kind) for name in others} if is_main else {}
         self.needs_probabilities = any(name in FROM_PROBABILITIES for name in self.built_in)
         self.names: dict[str, list[str]] = {}  # of the values of each metric, from `try_out`
 
@@ -144,7 +139,7 @@ class MoreMetrics:
         """
         import numpy as np
 
-        if not this_rank.is_main or not self.cfg.metrics:
+        if not self.is_main or not self.cfg.metrics:
             return
         if self.kind in ("classes", "numbers"):
             references = np.array(references)

@@ -20,7 +20,6 @@ from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
 from accel_ddp.phases import EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_objects, print_on_main, together
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.team import Team
 from accel_ddp.records.files import replace_file
 from accel_ddp.saving.resume import folder_of_resume
@@ -134,7 +133,7 @@ class MinedBatches(TrainBatches):
         team = team or Team.of(accelerator)
         while True:
             begin = step - step % cfg.mine_every if cfg.mine_every else 0
-            rows = RowsWithNegatives(self.rows, self._negatives_of(begin, step, cfg))
+            rows = RowsWithNegatives(self.rows, self._negatives_of(begin, step, cfg, accelerator.is_main_process))
             batches = TrainBatches(rows, self.collate, lengths=self._count).starting_at(step, accelerator, cfg, team)
             # `starting_at` yields once for each local worker.
             number = (begin + cfg.mine_every - step) * len(team.workers)
@@ -142,22 +141,22 @@ class MinedBatches(TrainBatches):
             batches.close()  # ends its workers
             step = begin + cfg.mine_every
 
-    def _negatives_of(self, begin: int, step: int, cfg: Any) -> np.ndarray:
+    def _negatives_of(self, begin: int, step: int, cfg: Any, is_main: bool) -> np.ndarray:
         """Return the negatives that were mined before step `begin` + 1, or mine them now. Call it on every rank."""
         name, shape = f"negatives_{begin:08d}.npy", (len(self.rows), cfg.mine_negatives)
         stored, is_kept = None, False
         with together("read mined negatives"):
             places = [Path(folder) / name for folder in (cfg.output_dir, folder_of_resume(cfg)) if folder]
             # At `begin` the weights are those that mine them. A file of that name may be of a run that was set aside.
-            there = next((path for path in places if path.is_file()), None) if this_rank.is_main and step > begin else None
-            if this_rank.is_main and not step:  # an earlier run that had no checkpoint may have left some
+            there = next((path for path in places if path.is_file()), None) if is_main and step > begin else None
+            if is_main and not step:  # an earlier run that had no checkpoint may have left some
                 for path in Path(cfg.output_dir).glob("negatives_*.npy"):
                     path.unlink()
             if there:
                 stored, is_kept = np.load(there), there == places[0]
                 if stored.shape != shape:
                     raise UserError(f"{there}: has negatives of the shape {stored.shape}, but the data need {shape}.")
-            elif this_rank.is_main and step > begin:
+            elif is_main and step > begin:
                 raise UserError(
                     f"{places[0]} is missing: the negatives that were mined after step {begin}, which step {step + 1} needs. Copy "
                     f"the file from the run, or resume from a checkpoint of step {begin} or before."
@@ -172,7 +171,7 @@ class MinedBatches(TrainBatches):
             print_on_main(f"step {begin}: mined {shape[1]} negatives for each of {shape[0]:,} anchors in {seconds:.1f} s{more}")
         if not is_kept:
             with together("store mined negatives"):
-                if this_rank.is_main:
+                if is_main:
                     np.save(file := io.BytesIO(), negatives)
                     replace_file(Path(cfg.output_dir) / name, file.getvalue(), syncs=True)
         return negatives

@@ -314,7 +314,6 @@ def ranking_metrics(scores: np.ndarray, relevance: np.ndarray) -> dict[str, floa
 
 def summarize(scores: np.ndarray, relevance: np.ndarray, keys: np.ndarray, loss: str) -> dict[str, float]:
     """Return the metrics of all candidates: those of rankings, those of pairs if pairs are learned, and the loss."""
-    tables.report_same(scores, relevance, "the value {:.3g}".format)
     by_query = group_by_query(scores, relevance, keys)[:2]
     metrics = ranking_metrics(*by_query)
     if loss in LIST_LOSSES:

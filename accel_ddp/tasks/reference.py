@@ -23,7 +23,6 @@ from accel_ddp.config.choices import choose
 from accel_ddp.engine.terms import Terms
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, print_on_main, together
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import is_first_copy, is_sharded, local
 from accel_ddp.records.files import replace_file
 from accel_ddp.seeds import mixed
@@ -130,7 +129,7 @@ class Reference:
         stored, speed, made = gather_everywhere(own), None, []
         for rows, file, known, what in zip(self.rows, files, zip(*stored), ("training", "evaluation")):
             if len(set(known)) > 1 or not known[0]:  # nodes have different values, or none
-                values = broadcast_object(_read(file))
+                values = broadcast_object(_read(file) if self.accelerator.is_main_process else None)
                 if values is None:
                     if speed is None:
                         train = TrainBatches(self.rows[0], self._collate)
@@ -143,7 +142,7 @@ class Reference:
                         row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
                         reason = f"the model computes no finite value for item {row + 1:,} of the {what} data"
                         raise UserError(f"--reference stored: {reason}.")
-                    if this_rank.is_local_main:
+                    if self.accelerator.is_local_main_process:
                         _write(file, values)
             made.append(_with_column(rows, np.load(file, mmap_mode="r")))
         if speed and speed.padding_free:  # `fit` decides again, with the loss
@@ -157,7 +156,7 @@ class Reference:
         for first in range(0, len(rows), PART):
             some = rows.select(range(first, min(first + PART, len(rows))))
             drafts.append(file.with_name(f"{file.stem}.{first}.part.npy"))
-            part = broadcast_object(_read(drafts[-1]))
+            part = broadcast_object(_read(drafts[-1]) if self.accelerator.is_main_process else None)
             if part is None:
                 batches = EvalBatches(some, self._collate, self.cfg.eval_batch_size, self.accelerator, self.cfg)
                 found: list[np.ndarray] = []  # on the main rank
@@ -166,13 +165,13 @@ class Reference:
                     store = lambda table, found=found: found.append(table["logps"]) or {}
                     measure_all(self.accelerator, model, batches, measure, store)
                 part = broadcast_object(found[0] if found else None)
-                if this_rank.is_main:
+                if self.accelerator.is_main_process:
                     with contextlib.suppress(OSError):  # then there is nothing to read after a kill
                         _write(drafts[-1], part)
             parts.append(part)
             done, seconds = first + len(some), time.monotonic() - began
             print_on_main(f"reference: log-probabilities of {done:,} of {len(rows):,} {what} rows in {seconds:.1f} s")
-        for draft in drafts if this_rank.is_main else ():
+        for draft in drafts if self.accelerator.is_main_process else ():
             draft.unlink(missing_ok=True)
         return np.concatenate(parts)
 
@@ -188,10 +187,9 @@ def _digest(model: nn.Module) -> str:
 
 
 def _read(file: Path) -> np.ndarray | None:
-    """Return the values of a file on the main rank, or None if there are none."""
-    if this_rank.is_main:
-        with contextlib.suppress(OSError, ValueError):
-            return np.load(file)
+    """Return the values of a file, or None if there are none."""
+    with contextlib.suppress(OSError, ValueError):
+        return np.load(file)
     return None
 
 

@@ -185,7 +185,7 @@ def open_rows(cfg: Any) -> tuple[list["datasets.Dataset"], Callable[[], Any], in
     else:
         test = Dataset.from_list(first[:skipped])
     head = data.with_row_numbers(Dataset.from_list(first[skipped:]), np.arange(skipped, len(first)))
-    return [head, data.record_evaluated(test)], source, skipped
+    return [head, test], source, skipped
 
 
 def _open(files: list[str], name: str, split: str) -> "datasets.IterableDataset":

@@ -7,6 +7,7 @@ Numbers are rounded to DIGITS, because the last bits of a loss depend on how ite
 import csv
 import io
 import math
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from accel_ddp import phases
-from accel_ddp.ranks.process import links, this_rank
-from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.records.eval_tables import IMAGE, Table
 from accel_ddp.records.files import replace_file
 from accel_ddp.text import shorten
@@ -98,23 +96,8 @@ class ScoreTable:
         try:
             replace_file(path, file.getvalue(), syncs=True)
         except OSError as error:
-            return f"{self}\n{path} could not be written on {this_rank.host}: {error.strerror}."
+            return f"{self}\n{path} could not be written on {socket.gethostname()}: {error.strerror}."
         return f"{self}\nall {self.noun}: {path}" if len(self.rows) > MOST_ROWS else str(self)
-
-
-def report_same(predictions: np.ndarray, references: np.ndarray, describe: Callable[[Any], str]) -> None:
-    """Print a line if all items have the same prediction although their labels differ. It is repeated only if the prediction changes.
-
-    A new head does so before training, which is usual. `describe` returns the words for a prediction.
-    """
-    is_equal = lambda rows: rows.max() - rows.min() < 1e-3 if rows.dtype.kind == "f" else (rows == rows[:1]).all()
-    is_one = lambda rows: len(rows) > 0 and bool(is_equal(rows))
-    found = describe(predictions[0]) if is_one(predictions) and not is_one(references) else ""
-    if found not in ("", links.only_prediction) and (phases.HERE.step or links.label_names):
-        advice = "" if links.label_names else " If that stays so, use another --lr, more steps or --class_weights balanced."
-        text = f"warning: ONE_ANSWER: the model predicts {found} for all {len(predictions):,} evaluation items."
-        warn_on_main(text + advice, "ONE_ANSWER", phases.HERE.step)
-    links.only_prediction = found
 
 
 MOST_CLASSES = 50  # of a confusion matrix

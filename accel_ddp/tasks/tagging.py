@@ -1,7 +1,7 @@
 """Words and their tags: files, the alignment of tags with sub-word tokens, and metrics of entities."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources.data import iter_values
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.tasks import tables
 from accel_ddp.tasks.labels import classes_of_model, describe_unknown, report_classes
-from accel_ddp.tasks.tables import Row, ScoreTable, report_same
+from accel_ddp.tasks.tables import Row, ScoreTable
 
 if TYPE_CHECKING:
     import datasets
@@ -76,19 +75,21 @@ class Tags:
     kind = "tags"  # of `--metrics`
 
     @classmethod
-    def from_rows(cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False) -> "Tags":
-        """Return the tags of the training rows, or with `use_both` and for the names of a trained model of both tables.
+    def from_rows(
+        cls, train: "datasets.Dataset", test: "datasets.Dataset", column: str, use_both: bool = False, known: Sequence[str] = ()
+    ) -> "Tags":
+        """Return the tags of the training rows, or with `use_both` of both tables, or `known` ones, of `models.label_names`.
 
         Other tags of `test` and values that cannot be tags are ignored here: `find_problem` reports them with their rows.
         """
-        tables = (train, test) if use_both or links.label_names else (train,)
+        tables = (train, test) if use_both or known else (train,)
         cells = (row for rows in tables for row in iter_values(rows, column) if isinstance(row, list))
         found = {tag for row in cells for tag in row if isinstance(tag, str | int)}
         declared = getattr(getattr(train.features[column], "feature", None), "names", None)  # by the dataset
         values = range(len(declared)) if declared else sorted(found, key=lambda value: (isinstance(value, str), value))
         names = declared or [str(value) for value in values]
-        if links.label_names:
-            return cls(column, links.label_names, classes_of_model({tag: tag for tag in found}, declared))
+        if known:
+            return cls(column, [*known], classes_of_model(known, {tag: tag for tag in found}, declared))
         if len(names) == 1:
             raise UserError(f"--tags_column {column}: all words have the same tag {names[0]}, so there is nothing to learn.")
         if plain := [name for name in names if _for_seqeval(name) == f"S-{name}"]:
@@ -222,9 +223,6 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     """
     from seqeval.metrics import classification_report
 
-    report_same(
-        *(np.array([tag for row in rows for tag in row]) for rows in (predictions, references)), lambda tag: repr(str(tag))
-    )
     right = sum(a == b for answer, reference in zip(predictions, references) for a, b in zip(answer, reference))
     scores = {"f1": 0.0, "precision": 0.0, "recall": 0.0, "accuracy": right / sum(map(len, references))}
     if all(tag == "O" for rows in (references, predictions) for row in rows for tag in row):

@@ -25,6 +25,8 @@ class Task:
     whole_batch: ClassVar[bool] = False  # whether the loss compares all items of a step
     model_class: ClassVar[str] = ""
     fingerprints: list[str]  # of the training and the evaluation rows
+    eval_rows: dict[str, Any]  # for the log: which rows are evaluated, if they were drawn
+    only_prediction = ""  # for all items of the last evaluation; see `report_same`
 
     def __init__(self, cfg: Any = None, accelerator: Any = None):
         self.cfg, self.accelerator = cfg, accelerator
@@ -50,6 +52,27 @@ class Task:
         from accel_ddp.training.evaluation import means_of
 
         return means_of(table)
+
+    def report_same(self, predictions: Any, references: Any, describe: Any = "the value {:.3g}".format) -> None:
+        """Print a line if all items have the same prediction although their labels differ.
+
+        It is repeated only if the prediction changes. A new head does so before training, which is usual. `describe` returns the words
+        for a prediction.
+        """
+        import numpy as np
+
+        from accel_ddp import phases
+        from accel_ddp.ranks.reporting import warn_on_main
+
+        predictions, references = np.asarray(predictions), np.asarray(references)
+        is_equal = lambda rows: rows.max() - rows.min() < 1e-3 if rows.dtype.kind == "f" else (rows == rows[:1]).all()
+        is_one = lambda rows: len(rows) > 0 and bool(is_equal(rows))
+        found = describe(predictions[0]) if is_one(predictions) and not is_one(references) else ""
+        if found not in ("", self.only_prediction) and (phases.HERE.step or self.cfg.evaluate_only):
+            advice = "If that stays so, use another --lr, more steps or --class_weights balanced."
+            text = f"warning: ONE_ANSWER: the model predicts {found} for all {len(predictions):,} evaluation items."
+            warn_on_main(text if self.cfg.evaluate_only else f"{text} {advice}", "ONE_ANSWER", phases.HERE.step)
+        self.only_prediction = found
 
     def identify(self, *tables: Any) -> str:
         """Set `fingerprints` and return them as one text, which must be the same on every rank."""

@@ -74,8 +74,7 @@ def load_texts(cfg: RecipeConfig) -> tuple["datasets.Dataset", "datasets.Dataset
         tables = [data.select(rows, positions) for positions in (np.delete(np.arange(len(rows)), test), test)]
     # Lines are drawn in runs of 100, because blocks of unrelated lines are not the text that is to be learned.
     options = ("max_train_items", "max_eval_items")
-    train, test = (data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
-    return train, data.record_evaluated(test)
+    return tuple(data.draw_sample(rows, option, cfg, 100) for rows, option in zip(tables, options))
 
 
 def load_lines(option: str, arguments: Sequence[str], cfg: RecipeConfig) -> "datasets.Dataset":
@@ -326,5 +325,6 @@ def stream_blocks(cfg: RecipeConfig, block_tokenizer: BlockTokenizer) -> list[Da
         drawn = data.draw_positions(len(part), option, cfg)
         parts.append(Subset(its_blocks, part if isinstance(drawn, range) else [part[i] for i in drawn]))
         parts[-1].fingerprint = its_blocks.fingerprint
-    data.record_evaluated(parts[1], None if len(parts[1]) == len(test_blocks) else np.array(parts[1].indices))
+    if len(parts[1]) < len(test_blocks):
+        parts[1].row_numbers = np.array(parts[1].indices)
     return parts

@@ -29,11 +29,13 @@ class TextTask(Task):
 
     def __init__(self, cfg: Any, accelerator: Any):
         from accel_ddp.ranks.agreement import together
+        from accel_ddp.sources.data import describe_drawn
 
         super().__init__(cfg, accelerator)
         with together("load the data") as facts:
             self.processor = self.load_tokenizer()
-            self.rows = self.encode(self.read())
+            self.rows = self.encode(tables := self.read())
+            self.eval_rows = describe_drawn((tables or self.rows)[1])
             facts["the data"] = self.identify(*self.rows)
 
     def load_tokenizer(self) -> Any:
@@ -61,11 +63,13 @@ class TextTask(Task):
         """Learn these `Labels` or `Tags`. Wrong `--metrics` are refused here, before rows become items."""
         from accel_ddp.tasks.metrics import MoreMetrics
 
-        self.labels, self.identity, self.more_metrics = labels, labels.identity, MoreMetrics(self.cfg, labels.kind)
+        self.labels, self.identity = labels, labels.identity
+        self.more_metrics = MoreMetrics(self.cfg, labels.kind, self.accelerator.is_main_process)
 
     def check_labels(self, made: Any) -> None:
         """Warn about labels of the items that may be mistakes, and try `--metrics` on them."""
-        self.labels.report_classes(made)
+        if not self.cfg.evaluate_only:  # then nothing is learned
+            self.labels.report_classes(made)
         self.references = self.labels.references(made[1])
         self.more_metrics.try_out(self.references, self.labels.names)
 
@@ -159,8 +163,11 @@ class ClassTask(TextTask):
         loss, self.table = rows.pop("loss").mean(), None
         rows.pop("confidence", None)
         if self.labels.is_regression:
+            self.report_same(**rows)
             found = regression_metrics(**rows)
         else:
+            show = lambda row: repr(self.labels.names[row]) if row.ndim == 0 else "the same classes"
+            self.report_same(rows["predictions"], rows["references"], show)
             found, self.table = class_metrics(rows["predictions"], rows["references"], self.labels.names)
         return self.more_metrics.add_to({**found, "loss": loss}, **rows)
 

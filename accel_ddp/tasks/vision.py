@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from accel_ddp import compat
 from accel_ddp.config.train_config import IMAGE_FILES, RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.records.eval_tables import IMAGE
 from accel_ddp.sources import builtin, data, models, tokenization
 from accel_ddp.sources.builtin_data import encode_png
@@ -34,7 +33,7 @@ from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.labels import Labels
 from accel_ddp.tasks.mini_resnet import MiniResNetConfig, MiniResNetForImageClassification
 from accel_ddp.text import first_line
-from accel_ddp.training.sharding import autocast, gathered
+from accel_ddp.training.sharding import autocast, gathered, plan_of
 
 if TYPE_CHECKING:
     import datasets
@@ -298,9 +297,10 @@ def build_model(cfg: Any, accelerator: Accelerator, labels: Labels, train: Check
     if cfg.model == "mini-resnet":
         model: Any = MiniResNetForImageClassification(MiniResNetConfig(norm=cfg.norm, **labels.model_config()))
     else:  # a head for other labels is replaced
-        model = models.load(AutoModelForImageClassification, cfg, **labels.model_config(), ignore_mismatched_sizes=True)
+        auto = AutoModelForImageClassification
+        model = models.load(auto, cfg, plan=plan_of(accelerator), **labels.model_config(), ignore_mismatched_sizes=True)
     processor = load_processor(cfg, model, train)
-    report_batch_norm(model, cfg)
+    report_batch_norm(model, cfg, accelerator.num_processes)
     return models.prepare(model, cfg, accelerator), processor
 
 
@@ -357,10 +357,10 @@ def _check_processor(model: nn.Module, processor: Any, cfg: RecipeConfig) -> Non
         raise UserError(f"{given}: the model does not accept images of this size: {first_line(error)}") from error
 
 
-def report_batch_norm(model: nn.Module, cfg: RecipeConfig) -> None:
+def report_batch_norm(model: nn.Module, cfg: RecipeConfig, ranks: int) -> None:
     """Log over which images batch norm computes its statistics, if the model has batch norm."""
     if compat.has_batch_norm(model):
-        micro = cfg.split(this_rank.num_ranks)[0]
-        images = f"{this_rank.num_ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
+        micro = cfg.split(ranks)[0]
+        images = f"{ranks} x {micro} images of all ranks" if cfg.sync_batchnorm else f"{micro} images of one rank"
         instead = "--norm group" if cfg.model == "mini-resnet" else "a model without batch norm"
         log.info(f"batch norm uses {images}, so the result depends on the micro-batches; with {instead} it does not")

@@ -14,7 +14,6 @@ from accel_ddp.engine.hook import Hook
 from accel_ddp.engine.step_numbers import Numbers, Pace, RankSample, splits_between
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
-from accel_ddp.ranks.process import links
 from accel_ddp.text import rough_seconds, shorten
 from accel_ddp.training.workers import loader_options
 
@@ -39,7 +38,7 @@ class Balance(Hook):
             self.changes = [(step, counts) for step, counts in saved["shares"]]
         self.sizes = gather_everywhere(cfg.micro_batch_size)  # of each rank's micro-batches; nodes may have different ones
         self.is_even = len({*self.sizes}) == 1
-        if (links.sharding or needs_equal) and not self.is_even:
+        if needs_equal and not self.is_even:
             why = "FSDP, local steps, --sync_batchnorm and losses that compare all items"
             raise UserError(f"--micro_batch_size {self.sizes}: must be the same on all ranks for {why}.")
         self.window = FIRST

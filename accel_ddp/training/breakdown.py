@@ -10,7 +10,6 @@ from accel_ddp.engine.hook import Hook
 from accel_ddp.engine.step_numbers import Numbers, Pace, RankSample, find_slowest, splits_between
 from accel_ddp.phases import Split
 from accel_ddp.ranks.agreement import print_on_main
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.text import rough_seconds
 from accel_ddp.training.run_facts import describe_memory, measure_memory
 
@@ -25,8 +24,8 @@ class Breakdown(Hook):
     The steps before the first sample, which are slower, are not counted.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
+        self.device, self.num_ranks = device, num_ranks
         self.hosts: list[str] = []  # of each rank, on the main rank
         self.hook = ""  # the --comm_hook that could be suggested, on the main rank
         self.first: Sequence[RankSample] = ()
@@ -62,8 +61,8 @@ class Breakdown(Hook):
         return {name: value for name, value in found.items() if value}
 
     def on_end(self, step: int, summary: dict[str, Any]) -> None:
-        if "breakdown" in summary and this_rank.is_main:
-            print(describe_breakdown(summary["breakdown"], this_rank.num_ranks), flush=True)
+        if "breakdown" in summary and self.hosts:
+            print_on_main(describe_breakdown(summary["breakdown"], self.num_ranks))
         if "memory" in summary:
             print_on_main(describe_memory(summary["memory"]))
 

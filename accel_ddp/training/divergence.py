@@ -14,6 +14,7 @@ one copy only, there is nothing to compare.
 import contextlib
 import math
 import os
+import socket
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -30,11 +31,12 @@ from accel_ddp.engine.step_numbers import Numbers, Pace
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, print_on_main
 from accel_ddp.ranks.failures import Diverged, Failure
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.ranks.shards import class_name, is_sharded, local
 from accel_ddp.saving.checkpoints import Checkpoints, Metrics
 from accel_ddp.text import counted, shorten
+from accel_ddp.training.sharding import plan_of
 
 LONGEST_VECTOR = 2**16  # a longer one is summed like the row of a matrix, because each factor takes 8 bytes
 MOST_RANKS = 8  # that a message lists
@@ -49,14 +51,14 @@ class ParameterCheck:
     """
 
     def __init__(self, accelerator: Accelerator, cfg: TrainConfig, model: nn.Module):
-        self.cfg, self.device = cfg, accelerator.device
+        self.cfg, self.device, self.accelerator, ranks = cfg, accelerator.device, accelerator, accelerator.num_processes
         self.passed: int | None = None  # the step of the last check that passed
         self._last: int | None = None  # the step of the last check
         self._waiting: deque[tuple[int, Tensor, Tensor, Tensor, Any]] = deque()
         ignored = compat.ignored_by_ddp(model)  # DDP does not keep these equal
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
         self._trained = {name: p for name, p in trained.items() if name not in ignored}
-        self._copies = find_copies(this_rank.num_ranks, links.sharding.replicas if is_sharded(model) else this_rank.num_ranks)
+        self._copies = find_copies(ranks, plan_of(accelerator).replicas if is_sharded(model) else ranks)
         named = {name: p for name, p in self._trained.items() if local(p).numel()}
         self._vectors = {name: p for name, p in named.items() if p.dim() < 2 and local(p).numel() <= LONGEST_VECTOR}
         self._matrices = {name: p for name, p in named.items() if name not in self._vectors}
@@ -64,7 +66,7 @@ class ParameterCheck:
         norms = {name for name, one in model.named_modules() if compat.has_batch_norm(one) and not any(one.children())}
         self._module, self._buffers = model, sorted(name for name in saved - ignored if name.rpartition(".")[0] not in norms)
         is_copied = len(self._copies[0]) > 1 and bool(self._trained)
-        self.is_on = cfg.check_every > 0 and this_rank.num_ranks > 1 and (is_copied or bool(self._buffers))
+        self.is_on = cfg.check_every > 0 and ranks > 1 and (is_copied or bool(self._buffers))
         if self.is_on:
             bits = [bits_of(p) for p in (*self._vectors.values(), *self._matrices.values())]
             self._sizes = [one.numel() if number < len(self._vectors) else len(one) for number, one in enumerate(bits)]
@@ -87,9 +89,9 @@ class ParameterCheck:
         now = dict(self._module.named_buffers()) if self._buffers else {}  # a forward pass may have replaced them
         buffers = [now.get(name, self._factors[:1]) for name in self._buffers]
         sums = torch.stack([products.sum().to(self.device), *(bits_of(buffer).sum().to(self.device) for buffer in buffers)])
-        digests, copied = torch.zeros(2, this_rank.num_ranks, dtype=torch.int64, device=self.device), None
-        digests[0, this_rank.rank] = sums[0]
-        digests[1, this_rank.rank] = (sums[1:] * (2 * torch.arange(len(buffers), device=self.device) + 1)).sum()
+        digests, copied = torch.zeros(2, self.accelerator.num_processes, dtype=torch.int64, device=self.device), None
+        digests[0, self.accelerator.process_index] = sums[0]
+        digests[1, self.accelerator.process_index] = (sums[1:] * (2 * torch.arange(len(buffers), device=self.device) + 1)).sum()
         dist.all_reduce(digests)  # not an all-gather, whose name differs between versions of torch
         if self.device.type == "cuda":
             digests = torch.empty(digests.shape, dtype=torch.int64, pin_memory=True).copy_(digests, non_blocking=True)
@@ -119,7 +121,7 @@ class ParameterCheck:
         """Return the failure, which is the same on every rank. This is a collective."""
         sums = dict(zip((*self._vectors, *self._matrices), (part.sum().item() for part in products.cpu().split(self._sizes))))
         own = [sums.get(name, 0) for name in self._trained]
-        places, checksums = zip(*gather_everywhere((f"{this_rank.host}, pid {os.getpid()}", own)))
+        places, checksums = zip(*gather_everywhere((f"{socket.gethostname()}, pid {os.getpid()}", own)))
         bad = next(ranks for ranks in self._copies if len({tuple(checksums[rank]) for rank in ranks}) > 1)
         names = [name for i, name in enumerate(self._trained) if len({checksums[rank][i] for rank in bad}) > 1]
         largest = self._largest_difference({**self._vectors, **self._matrices}.get(names[0]), bad)
@@ -151,8 +153,8 @@ class ParameterCheck:
     def _largest_difference(self, values: Tensor | None, ranks: Sequence[int]) -> float:
         """Return the largest difference between two of these ranks in one element. This is a collective of all ranks."""
         largest = 0.0
-        group = dist.new_group([*ranks]) if len(ranks) < this_rank.num_ranks else None
-        if this_rank.rank in ranks:
+        group = dist.new_group([*ranks]) if len(ranks) < self.accelerator.num_processes else None
+        if self.accelerator.process_index in ranks:
             high = local(values.detach()).to(self.device, torch.float64, copy=True)
             low = high.clone()
             dist.all_reduce(high, dist.ReduceOp.MAX, group=group)
@@ -329,7 +331,7 @@ def _what(numbers: Numbers, num_workers: int) -> str:
     """Return what is not finite, with the ranks whose loss it is. This is a collective if it is the loss."""
     if math.isfinite(numbers.loss):
         return f"the gradient norm is {numbers.grad_norm}, although the loss is {numbers.loss:.4g}"
-    losses = gather_everywhere((this_rank.host, numbers.local_loss))
+    losses = gather_everywhere((socket.gethostname(), numbers.local_loss))
     culprits = [f"rank {rank} on {host}" for rank, (host, loss) in enumerate(losses) if not math.isfinite(loss)]
     if not culprits:
         whose = "a worker" if num_workers > 1 else "this step"

@@ -17,19 +17,18 @@ from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.engine.rows import Rows
 from accel_ddp.errors import UserError
 from accel_ddp.ranks.agreement import gather_everywhere, together
-from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.reporting import warn_on_main
 from accel_ddp.seeds import generators_kept, mixed
 from accel_ddp.text import ranks_text
 from accel_ddp.training.stream import TrainBatches
 
 
-def require_equal_ranks(model: nn.Module, train: TrainBatches, cfg: TrainConfig) -> None:
+def require_equal_ranks(model: nn.Module, train: TrainBatches, cfg: TrainConfig, num_ranks: int) -> None:
     """Raise UserError on every rank if the ranks have other data or other parameters. This is a collective.
 
     Each rank reads at most six items.
     """
-    if this_rank.num_ranks == 1:
+    if num_ranks == 1:
         return
     same = "Give all ranks the whole dataset, in the same order: `fit` shares it out."
     parameters = {name: ([*p.shape], str(p.dtype), p.requires_grad) for name, p in model.named_parameters()}

@@ -24,14 +24,13 @@ from accel_ddp.errors import UserError
 from accel_ddp.phases import EVAL_DATA, EVALUATE, METRICS
 from accel_ddp.ranks.agreement import broadcast_object, gather_everywhere, gather_objects, is_any
 from accel_ddp.ranks.failures import EvaluationStopped
-from accel_ddp.ranks.process import links, this_rank
 from accel_ddp.ranks.shards import is_sharded
 from accel_ddp.ranks.signals import is_stop_requested
 from accel_ddp.ranks.team import Team
 from accel_ddp.records.eval_tables import Table, check_tables
 from accel_ddp.saving.checkpoints import Metrics
 from accel_ddp.text import counted, ranks_text, shorten
-from accel_ddp.training.sharding import gathered
+from accel_ddp.training.sharding import gathered, plan_of
 from accel_ddp.training.stream import Mixture, require_items
 from accel_ddp.training.workers import loader_options, starting_workers
 
@@ -54,7 +53,7 @@ class EvalBatches:
         self.mixture: Mixture | None = getattr(dataset, "mixture", None)
         share: Any = range(accelerator.process_index, len(dataset), accelerator.num_processes)
         self.num_own = len(share)  # rows of this rank that count
-        if links.sharding and self.num_own * accelerator.num_processes < len(dataset):
+        if plan_of(accelerator) and self.num_own * accelerator.num_processes < len(dataset):
             share = [*share, 0]
         self.loader = DataLoader(
             Subset(dataset, share), batch_size=batch_size, collate_fn=collate, **loader_options(cfg, accelerator)
@@ -139,7 +138,8 @@ def measure_all(
     # A rank may have finished before the stop request reached it. All ranks stop if one of them was interrupted.
     if broadcast_object(shares is not None and any(share is None for share in shares)):
         raise EvaluationStopped
-    return broadcast_metrics(_summarize(_in_order(shares, batches.num_items), summarize, batches.mixture) if shares else None)
+    metrics = _summarize(_in_order(shares, batches.num_items), summarize, batches.mixture) if shares else None
+    return broadcast_metrics(metrics, accelerator.is_main_process)
 
 
 def _summarize(rows: Rows, summarize: Callable[[Rows], dict[str, float]], mixture: Mixture | None) -> Any:
@@ -186,10 +186,10 @@ def compute_on_main(accelerator: Accelerator, model: nn.Module, compute: Callabl
     return result if accelerator.is_main_process else None
 
 
-def broadcast_metrics(metrics: Any) -> dict[str, float]:
+def broadcast_metrics(metrics: Any, is_main: bool) -> dict[str, float]:
     """Return the metrics of the main rank as Python floats on every rank. Raise UserError everywhere for what is not a number."""
     try:
-        found = as_numbers(metrics) if this_rank.is_main else None
+        found = as_numbers(metrics) if is_main else None
     except UserError as error:
         found = str(error)
     found = broadcast_object(found)
@@ -254,8 +254,6 @@ class TableReport(Hook):
         self.printed: set[str] = set()  # errors
 
     def on_evaluate(self, step: int, metrics: Metrics) -> None:
-        if not this_rank.is_main:
-            return
         tables: dict[str, Table] = {}
         with self._surviving(step), phases.phase(METRICS):
             tables = check_tables(self.tables())

@@ -158,7 +158,7 @@ class RunEvents:
                 return
             self.keeps_weights = run.step > self.first
             # Ranks that compared different values would disagree on when to stop. A user's function may return them.
-            self.metrics = broadcast_metrics(metrics)
+            self.metrics = broadcast_metrics(metrics, run.accelerator.is_main_process)
             self.saved.evaluated(run.step, self.metrics)
             self.end_if(self.hooks.notify("on_evaluate", run.step, self.metrics))
 

@@ -26,7 +26,7 @@ VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "OMP_", "MKL_", "GLOO_", "PYTORCH_", "A
 
 
 def describe_run(
-    accelerator: Accelerator, cfg: TrainConfig, num_items: int, mean_items: float, model: nn.Module
+    accelerator: Accelerator, cfg: TrainConfig, num_items: int, mean_items: float, model: nn.Module, eval_rows: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the facts on the main rank, and {} on the others. `mean_items` are those of a step. This is a collective."""
     on_gpu = accelerator.device.type == "cuda"
@@ -53,7 +53,7 @@ def describe_run(
         **({"sharding": links.sharding.facts(accelerator.num_processes)} if links.sharding else {}),
         "model": describe_model(model),
         **({"memory": links.memory} if links.memory else {}),
-        **({"eval_rows": links.eval_rows} if links.eval_rows else {}),
+        **({"eval_rows": eval_rows} if eval_rows else {}),
     }  # fmt: skip
 
 

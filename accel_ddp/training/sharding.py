@@ -402,10 +402,9 @@ def prepare(
     _check_optimizer(optimizer, cfg.lr)
     if hasattr(optimizer, "choose_kernel"):
         optimizer.choose_kernel(accelerator.device)
-    if links.sharding is None:
+    if (plan := plan_of(accelerator)) is None:
         model = accelerator.prepare_model(model, evaluation_mode=True)
         return _with_ddp(accelerator, Terms(model, task, team)), accelerator.prepare_optimizer(optimizer)
-    plan = links.sharding
     if not is_sharded(model):  # `models.prepare` shards a model of transformers before its weights are loaded
         names = {id(p): name for name, p in model.named_parameters()}
         positions = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -465,7 +464,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, lr: float) -> None:
         )
 
 
+def plan_of(accelerator: Accelerator) -> ShardingPlan | None:
+    """Return how models are spread over ranks, as `start` has found it. None: every rank has the whole model."""
+    return getattr(accelerator, "sharding_plan", None)
+
+
 def sharding_options(accelerator: Accelerator, cfg: "TrainConfig") -> tuple[torch.device, str, torch.dtype, str]:
     """Return device, precision, the dtype in which gradients are summed, and what stays gathered: the arguments of `shard`."""
     reduce_dtype = torch.bfloat16 if cfg.comm_hook == "bf16" else torch.float32
-    return accelerator.device, accelerator.mixed_precision, reduce_dtype, links.sharding.keeps(cfg.keep_gathered)
+    return accelerator.device, accelerator.mixed_precision, reduce_dtype, plan_of(accelerator).keeps(cfg.keep_gathered)

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.team import Team
 from accel_ddp.seeds import mixed, seed_host
 from accel_ddp.text import counted, plural
+from accel_ddp.training.sharding import plan_of
 from accel_ddp.training.step_plan import BY_TOKENS, OwnMicroBatches, Shares, StepPlan
 from accel_ddp.training.workers import loader_options, starting_workers
 
@@ -325,7 +326,7 @@ class TrainBatches:
         """
         if cfg.evaluate_only:
             raise UserError("--evaluate_only: this script has a training loop of its own. It has to call accel_ddp.train or fit.")
-        parts, sharded = self.part_lengths if self.knows_lengths else None, links.sharding is not None
+        parts, sharded = self.part_lengths if self.knows_lengths else None, plan_of(accelerator) is not None
         team = team or Team.of(accelerator)
         plan = StepPlan(self.order(cfg.seed), cfg, team.size, parts, self.cost, sharded)
         sampler, self.first = OwnMicroBatches(plan, step, team, self.shares_at), plan.first

@@ -15,7 +15,7 @@ from accel_ddp import compat
 from accel_ddp.config.train_config import TrainConfig
 from accel_ddp.errors import UserError
 from accel_ddp.nodes.cores import usable_cores
-from accel_ddp.ranks.process import Moment, ending, this_rank
+from accel_ddp.ranks.process import ending, this_rank
 from accel_ddp.ranks.signals import IgnoreInWorker, blocked_for_children
 
 
@@ -48,12 +48,10 @@ def starting_workers(loader: DataLoader) -> Iterator[None]:
     if method != "fork":
         with blocked_for_children():
             resource_tracker.ensure_running()  # a separate block, because its start unblocks signals
-    else:
-        ending.run(Moment.FORK)
     if method == "forkserver":
         loader.multiprocessing_context.set_forkserver_preload(["accel_ddp.training.stream"])  # imports torch once for all workers
     try:
-        with blocked_for_children():
+        with blocked_for_children(forks=method == "fork"):
             yield
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         if method == "fork" or "pickle" not in str(error):

@@ -197,11 +197,11 @@ def main(cfg: Config) -> None:
             accelerator, cfg, kind, output_dir=f"{folder}_rarely", eval_every=6, save_every=6
         )
         if accelerator.num_processes > 1 and "." not in kind:
-            links.sharding = ShardingPlan()
+            links.sharding = accelerator.sharding_plan = ShardingPlan()
             results[f"{kind}, sharded"] = train(accelerator, cfg, kind, output_dir=f"{folder}_sharded")
             again = {"output_dir": f"{folder}_sharded_resumed", "resume": f"{folder}_sharded/step_00000003"}
             results[f"{kind}, sharded, resumed"] = train(accelerator, cfg, kind, **again)
-            links.sharding = None
+            links.sharding = accelerator.sharding_plan = None
     if "Counting" in cfg.kinds:
         folder = f"{cfg.output_dir}/Counting"
         other = {"output_dir": f"{folder}_decay", "resume": f"{folder}/step_00000003"}
@@ -224,9 +224,9 @@ def main(cfg: Config) -> None:
             "elsewhere": refusal(accelerator, cfg, "Elsewhere", output_dir=f"{folder}_elsewhere"),
             "extended": refusal(accelerator, cfg, "Extended", output_dir=f"{folder}_extended"),
         }
-        links.sharding = ShardingPlan() if accelerator.num_processes > 1 else None
+        links.sharding = accelerator.sharding_plan = ShardingPlan() if accelerator.num_processes > 1 else None
         results["flat"] = refusal(accelerator, cfg, "Flat", output_dir=f"{folder}_flat")
-        links.sharding = None
+        links.sharding = accelerator.sharding_plan = None
     if accelerator.is_main_process:
         torch.save(results, cfg.out)
 

@@ -126,7 +126,7 @@ def train(accelerator, cfg, name, **changes) -> dict:
 def train_sharded(accelerator, cfg, name) -> dict:
     """Return the whole weights and averages of a sharded model after the same steps."""
     cfg = dataclasses.replace(cfg, optimizer=name)
-    links.sharding = ShardingPlan()
+    links.sharding = accelerator.sharding_plan = ShardingPlan()
     model = new_model(name)
     prepared, optimizer = accel_ddp.prepare(accelerator, cfg, base.Task(losses), model, optim.build(model, cfg))
     ema, updates = accel_ddp.ema.Ema(model, cfg.ema_decay), rows().starting_at(0, accelerator, cfg)
@@ -137,7 +137,7 @@ def train_sharded(accelerator, cfg, name) -> dict:
         ema.update(step + 1, stats)
     with ema.applied():
         averages = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
-    links.sharding = None
+    links.sharding = accelerator.sharding_plan = None
     state = {key for value in optimizer.state.values() for key in value}
     return {"weights": {name: full(p.detach()) for name, p in model.named_parameters()}, "averages": averages, "state": state}
 

@@ -14,7 +14,7 @@ import transformers
 from accel_ddp.accelerator import start
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.ranks.process import links, this_rank
+from accel_ddp.ranks.process import this_rank
 from accel_ddp.ranks.shards import full, is_sharded, local
 from accel_ddp.sources import models
 from accel_ddp.training import optim
@@ -50,9 +50,9 @@ def build(case: str, accelerator, plan) -> torch.nn.Module:
     cfg = RecipeConfig(model=str(FOLDER / name), **options)
     if "tokenizer" in more:
         more = {"tokenizer": models.load_tokenizer(RecipeConfig(model=more["tokenizer"]))}
-    links.sharding = plan
+    accelerator.sharding_plan = plan
     torch.manual_seed(1)
-    model = models.load(getattr(transformers, f"AutoModelFor{kind}"), cfg, **more)
+    model = models.load(getattr(transformers, f"AutoModelFor{kind}"), cfg, plan=plan, **more)
     return models.prepare(model, cfg, accelerator, task)
 
 
@@ -100,15 +100,15 @@ def memory(field: str) -> float:
 
 def growth(accelerator, plan) -> float:
     """Return by how many MB the memory of this rank grew at most while a model was loaded and sharded."""
-    links.sharding = plan
+    accelerator.sharding_plan = plan
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = memory("VmRSS")
-    model = models.load(transformers.AutoModelForCausalLM, RecipeConfig(model=str(FOLDER / "big")))
+    model = models.load(transformers.AutoModelForCausalLM, RecipeConfig(model=str(FOLDER / "big")), plan=plan)
     models.prepare(model, RecipeConfig(), accelerator)
     return memory("VmHWM") - before
 
 
-def refusals() -> list[str]:
+def refusals(plan) -> list[str]:
     """Return the messages for models that cannot be loaded, each after all ranks have agreed on it."""
     messages = []
     for kind, options in (
@@ -116,7 +116,7 @@ def refusals() -> list[str]:
         ("SequenceClassification", {"model": str(FOLDER / "pissa")}),
     ):
         try:
-            models.load(getattr(transformers, f"AutoModelFor{kind}"), RecipeConfig(**options))
+            models.load(getattr(transformers, f"AutoModelFor{kind}"), RecipeConfig(**options), plan=plan)
             messages.append("")
         except UserError as error:
             messages.append(str(error))
@@ -125,11 +125,10 @@ def refusals() -> list[str]:
 
 if __name__ == "__main__":
     accelerator = start(RecipeConfig(output_dir=str(FOLDER / "run")))
-    plan = links.sharding
+    plan = accelerator.sharding_plan
     first, *others = CASES
     result = {first: differences(first, accelerator, plan)}  # this imports what the first model needs
     peak = growth(accelerator, plan)
     result |= {case: differences(case, accelerator, plan) for case in others}
-    links.sharding = plan
     differing = {case: lines for case, lines in result.items() if lines}
-    print("RESULT " + json.dumps({"differences": differing, "peak": peak, "errors": refusals()}), flush=True)
+    print("RESULT " + json.dumps({"differences": differing, "peak": peak, "errors": refusals(plan)}), flush=True)

@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
 
     def fit(folder: Path, plan: ShardingPlan | None, at_step=lambda step: None, **changes) -> dict:
         """Train, and return the first and the last step, the weights, the output, the error and the folder's files."""
-        links.sharding = plan
+        links.sharding = accelerator.sharding_plan = plan
         config = dataclasses.replace(cfg, output_dir=str(folder), **changes)
         model = build()
         seen: list[int] = []

@@ -142,7 +142,8 @@ def train_alone(case: Case, cfg: Config, train, accelerator) -> dict[str, torch.
 
 def train_together(case: Case, cfg: Config, train, accelerator) -> tuple[dict[str, torch.Tensor], dict]:
     """Train as `fit` does. Return the trained weights, and what was found on the way."""
-    links.sharding, facts = case.plan, {}
+    links.sharding = accelerator.sharding_plan = case.plan
+    facts = {}
     cfg = dataclasses.replace(cfg, gradient_checkpointing=case.checkpointing, keep_gathered=case.keep)
     model = build(case)
     if case.plan and not case.in_fit:
