@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_ddp.assembly import fit
     from accel_ddp.config.options import column, option
     from accel_ddp.config.parsing import parse_config
-    from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+    from accel_ddp.config.train_config import RecipeConfig, ScoredConfig, TrainConfig
     from accel_ddp.engine import losses, step_numbers
     from accel_ddp.engine.step import train_step
     from accel_ddp.engine.terms import Terms

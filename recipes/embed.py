@@ -17,10 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.entry import run
-from accel_ddp.errors import UserError
+from accel_ddp import RecipeConfig, UserError, column, option, run
 
 
 @dataclass(kw_only=True)

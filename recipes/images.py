@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import IMAGE_FILES, ScoredConfig
-from accel_ddp.entry import run
-from accel_ddp.errors import UserError
+from accel_ddp import ScoredConfig, UserError, column, option, run
+from accel_ddp.config.train_config import IMAGE_FILES
 
 
 @dataclass(kw_only=True)

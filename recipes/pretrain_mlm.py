@@ -12,10 +12,8 @@ import math
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import TABLE_FILES, TEXT_FILES, RecipeConfig
-from accel_ddp.entry import run
-from accel_ddp.errors import UserError
+from accel_ddp import RecipeConfig, UserError, column, option, run
+from accel_ddp.config.train_config import TABLE_FILES, TEXT_FILES
 
 
 @dataclass(kw_only=True)

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
-from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.entry import run
+from accel_ddp import RecipeConfig, UserError, option, run
 
 
 @dataclass(kw_only=True)
@@ -64,7 +62,7 @@ class Config(RecipeConfig):
     def validate(self):
         super().validate()
         if self.max_candidates == 1:
-            raise accel_ddp.UserError("--max_candidates 1: there is nothing to compare. Use 2 or more, or 0 for all.")
+            raise UserError("--max_candidates 1: there is nothing to compare. Use 2 or more, or 0 for all.")
 
 
 class Task(accel_ddp.TextTask):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
+from accel_ddp import UserError, option, run
 from accel_ddp.config.chat_options import PairConfig
-from accel_ddp.config.options import option
-from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
@@ -36,7 +35,7 @@ class Config(PairConfig):
         super().validate()
         if self.answer_column:
             reason = "would be ignored, because answers are read from --chosen_column and --rejected_column. Leave it out."
-            raise accel_ddp.UserError(f"--answer_column {self.answer_column}: {reason}")
+            raise UserError(f"--answer_column {self.answer_column}: {reason}")
 
     def check_columns(self, *tables):
         for rows in tables:

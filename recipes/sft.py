@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
+from accel_ddp import option, run
 from accel_ddp.config.chat_options import ChatConfig
 from accel_ddp.config.option_values import check_streaming
-from accel_ddp.config.options import option
 from accel_ddp.config.train_config import TABLE_FILES
-from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)

@@ -11,9 +11,8 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
-from accel_ddp.entry import run
+from accel_ddp import ScoredConfig, column, option, run
+from accel_ddp.config.train_config import TABLE_FILES
 
 
 @dataclass(kw_only=True)
