@@ -1,0 +1,100 @@
+"""What the tasks of rerankers and of sentence encoders do beside learning: how rows are read, the head, tables, and example code.
+
+Importing this module is fast, as it is for `task`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from accel_ddp.config.options import of_group, option
+from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.errors import UserError
+from accel_ddp.tasks.text_task import TextTask
+
+
+@dataclass(kw_only=True)
+@of_group("data", at_least=0)
+class QueryConfig(RecipeConfig):
+    """How rows with a query and candidates are read."""
+
+    query_column: str = option("", "column of the query; default: query, question or anchor")
+    candidate_column: str = option("", "column of the candidate, or of lists of them; default: candidate, passage, document ...")
+    label_column: str = option("", "column of 0 or 1, or of lists of these; default: label or labels")
+    score_column: str = option("", "column of scores (graded relevance); default: score or scores, if there is no label")
+    positive_columns: tuple[str, ...] = option(
+        (), "columns of relevant texts, or of lists of them; default: positive or positives"
+    )
+    negative_columns: tuple[str, ...] = option(
+        (), "columns of texts that are not relevant; default: negative, negatives, negative_1 ..."
+    )
+    max_candidates: int = option(16, "candidates of a query in training: a relevant one, and others that --seed draws; 0: all")
+    texts_per_item = 1  # for the estimate of memory; the task sets it to the most candidates of a row
+
+    def check_columns(self, *tables: Any) -> None:
+        from accel_ddp.sources.data import require_columns
+        from accel_ddp.tasks.ranking import QueryFormat
+
+        require_columns(QueryFormat(tables[0], self).needed, *tables)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.max_candidates == 1:
+            raise UserError("--max_candidates 1: there is nothing to compare. Use 2 or more, or 0 for all.")
+
+
+class QueryTask(TextTask):
+    """A task of queries with candidates. `form` says which columns have them, and `loss` is the loss that `--loss` means for them."""
+
+    model_class = "AutoModelForSequenceClassification"
+    predicts = "scores"
+
+    def load_tokenizer(self) -> Any:
+        tokenizer = super().load_tokenizer()
+        tokenizer.model_max_length = self.cfg.max_length  # sentence-transformers truncates to it
+        return tokenizer
+
+    def read(self) -> Any:
+        from accel_ddp.tasks.ranking import LIST_LOSSES, QueryFormat
+
+        tables = super().read()
+        self.form = QueryFormat(tables[0], self.cfg)
+        self.loss = self.form.choose_loss(tables[0], self.cfg.loss)
+        self.is_listwise = self.loss in LIST_LOSSES
+        self.identity, self.predict_columns = [self.form.identity, self.loss], self.form.columns
+        return tables
+
+    def encode(self, tables: Any) -> Any:
+        from accel_ddp.tasks.ranking import report_queries
+        from accel_ddp.training.stream import count_tokens
+
+        train, test = super().encode(tables)
+        report_queries(test, None if self.cfg.evaluate_only else train)
+        self.cfg.texts_per_item = int(count_tokens(train, ("relevance",)).max())
+        self.memory_rows, self.places = (train, test), test["place"][:]
+        return train, test
+
+    def head(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "multi_label_classification" if self.loss == "binary" else "regression"}
+
+    def adjust(self, model: Any) -> None:
+        activation = f"torch.nn.{'Sigmoid' if self.loss == 'binary' else 'Identity'}"  # what CrossEncoder applies to the score
+        model.config.sentence_transformers = {"activation_fn": activation}
+
+    def tables(self) -> dict[str, Any]:
+        from accel_ddp.tasks.ranking import make_tables
+
+        return make_tables(self.table, self.cfg.log_predictions, self.describe)
+
+    def describe(self, items: list[int]) -> dict[str, list]:
+        queries = [self.form.read(self.eval_texts[item], self.loss) for item in items]
+        found = [query.candidates[self.places[item]] for query, item in zip(queries, items)]
+        return {"query": [query.text for query in queries], "candidate": found}
+
+    @property
+    def example(self) -> str:
+        from accel_ddp.tasks.examples import literal, shorten
+
+        query = self.form.read(self.eval_texts[0], self.loss)
+        text, *some = (literal(shorten(text)) for text in (query.text, *query.candidates[:3]))
+        use = f"CrossEncoder({{folder}}).rank({text}, [{', '.join(some)}], return_documents=True)"
+        return f"from sentence_transformers import CrossEncoder; print({use})"
