@@ -13,6 +13,109 @@ from accel_ddp.tasks.text_task import TextTask
 
 
 @dataclass(kw_only=True)
+class MinedConfig(RecipeConfig):
+    """Hard negatives of anchors, from a file or mined with the model. A recipe adds the columns of anchors, positives and scores."""
+
+    negatives_file: str = option(
+        "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
+        group="data", per_node=True, excludes="score_column",
+    )  # fmt: skip
+    num_negatives: int = option(
+        1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1, needs="negatives_file"
+    )
+    mine_negatives: int = option(
+        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0,
+        excludes="score_column",
+    )  # fmt: skip
+    mine_every: int = option(
+        0, "steps between minings; 0: only before the first step", group="training", at_least=0, needs="mine_negatives"
+    )
+    mine_margin: float = option(
+        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training",
+        needs="mine_negatives",
+    )  # fmt: skip
+
+    def validate(self) -> None:
+        super().validate()
+        if self.sync_every and self.mine_every % self.sync_every:
+            near = max(self.sync_every, self.mine_every - self.mine_every % self.sync_every)
+            why = "negatives are mined when all workers have the same weights"
+            instead = f"Use a multiple of --sync_every {self.sync_every}, for example {near}"
+            raise UserError(f"--mine_every {self.mine_every}: {why}. {instead}.")
+
+
+class EmbeddingTask(TextTask):
+    """A task of anchors with their positives, whose embeddings are exported for sentence-transformers.
+
+    `sizes` are the dimensions of `--matryoshka` and of the model, the largest first.
+    """
+
+    model_class = "AutoModel"
+    checked_as = "embeddings"
+
+    def read(self) -> Any:
+        from accel_ddp.tasks.negatives import add_negatives
+
+        tables = super().read()
+        if self.cfg.negatives_file and not self.cfg.evaluate_only:
+            tables[0] = add_negatives(tables[0], self.cfg)
+        return tables
+
+    def build(self) -> Any:
+        from accel_ddp.sources.model_kinds import report_causal
+        from accel_ddp.tasks.contrastive import sentence_transformers_files
+
+        model, cfg = super().build(), self.cfg
+        for name, parameter in model.named_parameters():
+            if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
+                parameter.requires_grad_(False)
+        first_token = "--pooling cls" if cfg.pooling == "cls" else ""
+        report_causal(model, self.processor, self.accelerator.device, cfg.model, first_token)
+        dimension = model.config.hidden_size
+        if any(size > dimension for size in cfg.matryoshka):
+            raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {dimension} dimensions.")
+        self.sizes = tuple(sorted({*cfg.matryoshka, dimension}, reverse=True))
+        prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
+        self.more_files = sentence_transformers_files(dimension, cfg.pooling, cfg.max_length, prompts)
+        return model
+
+    def batches(self) -> tuple[Any, Any]:
+        from accel_ddp.tasks.negatives import MinedBatches
+        from accel_ddp.training.evaluation import EvalBatches
+
+        _, test = super().batches()
+        if self.cfg.mine_negatives:
+            self.mined = EvalBatches(self.rows[0], self.collate(), self.cfg.eval_batch_size, self.accelerator, self.cfg)
+            self.train = MinedBatches(self.rows[0], self.collate(), self.fingerprints[0], self.cfg, self.mine)
+        return self.train, test
+
+    def mine(self) -> Any:
+        """Return the rows of the hardest negatives of each anchor, for the current weights."""
+        from accel_ddp.tasks.negatives import mine
+
+        keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
+        return mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
+
+    def tables(self) -> dict[str, Any]:
+        from accel_ddp.tasks.contrastive import make_tables
+
+        table, self.table = self.table, {}  # the embeddings of all items are large
+        return make_tables(table, self.cfg.log_predictions, self.describe)
+
+    @property
+    def example(self) -> str:
+        from accel_ddp.tasks.examples import literal
+
+        texts = self.first_texts()
+        anchor, positive = literal(texts["anchor"]), literal(texts["positive"])
+        return (
+            "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder}); "
+            f'a, b = use.encode({anchor}, prompt_name="query"), use.encode({positive}, prompt_name="document"); '
+            "print(use.similarity(a, b))"
+        )
+
+
+@dataclass(kw_only=True)
 @of_group("data", at_least=0)
 class QueryConfig(RecipeConfig):
     """How rows with a query and candidates are read."""
