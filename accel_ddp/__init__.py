@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from accel_ddp.tasks import (chat, chat_rows, contrastive, examples, generation_metrics, labels, masking, metrics, negatives,
                                  preferences, ranking, reference, row_stream, tables, tagging, text_blocks, vision)
     # fmt: on
-    from accel_ddp.tasks.search_tasks import EmbeddingTask, MinedConfig, QueryConfig, QueryTask
+    from accel_ddp.tasks.scoring_tasks import EmbeddingTask, MinedConfig, QueryConfig, QueryTask, RewardTask
     from accel_ddp.tasks.task import Task
     from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask, TokenTask
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream

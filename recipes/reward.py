@@ -46,26 +46,9 @@ class Config(PairConfig):
         return {"accuracy": "max", "margin": "max", "loss": "min"}
 
 
-class Task(accel_ddp.ChatTask):
-    model_class = "AutoModelForSequenceClassification"
-    checked_as = predicts = "rewards"
-
+class Task(accel_ddp.RewardTask):
     def format(self, rows):
         return accel_ddp.ranking.RewardPairs(rows, self.processor, self.cfg, self.today)
-
-    def encode(self, tables):
-        made = super().encode(tables)
-        self.chosen = self.form.first_chosen(accel_ddp.data.select_sources(tables[1], made[1]), made[1])
-        return made
-
-    def head(self):
-        return {"num_labels": 1, "problem_type": "regression"}
-
-    def build(self):
-        model = super().build()
-        # The model finds the last token of a text by it. It is exported, so that others read the same score.
-        model.config.get_text_config().pad_token_id = self.processor.pad_token_id
-        return model
 
     def outputs(self, model, batch):
         return accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
@@ -81,22 +64,6 @@ class Task(accel_ddp.ChatTask):
         self.scores = table.pop("scores")  # for `tables`
         accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
         return super().metrics(table)
-
-    def tables(self):
-        chosen, rejected = self.scores.T
-        rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
-        return accel_ddp.preferences.make_tables(rows, self.cfg.log_predictions, self.decode)
-
-    @property
-    def example(self):
-        chat, inputs = accel_ddp.examples.literal(self.chosen), 'return_tensors="pt"'
-        of_text, of_chat = "t({}, add_special_tokens=False, {})", "t.apply_chat_template({}, return_dict=True, {})"
-        inputs = (of_text if isinstance(self.chosen, str) else of_chat).format(chat, inputs)
-        return (
-            "from transformers import AutoModelForSequenceClassification, AutoTokenizer; t = AutoTokenizer.from_pretrained({folder}); "
-            "m = AutoModelForSequenceClassification.from_pretrained({folder}, num_labels=1, pad_token_id=t.pad_token_id); "
-            f"print(m(**{inputs}).logits.item())"
-        )
 
 
 def main(cfg: Config):

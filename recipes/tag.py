@@ -46,8 +46,7 @@ class Task(accel_ddp.TokenTask):
 
     def read(self):
         tables = accel_ddp.data.load_columns(self.cfg, accel_ddp.tagging.load_words)
-        use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
-        self.use_labels(accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both=use_both))
+        self.use_labels(accel_ddp.tagging.Tags.for_task(*tables, self.cfg))
         return tables
 
     def items(self, rows):
@@ -76,10 +75,7 @@ class Task(accel_ddp.TokenTask):
 
     @property
     def example(self):
-        text = accel_ddp.tagging.first_text(self.eval_texts, self.cfg.tokens_column, self.labels)
-        use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
-        row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
-        return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
+        return accel_ddp.tagging.example(self.eval_texts, self.cfg.tokens_column, self.labels)
 
 
 def main(cfg: Config):

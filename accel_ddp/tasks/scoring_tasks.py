@@ -1,4 +1,4 @@
-"""What the tasks of rerankers and of sentence encoders do beside learning: how rows are read, the head, tables, and example code.
+"""What tasks of sentence encoders, rerankers and reward models do beside learning: read rows, build the head, show results.
 
 Importing this module is fast, as it is for `task`.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from accel_ddp.config.options import of_group, option
 from accel_ddp.config.train_config import RecipeConfig
 from accel_ddp.errors import UserError
-from accel_ddp.tasks.text_task import TextTask
+from accel_ddp.tasks.text_task import ChatTask, TextTask
 
 
 @dataclass(kw_only=True)
@@ -201,3 +201,44 @@ class QueryTask(TextTask):
         text, *some = (literal(shorten(text)) for text in (query.text, *query.candidates[:3]))
         use = f"CrossEncoder({{folder}}).rank({text}, [{', '.join(some)}], return_documents=True)"
         return f"from sentence_transformers import CrossEncoder; print({use})"
+
+
+class RewardTask(ChatTask):
+    """A task of pairs of a chosen and a rejected answer, for each of which the model has a score. `metrics` keeps them in `scores`."""
+
+    model_class = "AutoModelForSequenceClassification"
+    checked_as = predicts = "rewards"
+
+    def encode(self, tables: Any) -> Any:
+        from accel_ddp.sources.data import select_sources
+
+        made = super().encode(tables)
+        self.chosen = self.form.first_chosen(select_sources(tables[1], made[1]), made[1])
+        return made
+
+    def head(self) -> dict[str, Any]:
+        return {"num_labels": 1, "problem_type": "regression"}
+
+    def adjust(self, model: Any) -> None:
+        # The model finds the last token of a text by it. It is exported, so that others read the same score.
+        model.config.get_text_config().pad_token_id = self.processor.pad_token_id
+
+    def tables(self) -> dict[str, Any]:
+        from accel_ddp.tasks.preferences import make_tables
+
+        chosen, rejected = self.scores.T
+        rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        return make_tables(rows, self.cfg.log_predictions, self.decode)
+
+    @property
+    def example(self) -> str:
+        from accel_ddp.tasks.examples import literal
+
+        chat, inputs = literal(self.chosen), 'return_tensors="pt"'
+        of_text, of_chat = "t({}, add_special_tokens=False, {})", "t.apply_chat_template({}, return_dict=True, {})"
+        inputs = (of_text if isinstance(self.chosen, str) else of_chat).format(chat, inputs)
+        return (
+            "from transformers import AutoModelForSequenceClassification, AutoTokenizer; t = AutoTokenizer.from_pretrained({folder}); "
+            "m = AutoModelForSequenceClassification.from_pretrained({folder}, num_labels=1, pad_token_id=t.pad_token_id); "
+            f"print(m(**{inputs}).logits.item())"
+        )
