@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import accel_ddp
 from accel_ddp import ScoredConfig, column, option, run
-from accel_ddp.config.train_config import TABLE_FILES
 
 
 @dataclass(kw_only=True)
 class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:code_roles"
-    file_endings = (f"{TABLE_FILES} .conll .iob .bio", ".txt")
+    file_endings = (f"{ScoredConfig.file_endings[0]} .conll .iob .bio", ".txt")
     train_file: tuple[str, ...] = option(
         (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
     )
@@ -62,8 +61,8 @@ class Task(accel_ddp.TokenTask):
         self.table = table  # for `tables`
         answers = accel_ddp.tagging.predicted_tags(table["predictions"], self.rows[1]["first"][:], self.labels.names)
         scores, self.scores = accel_ddp.tagging.score_entities(answers, self.references)
-        loss = table["loss"].sum(dtype="float64") / max(table["words"].sum(), 1)
-        return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
+        scores["loss"] = accel_ddp.metrics.token_loss(table, "words")
+        return self.more_metrics.add_to(scores, predictions=answers, references=self.references)
 
     def tables(self):
         words = lambda items: self.eval_texts[items][self.cfg.tokens_column]

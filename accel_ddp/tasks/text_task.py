@@ -197,8 +197,92 @@ class TokenTask(TextTask):
         return {"loss": rows.sum(losses), "tokens": rows.sum((rows["labels"] != -100).long())}
 
 
+class MaskedTask(TokenTask):
+    """A task of blocks of tokens, of which some are masked. Its report has guesses of masked words."""
+
+    model_class = "AutoModelForMaskedLM"
+
+    def read(self) -> Any:
+        from accel_ddp.tasks.text_blocks import load_texts
+
+        return None if self.cfg.streaming else load_texts(self.cfg)
+
+    def encode(self, tables: Any) -> Any:
+        from accel_ddp.tasks.text_blocks import make_blocks
+
+        return make_blocks(self.cfg, self.processor, tables)
+
+    def adjust(self, model: Any) -> None:
+        from accel_ddp.tasks.masking import require_head
+
+        require_head(model, self.cfg)
+
+    def generate(self, model: Any) -> None:
+        from accel_ddp.tasks.masking import format_guesses
+
+        self.guesses = format_guesses(model, self.processor, self.rows[1])
+
+    def report(self) -> str:
+        return self.guesses
+
+
+class TargetTask(TokenTask):
+    """A task of sources with the texts that an encoder-decoder generates from them."""
+
+    model_class = "AutoModelForSeq2SeqLM"
+    evaluated = ("source", "target", "max_length", "max_target_length")
+
+    def read(self) -> Any:
+        from accel_ddp.tasks.metrics import MoreMetrics
+
+        self.more_metrics = MoreMetrics(self.cfg, "texts")
+        return super().read()
+
+    def report_truncated(self, made: Any) -> None:
+        from accel_ddp.tasks.generation_metrics import report_truncated
+
+        report_truncated(made, self.cfg)
+
+    def encode(self, tables: Any) -> Any:
+        made = super().encode(tables)
+        self.sources, self.targets = made[1]["source"][:], made[1]["target"][:]
+        self.more_metrics.try_out(self.targets, sources=self.sources)
+        return made
+
+    def adjust(self, model: Any) -> None:
+        from accel_ddp.tasks.generation_metrics import build_generation_config, require_decoder
+
+        require_decoder(model, self.cfg)
+        options = self.cfg.max_new_tokens, self.cfg.num_beams
+        model.generation_config = build_generation_config(model.generation_config, *options)
+
+    def collate(self) -> Any:
+        return self.make_rows(target="labels")
+
+    def lengths(self, dataset: Any) -> Any:
+        from accel_ddp.training.stream import count_tokens
+
+        return count_tokens(dataset, ("input_ids", "labels"))
+
+    @property
+    def example(self) -> str:
+        from accel_ddp.tasks.examples import literal, shorten
+
+        source = literal(self.cfg.prefix + shorten(self.sources[0]))
+        options = (
+            f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"  # adapters have no generation config
+        )
+        return (
+            "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained({folder}); "
+            f'ids = M.from_pretrained({{folder}}).generate(**t({source}, return_tensors="pt"), {options}); '
+            "print(t.decode(ids[0], skip_special_tokens=True))"
+        )
+
+
 class ChatTask(TextTask):
     """A task of chats, prompts with answers, or texts. `format(rows)` returns how they become tokens."""
+
+    shares_rows = False  # whether short texts share rows
 
     def __init__(self, cfg: Any, accelerator: Any):
         from accel_ddp.tasks.chat import agree_on_today
@@ -214,7 +298,7 @@ class ChatTask(TextTask):
 
     @property
     def memory_rows(self) -> Any:
-        return self.rows
+        return () if self.shares_rows or getattr(self.cfg, "streaming", False) else self.rows
 
     def build(self) -> Any:
         from accel_ddp.tasks.generation_metrics import add_end_tokens
