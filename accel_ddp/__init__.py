@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from accel_ddp.tasks import (chat, chat_rows, contrastive, examples, generation_metrics, labels, masking, metrics, negatives,
                                  preferences, ranking, reference, row_stream, tables, tagging, text_blocks, vision)
     # fmt: on
-    from accel_ddp.tasks.image_task import ImageConfig, ImageTask
-    from accel_ddp.tasks.scoring_tasks import EmbeddingTask, MinedConfig, QueryConfig, QueryTask, RewardTask
+    from accel_ddp.tasks.task_kinds import EmbeddingTask, ImageConfig, ImageTask, MinedConfig, QueryConfig, QueryTask, RewardTask
     from accel_ddp.tasks.task import Task
     from accel_ddp.tasks.text_task import ChatTask, ClassTask, MaskedTask, TargetTask, TextTask, TokenTask
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream

@@ -54,6 +54,8 @@ class Config(ImageConfig):
 
     def validate(self):
         super().validate()
+        if self.model == "mini-resnet" and (self.gradient_checkpointing is True or self.dtype not in ("auto", "float32")):
+            raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")
         if self.norm == "group" and self.model != "mini-resnet" and not self.evaluate_only:
             raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
 

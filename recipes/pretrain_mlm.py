@@ -38,6 +38,12 @@ class Config(RecipeConfig):
 
 
 class Task(accel_ddp.MaskedTask):
+    def read(self):
+        return None if self.cfg.streaming else accel_ddp.text_blocks.load_texts(self.cfg)
+
+    def encode(self, tables):
+        return accel_ddp.text_blocks.make_blocks(self.cfg, self.processor, tables)
+
     def batches(self):
         self.output_head = accel_ddp.linear_cross_entropy.OutputHead(self.model)  # computes the loss of masked tokens only
         masked = lambda blocks, seed: accel_ddp.masking.MaskedBlocks(blocks, self.processor, self.cfg.mask_share, seed)
@@ -57,6 +63,9 @@ class Task(accel_ddp.MaskedTask):
         self.table = table  # for `tables`
         accuracy = float(table["right"].sum() / max(1, table["tokens"].sum()))
         return {**accel_ddp.metrics.with_perplexity(accel_ddp.metrics.token_loss(table)), "accuracy": accuracy}
+
+    def generate(self, model):
+        self.guesses = accel_ddp.masking.format_guesses(model, self.processor, self.rows[1])
 
     def tables(self):
         return accel_ddp.masking.make_tables(self.cfg.log_predictions, self.table, self.eval_masked, self.processor)

@@ -33,6 +33,9 @@ class Config(QueryConfig):
     warmup_ratio: float = 0.1
     best_metric: str = option("", "metric for --keep_best and early stopping; default: mrr, with --score_column ndcg_at_10")
 
+    def check_columns(self, *tables):
+        accel_ddp.data.require_columns(accel_ddp.ranking.QueryFormat(tables[0], self).needed, *tables)
+
     def metric_directions(self):
         names = "ndcg_at_10 spearman pearson mrr map" if self.score_column else "mrr ndcg_at_10 map average_precision accuracy"
         return dict.fromkeys(f"{names} spearman pearson".split(), "max") | {"loss": "min"}
@@ -49,8 +52,8 @@ class Task(accel_ddp.QueryTask):
         return accel_ddp.ranking.score(model, batch)
 
     def terms(self, model, batch, team):
-        losses = accel_ddp.ranking.losses(self.outputs(model, batch), batch["relevance"], self.loss)
-        return {"loss": (losses.sum(), self.count(batch))}
+        losses = accel_ddp.ranking.list_losses if self.is_listwise else accel_ddp.ranking.pair_losses
+        return {"loss": (losses(self.outputs(model, batch), batch["relevance"], self.loss).sum(), self.count(batch))}
 
     def count(self, batch):
         return batch.items if self.is_listwise else batch.texts  # queries, or candidates
@@ -62,6 +65,9 @@ class Task(accel_ddp.QueryTask):
     def metrics(self, table):
         self.table = table  # for `tables`
         return accel_ddp.ranking.summarize(table["scores"], table["relevance"], table["keys"], self.loss)
+
+    def tables(self):
+        return accel_ddp.ranking.make_tables(self.table, self.cfg.log_predictions, self.describe)
 
 
 def main(cfg: Config):

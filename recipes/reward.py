@@ -50,6 +50,11 @@ class Task(accel_ddp.RewardTask):
     def format(self, rows):
         return accel_ddp.ranking.RewardPairs(rows, self.processor, self.cfg, self.today)
 
+    def encode(self, tables):
+        made = super().encode(tables)
+        self.chosen = self.form.first_chosen(accel_ddp.data.select_sources(tables[1], made[1]), made[1])
+        return made
+
     def outputs(self, model, batch):
         return accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
 
@@ -64,6 +69,11 @@ class Task(accel_ddp.RewardTask):
         self.scores = table.pop("scores")  # for `tables`
         accel_ddp.tables.report_same(self.scores.reshape(-1), (self.scores * 0 + [1, 0]).reshape(-1), "the value {:.3g}".format)
         return super().metrics(table)
+
+    def tables(self):
+        chosen, rejected = self.scores.T
+        rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
+        return accel_ddp.preferences.make_tables(rows, self.cfg.log_predictions, self.decode)
 
 
 def main(cfg: Config):

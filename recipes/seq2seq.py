@@ -49,6 +49,12 @@ class Task(accel_ddp.TargetTask):
     def items(self, rows):
         return accel_ddp.generation_metrics.encode(rows, self.processor, self.cfg)
 
+    def report_truncated(self, tables):
+        accel_ddp.generation_metrics.report_truncated(tables, self.cfg)
+
+    def lengths(self, dataset):
+        return accel_ddp.stream.count_tokens(dataset, ("input_ids", "labels"))
+
     def measure(self, model, batch):
         ids = batch.pad(batch.tokens, self.processor.pad_token_id)
         generated = model.generate(input_ids=ids, attention_mask=batch.grid.mask.long())

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 
 from accel_ddp.engine.losses import cross_entropy
 from accel_ddp.engine.rows import Rows
-from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
 from accel_ddp.tasks import tables
@@ -106,14 +105,6 @@ def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, 
     columns = {"true": lambda i: word(truth[i]), "predicted": lambda i: word(guess[i]), "confidence": certainty, "loss": losses}
     describe = lambda chosen: {"text": [text(i) for i in chosen]}
     return tables.of_predictions(number, describe, is_correct=guess == truth, certainty=certainty, columns=columns)
-
-
-def require_head(model: nn.Module, cfg: Any) -> None:
-    """Raise UserError if adapters would leave the head of the model at random weights."""
-    has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
-    if cfg.lora_r and not has_head:
-        reason = f"{cfg.model} has no masked language model head, and adapters do not train a new one"
-        raise UserError(f"--lora_r {cfg.lora_r}: {reason}. Leave --lora_r out.")
 
 
 def example(tokenizer: Any, blocks: Any) -> str:

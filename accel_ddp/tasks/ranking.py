@@ -211,11 +211,6 @@ def list_losses(scores: Tensor, relevance: Tensor, loss: str) -> Tensor:
     return -(target / target.sum(-1, keepdim=True).clamp(min=1e-12) * log_p).sum(-1)
 
 
-def losses(scores: Tensor, relevance: Tensor, loss: str) -> Tensor:
-    """Return the loss of each query, or of each candidate as a matrix."""
-    return (list_losses if loss in LIST_LOSSES else pair_losses)(scores, relevance, loss)
-
-
 def preference_numbers(scores: Tensor, margins: Tensor, center: float = 0.0) -> dict[str, Tensor]:
     """Return the loss of each pair of a reward model (Bradley-Terry), whether it is in order, and by how much.
 

@@ -6,6 +6,7 @@ Importing this module is fast, as it is for `task`.
 from typing import Any, ClassVar
 
 from accel_ddp.config.options import columns_of
+from accel_ddp.errors import UserError
 from accel_ddp.tasks.task import Task
 
 
@@ -198,29 +199,15 @@ class TokenTask(TextTask):
 
 
 class MaskedTask(TokenTask):
-    """A task of blocks of tokens, of which some are masked. Its report has guesses of masked words."""
+    """A task of blocks of tokens, of which some are masked. `generate` sets `guesses` of masked words, which it reports."""
 
     model_class = "AutoModelForMaskedLM"
 
-    def read(self) -> Any:
-        from accel_ddp.tasks.text_blocks import load_texts
-
-        return None if self.cfg.streaming else load_texts(self.cfg)
-
-    def encode(self, tables: Any) -> Any:
-        from accel_ddp.tasks.text_blocks import make_blocks
-
-        return make_blocks(self.cfg, self.processor, tables)
-
     def adjust(self, model: Any) -> None:
-        from accel_ddp.tasks.masking import require_head
-
-        require_head(model, self.cfg)
-
-    def generate(self, model: Any) -> None:
-        from accel_ddp.tasks.masking import format_guesses
-
-        self.guesses = format_guesses(model, self.processor, self.rows[1])
+        has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
+        if self.cfg.lora_r and not has_head:  # they would leave a new head at random weights
+            reason = f"{self.cfg.model} has no masked language model head, and adapters do not train a new one"
+            raise UserError(f"--lora_r {self.cfg.lora_r}: {reason}. Leave --lora_r out.")
 
     def report(self) -> str:
         return self.guesses
@@ -238,11 +225,6 @@ class TargetTask(TokenTask):
         self.more_metrics = MoreMetrics(self.cfg, "texts")
         return super().read()
 
-    def report_truncated(self, made: Any) -> None:
-        from accel_ddp.tasks.generation_metrics import report_truncated
-
-        report_truncated(made, self.cfg)
-
     def encode(self, tables: Any) -> Any:
         made = super().encode(tables)
         self.sources, self.targets = made[1]["source"][:], made[1]["target"][:]
@@ -258,11 +240,6 @@ class TargetTask(TokenTask):
 
     def collate(self) -> Any:
         return self.make_rows(target="labels")
-
-    def lengths(self, dataset: Any) -> Any:
-        from accel_ddp.training.stream import count_tokens
-
-        return count_tokens(dataset, ("input_ids", "labels"))
 
     @property
     def example(self) -> str:

@@ -1,4 +1,4 @@
-"""What tasks of sentence encoders, rerankers and reward models do beside learning: read rows, build the head, show results.
+"""What tasks do beside learning: they read rows of a kind, build the head of the model, and show results.
 
 Importing this module is fast, as it is for `task`.
 """
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_ddp.config.options import of_group, option
-from accel_ddp.config.train_config import RecipeConfig
+from accel_ddp.config.train_config import IMAGE_FILES, RecipeConfig, ScoredConfig
 from accel_ddp.errors import UserError
-from accel_ddp.tasks.text_task import ChatTask, TextTask
+from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask
 
 
 @dataclass(kw_only=True)
+@of_group("training")
 class MinedConfig(RecipeConfig):
     """Hard negatives of anchors, from a file or mined with the model. A recipe adds the columns of anchors, positives and scores."""
 
@@ -24,16 +25,12 @@ class MinedConfig(RecipeConfig):
         1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1, needs="negatives_file"
     )
     mine_negatives: int = option(
-        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0,
-        excludes="score_column",
-    )  # fmt: skip
-    mine_every: int = option(
-        0, "steps between minings; 0: only before the first step", group="training", at_least=0, needs="mine_negatives"
+        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", at_least=0, excludes="score_column"
     )
+    mine_every: int = option(0, "steps between minings; 0: only before the first step", at_least=0, needs="mine_negatives")
     mine_margin: float = option(
-        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training",
-        needs="mine_negatives",
-    )  # fmt: skip
+        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", needs="mine_negatives"
+    )
 
     def validate(self) -> None:
         super().validate()
@@ -133,12 +130,6 @@ class QueryConfig(RecipeConfig):
     max_candidates: int = option(16, "candidates of a query in training: a relevant one, and others that --seed draws; 0: all")
     texts_per_item = 1  # for the estimate of memory; the task sets it to the most candidates of a row
 
-    def check_columns(self, *tables: Any) -> None:
-        from accel_ddp.sources.data import require_columns
-        from accel_ddp.tasks.ranking import QueryFormat
-
-        require_columns(QueryFormat(tables[0], self).needed, *tables)
-
     def validate(self) -> None:
         super().validate()
         if self.max_candidates == 1:
@@ -183,11 +174,6 @@ class QueryTask(TextTask):
         activation = f"torch.nn.{'Sigmoid' if self.loss == 'binary' else 'Identity'}"  # what CrossEncoder applies to the score
         model.config.sentence_transformers = {"activation_fn": activation}
 
-    def tables(self) -> dict[str, Any]:
-        from accel_ddp.tasks.ranking import make_tables
-
-        return make_tables(self.table, self.cfg.log_predictions, self.describe)
-
     def describe(self, items: list[int]) -> dict[str, list]:
         queries = [self.form.read(self.eval_texts[item], self.loss) for item in items]
         found = [query.candidates[self.places[item]] for query, item in zip(queries, items)]
@@ -204,17 +190,10 @@ class QueryTask(TextTask):
 
 
 class RewardTask(ChatTask):
-    """A task of pairs of a chosen and a rejected answer, for each of which the model has a score. `metrics` keeps them in `scores`."""
+    """A task of pairs of a chosen and a rejected answer, for each of which the model has a score. `chosen` is the first chosen one."""
 
     model_class = "AutoModelForSequenceClassification"
     checked_as = predicts = "rewards"
-
-    def encode(self, tables: Any) -> Any:
-        from accel_ddp.sources.data import select_sources
-
-        made = super().encode(tables)
-        self.chosen = self.form.first_chosen(select_sources(tables[1], made[1]), made[1])
-        return made
 
     def head(self) -> dict[str, Any]:
         return {"num_labels": 1, "problem_type": "regression"}
@@ -222,13 +201,6 @@ class RewardTask(ChatTask):
     def adjust(self, model: Any) -> None:
         # The model finds the last token of a text by it. It is exported, so that others read the same score.
         model.config.get_text_config().pad_token_id = self.processor.pad_token_id
-
-    def tables(self) -> dict[str, Any]:
-        from accel_ddp.tasks.preferences import make_tables
-
-        chosen, rejected = self.scores.T
-        rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
-        return make_tables(rows, self.cfg.log_predictions, self.decode)
 
     @property
     def example(self) -> str:
@@ -242,3 +214,66 @@ class RewardTask(ChatTask):
             "m = AutoModelForSequenceClassification.from_pretrained({folder}, num_labels=1, pad_token_id=t.pad_token_id); "
             f"print(m(**{inputs}).logits.item())"
         )
+
+
+@dataclass(kw_only=True)
+class ImageConfig(ScoredConfig):
+    file_endings = IMAGE_FILES
+
+    def validate_sharded(self) -> None:
+        super().validate_sharded()
+        if self.model == "mini-resnet":
+            why = "the accelerate config asks for FSDP, which needs a transformers model with a list of layers"
+            instead = "Use accelerate_configs/1node.yaml or 2node.yaml, or --model google/vit-base-patch16-224"
+            raise UserError(f"--model mini-resnet: {why}. {instead}.")
+
+
+class ImageTask(ClassTask):
+    """A task whose items are images with one label each. `batches` of a recipe makes them `vision.Images`."""
+
+    model_class = "AutoModelForImageClassification"
+
+    def load_tokenizer(self) -> None:
+        return None  # `build` loads the image processor
+
+    def read(self) -> Any:
+        from accel_ddp.tasks.labels import Labels, may_lack_classes
+        from accel_ddp.tasks.vision import load_images
+
+        tables = load_images(self.cfg)
+        use_both = may_lack_classes(self.cfg, tables[0])
+        self.use_labels(Labels.from_rows(*tables, self.cfg.label_column, use_both=use_both))
+        if self.labels.is_multi_label:
+            raise UserError(f"--label_column {self.cfg.label_column}: contains lists, but each image must have one label.")
+        return tables
+
+    def encode(self, tables: Any) -> Any:
+        from accel_ddp.tasks.vision import check_images
+
+        made = check_images(tables, self.labels, self.cfg)
+        self.check_labels([images.properties for images in made])
+        return made
+
+    def build(self) -> Any:
+        from accel_ddp.tasks.vision import build_model
+
+        model, self.processor = build_model(self.cfg, self.accelerator, self.labels, self.rows[0])
+        return model
+
+    def collate(self) -> Any:
+        from torch.utils.data import default_collate
+
+        return default_collate
+
+    def describe(self, items: list[int]) -> dict[str, list]:
+        from accel_ddp.tasks.vision import describe
+
+        return describe(self.rows[1], items)
+
+    @property
+    def example(self) -> str:
+        from accel_ddp.tasks.vision import loading_code
+
+        remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
+        use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
+        return f"{loading_code(self.cfg, self.rows[1])}; {use}; print(use(image))"
