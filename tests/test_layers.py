@@ -248,7 +248,7 @@ LINES: dict[str, int] = {
     "saving": 1_867,
     "sources": 3_254,
     "speed": 3_651,
-    "tasks": 5_921,
+    "tasks": 5_920,
     "training": 4_040,
     "watch": 2_490,
 }

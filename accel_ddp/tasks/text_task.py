@@ -246,9 +246,8 @@ class TargetTask(TokenTask):
         from accel_ddp.tasks.examples import literal, shorten
 
         source = literal(self.cfg.prefix + shorten(self.sources[0]))
-        options = (
-            f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"  # adapters have no generation config
-        )
+        # Adapters have no generation config.
+        options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
         return (
             "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained({folder}); "
             f'ids = M.from_pretrained({{folder}}).generate(**t({source}, return_tensors="pt"), {options}); '
