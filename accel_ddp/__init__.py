@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accel_ddp.assembly import fit
     from accel_ddp.config.options import column, option
     from accel_ddp.config.parsing import parse_config
-    from accel_ddp.config.train_config import RecipeConfig, TrainConfig
+    from accel_ddp.config.train_config import RecipeConfig, ScoredConfig, TrainConfig
     from accel_ddp.engine import losses, step_numbers
     from accel_ddp.engine.step import train_step
     from accel_ddp.engine.terms import Terms
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from accel_ddp.tasks import (chat, chat_rows, contrastive, examples, generation_metrics, labels, masking, metrics, negatives,
                                  preferences, ranking, reference, row_stream, tables, tagging, text_blocks, vision)
     # fmt: on
+    from accel_ddp.tasks.task_kinds import EmbeddingTask, ImageConfig, ImageTask, MinedConfig, QueryConfig, QueryTask, RewardTask
     from accel_ddp.tasks.task import Task
-    from accel_ddp.tasks.text_task import ChatTask, ClassTask, TextTask, TokenTask
+    from accel_ddp.tasks.text_task import ChatTask, ClassTask, MaskedTask, TargetTask, TextTask, TokenTask
     from accel_ddp.training import divergence, ema, evaluation, optim, padding_check, stream
     from accel_ddp.training.evaluation import EvalBatches, evaluate
     from accel_ddp.training.sharding import prepare

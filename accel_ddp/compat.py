@@ -322,6 +322,13 @@ def ignored_by_ddp(module: "nn.Module") -> set[str]:
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def ignore_in_ddp(module: "nn.Module", names: list[str]) -> None:
+    """Let DDP not keep these parameters and buffers equal. Tested with torch 2.13."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
 # ---- FSDP and DTensor
 
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import ScoredConfig
-from accel_ddp.entry import run
+from accel_ddp import ScoredConfig, column, option, run
 
 
 @dataclass(kw_only=True)

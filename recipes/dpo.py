@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import option
-from accel_ddp.entry import run
+from accel_ddp import UserError, option, run
 from accel_ddp.tasks.preference_losses import LossConfig
 
 
@@ -35,14 +34,14 @@ class Config(LossConfig):
     def validate(self):
         super().validate()
         if self.reference != "auto" and not self.has_reference and not self.evaluate_only:
-            raise accel_ddp.UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
+            raise UserError(f"--reference {self.reference}: --loss {self.loss} has no reference. Leave it out.")
         if self.evaluate_only == self.model and self.has_reference:
-            raise accel_ddp.UserError(
+            raise UserError(
                 f"--loss {self.loss}: compares a model with its state before training, which {self.model} does not contain. Evaluate "
                 "the run or a checkpoint of it, or add --loss simpo, which needs no reference."
             )
         if self.reference == "adapters" and not self.lora_r:
-            raise accel_ddp.UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
+            raise UserError("--reference adapters: needs new adapters (--lora_r 16). Use --reference stored or copy.")
 
     def check_columns(self, *tables):
         accel_ddp.chat_rows.choose_preference_columns(tables[0], self)

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import RecipeConfig
-from accel_ddp.entry import run
-from accel_ddp.errors import UserError
+from accel_ddp import MinedConfig, UserError, column, option, run
 
 
 @dataclass(kw_only=True)
-class Config(RecipeConfig):
+class Config(MinedConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:docstrings"
     anchor_column: str = column("anchor", "column of the query")
@@ -41,24 +38,6 @@ class Config(RecipeConfig):
         "columns of texts that look right and are wrong (hard negatives); with scores, give them as pairs",
         excludes="score_column",
     )
-    negatives_file: str = option(
-        "", "more hard negatives: rows of an anchor and negative (a text or a list), or a pool of texts from which --seed draws",
-        group="data", per_node=True, excludes="score_column",
-    )  # fmt: skip
-    num_negatives: int = option(
-        1, "texts of --negatives_file for each row: the first of its anchor", group="data", at_least=1, needs="negatives_file"
-    )
-    mine_negatives: int = option(
-        0, "negatives to mine per anchor: the nearest positives of other rows, by the model", group="training", at_least=0,
-        excludes="score_column",
-    )  # fmt: skip
-    mine_every: int = option(
-        0, "steps between minings; 0: only before the first step", group="training", at_least=0, needs="mine_negatives"
-    )
-    mine_margin: float = option(
-        0.0, "skip mined texts whose cosine is above the positive's cosine minus this; they may be right", group="training",
-        needs="mine_negatives",
-    )  # fmt: skip
     anchor_prefix: str = option("", "text before each anchor, for example 'query: '", group="data")
     positive_prefix: str = option("", "text before each positive and negative, for example 'passage: '", group="data")
     pooling: Literal["mean", "cls"] = option("mean", "how token vectors become one vector", group="model")
@@ -87,11 +66,6 @@ class Config(RecipeConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.sync_every and self.mine_every % self.sync_every:
-            near = max(self.sync_every, self.mine_every - self.mine_every % self.sync_every)
-            why = "negatives are mined when all workers have the same weights"
-            instead = f"Use a multiple of --sync_every {self.sync_every}, for example {near}"
-            raise UserError(f"--mine_every {self.mine_every}: {why}. {instead}.")
         if not self.min_score < self.max_score:
             raise UserError(f"--min_score {self.min_score}: must be below --max_score {self.max_score}.")
         if self.global_batch_size < 2 and not self.negative_columns and not self.score_column:
@@ -101,57 +75,22 @@ class Config(RecipeConfig):
             raise UserError(f"--matryoshka {given}: must be numbers of dimensions, for example 256 128.")
 
 
-class Task(accel_ddp.TextTask):
-    model_class = "AutoModel"
-    checked_as = "embeddings"
-
-    def read(self):
-        tables = super().read()
-        if self.cfg.negatives_file and not self.cfg.evaluate_only:
-            tables[0] = accel_ddp.negatives.add_negatives(tables[0], self.cfg)
-        return tables
-
+class Task(accel_ddp.EmbeddingTask):
     def items(self, rows):
         return accel_ddp.contrastive.encode(rows, self.processor, self.cfg)
 
-    def build(self):
-        model = super().build()
-        for name, parameter in model.named_parameters():
-            if "pooler" in name:  # embeddings are pooled from the last layer, so that BERT's own pooler is not used
-                parameter.requires_grad_(False)
-        first_token = "--pooling cls" if self.cfg.pooling == "cls" else ""
-        accel_ddp.model_kinds.report_causal(model, self.processor, self.accelerator.device, self.cfg.model, first_token)
-        cfg, dimension = self.cfg, model.config.hidden_size
-        if any(size > dimension for size in cfg.matryoshka):
-            raise UserError(f"--matryoshka {max(cfg.matryoshka)}: the model's embeddings have {dimension} dimensions.")
-        self.sizes = tuple(sorted({*cfg.matryoshka, dimension}, reverse=True))
-        prompts = {"query": cfg.anchor_prefix, "document": cfg.positive_prefix}
-        self.more_files = accel_ddp.contrastive.sentence_transformers_files(dimension, cfg.pooling, cfg.max_length, prompts)
-        return model
+    def outputs(self, model, batch):
+        return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
 
     def batches(self):
-        cfg, losses = self.cfg, accel_ddp.contrastive.in_batch_losses
-        compare = lambda rows, keys: losses(rows, keys, cfg.scale, self.sizes)
-        self.whole_batch = not cfg.score_column
+        compare = lambda rows, keys: accel_ddp.contrastive.in_batch_losses(rows, keys, self.cfg.scale, self.sizes)
+        self.whole_batch = not self.cfg.score_column
         self.in_batch = accel_ddp.losses.GradCache(self.outputs, lambda batch: batch["keys"], compare)
-        train, test = super().batches()
-        if cfg.mine_negatives:
-            self.mined = accel_ddp.EvalBatches(self.rows[0], self.collate(), cfg.eval_batch_size, self.accelerator, cfg)
-            train = accel_ddp.negatives.MinedBatches(self.rows[0], self.collate(), self.fingerprints[0], cfg, self.mine)
-        self.train = train
-        return train, test
-
-    def mine(self):
-        """Return the rows of the hardest negatives of each anchor, for the current weights."""
-        keys, options = self.train.rows.with_format("numpy")["keys"][:], (self.cfg.mine_negatives, self.cfg.mine_margin)
-        return accel_ddp.negatives.mine(self.accelerator, self.model, self.mined, self.outputs, keys[:, :2], *options)
+        return super().batches()
 
     def prepare(self, model, batches, team, seeded):
         if self.whole_batch:
             self.in_batch.prepare(model, batches, team, seeded)
-
-    def outputs(self, model, batch):
-        return accel_ddp.contrastive.embed(model, batch, self.cfg.pooling)
 
     def terms(self, model, batch, team):
         if self.whole_batch:
@@ -169,20 +108,6 @@ class Task(accel_ddp.TextTask):
             return accel_ddp.contrastive.retrieval_metrics(table["embeddings"], table["keys"], self.sizes)
         self.report_same(table["cosines"][:, 0], table["scores"])
         return accel_ddp.contrastive.correlation_metrics(table["cosines"], table["scores"], self.sizes)
-
-    def tables(self):
-        table, self.table = self.table, {}  # the embeddings of all items are large
-        return accel_ddp.contrastive.make_tables(table, self.cfg.log_predictions, self.describe)
-
-    @property
-    def example(self):
-        texts = self.first_texts()
-        anchor, positive = map(accel_ddp.examples.literal, (texts["anchor"], texts["positive"]))
-        return (
-            "from sentence_transformers import SentenceTransformer; use = SentenceTransformer({folder}); "
-            f'a, b = use.encode({anchor}, prompt_name="query"), use.encode({positive}, prompt_name="document"); '
-            "print(use.similarity(a, b))"
-        )
 
 
 def main(cfg: Config):

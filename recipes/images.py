@@ -16,19 +16,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import IMAGE_FILES, ScoredConfig
-from accel_ddp.entry import run
-from accel_ddp.errors import UserError
+from accel_ddp import ImageConfig, UserError, column, option, run
 
 
 @dataclass(kw_only=True)
-class Config(ScoredConfig):
+class Config(ImageConfig):
     model: str = option(
         "mini-resnet", "mini-resnet (small, from scratch), or Hub name or folder of an image classification model"
     )
     dataset: str = "builtin:digits"
-    file_endings = IMAGE_FILES
     train_file: tuple[str, ...] = option(
         (), "folders with a subfolder per class, .npz (x_train, y_train or images, labels), .parquet .arrow, or patterns of them"
     )
@@ -39,7 +35,9 @@ class Config(ScoredConfig):
     pixel_mean: float | Literal["auto"] = option(
         "auto", "mean to subtract from pixels (0 to 1); auto: from the model's processor, or 0.5", group="data"
     )
-    pixel_std: float | Literal["auto"] = option("auto", "standard deviation to divide pixels by; auto: the same", group="data")
+    pixel_std: float | Literal["auto"] = option(
+        "auto", "standard deviation to divide pixels by; auto: the same", group="data", above=0
+    )
     norm: Literal["batch", "group"] = option(
         "batch", "normalization of mini-resnet; group: independent of the other images in the batch", group="model"
     )
@@ -54,65 +52,25 @@ class Config(ScoredConfig):
     def metric_directions(self):
         return {"accuracy": "max", "macro_f1": "max", "loss": "min", **accel_ddp.metrics.directions(self.metrics, "classes")}
 
-    def validate(self) -> None:
+    def validate(self):
         super().validate()
-        if self.pixel_std != "auto" and self.pixel_std <= 0:
-            raise UserError(f"--pixel_std {self.pixel_std}: must be above 0.")
-        if self.norm == "group" and self.model != "mini-resnet" and not self.evaluate_only:
-            raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
         if self.model == "mini-resnet" and (self.gradient_checkpointing is True or self.dtype not in ("auto", "float32")):
             raise UserError("--gradient_checkpointing and --dtype: do not work with --model mini-resnet. Leave them out.")
-
-    def validate_sharded(self) -> None:
-        super().validate_sharded()
-        if self.model == "mini-resnet":
-            why = "the accelerate config asks for FSDP, which needs a transformers model with a list of layers"
-            instead = "Use accelerate_configs/1node.yaml or 2node.yaml, or --model google/vit-base-patch16-224"
-            raise UserError(f"--model mini-resnet: {why}. {instead}.")
+        if self.norm == "group" and self.model != "mini-resnet" and not self.evaluate_only:
+            raise UserError(f"--norm group: works with --model mini-resnet only. Leave it out for --model {self.model}.")
 
 
-class Task(accel_ddp.ClassTask):
-    model_class = "AutoModelForImageClassification"
-
-    def load_tokenizer(self):
-        return None  # `build` loads the image processor
-
-    def read(self):
-        tables = accel_ddp.vision.load_images(self.cfg)
-        use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
-        names = accel_ddp.models.label_names(self.cfg)
-        self.use_labels(accel_ddp.labels.Labels.from_rows(*tables, self.cfg.label_column, use_both, names))
-        if self.labels.is_multi_label:
-            raise UserError(f"--label_column {self.cfg.label_column}: contains lists, but each image must have one label.")
-        return tables
-
-    def encode(self, tables):
-        made = accel_ddp.vision.check_images(tables, self.labels, self.cfg)
-        self.check_labels([images.properties for images in made])
-        return made
-
-    def build(self):
-        model, self.processor = accel_ddp.vision.build_model(self.cfg, self.accelerator, self.labels, self.rows[0])
-        return model
-
+class Task(accel_ddp.ImageTask):
     def batches(self):
-        from torch.utils.data import default_collate
-
         train = accel_ddp.vision.Images(self.rows[0], self.processor, self.model, self.cfg.augment)
-        return self.use(train, accel_ddp.vision.Images(self.rows[1], self.processor, self.model), default_collate)
+        return self.use(train, accel_ddp.vision.Images(self.rows[1], self.processor, self.model), self.collate())
 
     def outputs(self, model, batch):
         pixels = batch["pixel_values"].to(next(model.parameters()).dtype)  # another type only with --dtype
         return model(pixel_values=pixels).logits.float()
 
-    def describe(self, items):
-        return accel_ddp.vision.describe(self.rows[1], items)
-
-    @property
-    def example(self):
-        remote = ", trust_remote_code=True" if self.cfg.model == "mini-resnet" else ""
-        use = f'from transformers import pipeline; use = pipeline("image-classification", {{folder}}{remote})'
-        return f"{accel_ddp.vision.loading_code(self.cfg, self.rows[1])}; {use}; print(use(image))"
+    def terms(self, model, batch, team):
+        return {"loss": self.losses(self.outputs(model, batch), batch["labels"])}
 
 
 def main(cfg: Config):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
+from accel_ddp import UserError, option, run
 from accel_ddp.config.chat_options import PairConfig
-from accel_ddp.config.options import option
-from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
@@ -36,7 +35,7 @@ class Config(PairConfig):
         super().validate()
         if self.answer_column:
             reason = "would be ignored, because answers are read from --chosen_column and --rejected_column. Leave it out."
-            raise accel_ddp.UserError(f"--answer_column {self.answer_column}: {reason}")
+            raise UserError(f"--answer_column {self.answer_column}: {reason}")
 
     def check_columns(self, *tables):
         for rows in tables:
@@ -47,10 +46,7 @@ class Config(PairConfig):
         return {"accuracy": "max", "margin": "max", "loss": "min"}
 
 
-class Task(accel_ddp.ChatTask):
-    model_class = "AutoModelForSequenceClassification"
-    checked_as = predicts = "rewards"
-
+class Task(accel_ddp.RewardTask):
     def format(self, rows):
         return accel_ddp.ranking.RewardPairs(rows, self.processor, self.cfg, self.today)
 
@@ -58,15 +54,6 @@ class Task(accel_ddp.ChatTask):
         made = super().encode(tables)
         self.chosen = self.form.first_chosen(accel_ddp.data.select_sources(tables[1], made[1]), made[1])
         return made
-
-    def head(self):
-        return {"num_labels": 1, "problem_type": "regression"}
-
-    def build(self):
-        model = super().build()
-        # The model finds the last token of a text by it. It is exported, so that others read the same score.
-        model.config.get_text_config().pad_token_id = self.processor.pad_token_id
-        return model
 
     def outputs(self, model, batch):
         return accel_ddp.ranking.score_texts(model, batch).view(-1, 2)
@@ -87,17 +74,6 @@ class Task(accel_ddp.ChatTask):
         chosen, rejected = self.scores.T
         rows = {"reward_chosen": chosen, "reward_rejected": rejected, "reward_margin": chosen - rejected}
         return accel_ddp.preferences.make_tables(rows, self.cfg.log_predictions, self.decode)
-
-    @property
-    def example(self):
-        chat, inputs = accel_ddp.examples.literal(self.chosen), 'return_tensors="pt"'
-        of_text, of_chat = "t({}, add_special_tokens=False, {})", "t.apply_chat_template({}, return_dict=True, {})"
-        inputs = (of_text if isinstance(self.chosen, str) else of_chat).format(chat, inputs)
-        return (
-            "from transformers import AutoModelForSequenceClassification, AutoTokenizer; t = AutoTokenizer.from_pretrained({folder}); "
-            "m = AutoModelForSequenceClassification.from_pretrained({folder}, num_labels=1, pad_token_id=t.pad_token_id); "
-            f"print(m(**{inputs}).logits.item())"
-        )
 
 
 def main(cfg: Config):

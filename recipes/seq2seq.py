@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import ScoredConfig
-from accel_ddp.entry import run
+from accel_ddp import ScoredConfig, column, option, run
 
 
 @dataclass(kw_only=True)
@@ -47,33 +45,12 @@ class Config(ScoredConfig):
         return {**own, **accel_ddp.metrics.directions(self.metrics, "texts")}
 
 
-class Task(accel_ddp.TokenTask):
-    model_class = "AutoModelForSeq2SeqLM"
-    evaluated = ("source", "target", "max_length", "max_target_length")
-
-    def read(self):
-        self.more_metrics = accel_ddp.metrics.MoreMetrics(self.cfg, "texts", self.accelerator.is_main_process)
-        return super().read()
-
+class Task(accel_ddp.TargetTask):
     def items(self, rows):
         return accel_ddp.generation_metrics.encode(rows, self.processor, self.cfg)
 
     def report_truncated(self, tables):
         accel_ddp.generation_metrics.report_truncated(tables, self.cfg)
-
-    def encode(self, tables):
-        made = super().encode(tables)
-        self.sources, self.targets = made[1]["source"][:], made[1]["target"][:]
-        self.more_metrics.try_out(self.targets, sources=self.sources)
-        return made
-
-    def adjust(self, model):
-        accel_ddp.generation_metrics.require_decoder(model, self.cfg)
-        options = (model.generation_config, self.cfg.max_new_tokens, self.cfg.num_beams)
-        model.generation_config = accel_ddp.generation_metrics.build_generation_config(*options)
-
-    def collate(self):
-        return self.make_rows(target="labels")
 
     def lengths(self, dataset):
         return accel_ddp.stream.count_tokens(dataset, ("input_ids", "labels"))
@@ -86,24 +63,13 @@ class Task(accel_ddp.TokenTask):
     def metrics(self, table):
         self.generated = accel_ddp.generation_metrics.decode(table["generated"], self.processor)
         self.losses = table["loss"] / table["tokens"].clip(min=1)  # for `tables`
-        loss = table["loss"].sum(dtype="float64") / table["tokens"].sum()
-        metrics = {"loss": loss, **accel_ddp.generation_metrics.text_metrics(self.generated, self.targets)}
+        metrics = {"loss": accel_ddp.metrics.token_loss(table)}
+        metrics |= accel_ddp.generation_metrics.text_metrics(self.generated, self.targets)
         return self.more_metrics.add_to(metrics, predictions=self.generated, references=self.targets, sources=self.sources)
 
     def tables(self):
         shown = (self.cfg.log_predictions, self.sources, self.targets, self.generated, self.losses, self.cfg.samples)
         return accel_ddp.generation_metrics.make_tables(*shown)
-
-    @property
-    def example(self):
-        source = accel_ddp.examples.literal(self.cfg.prefix + accel_ddp.examples.shorten(self.sources[0]))
-        # Adapters have no generation config.
-        options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
-        return (
-            "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained({folder}); "
-            f'ids = M.from_pretrained({{folder}}).generate(**t({source}, return_tensors="pt"), {options}); '
-            "print(t.decode(ids[0], skip_special_tokens=True))"
-        )
 
 
 def main(cfg: Config):

@@ -9,16 +9,13 @@ Only the answers are learned, through their end token (--train_on chooses them).
 are spread over ranks and micro-batches.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import accel_ddp
+from accel_ddp import option, run
 from accel_ddp.config.chat_options import ChatConfig
-from accel_ddp.config.option_values import check_streaming
-from accel_ddp.config.options import option
 from accel_ddp.config.train_config import TABLE_FILES
-from accel_ddp.entry import run
 
 
 @dataclass(kw_only=True)
@@ -55,11 +52,6 @@ class Config(ChatConfig):
     global_batch_size: int = 16
     lr: float | Literal["auto"] = option("auto", "peak learning rate; auto: by the size of the model and --lora_r", legacy=2e-3)
 
-    def validate(self):
-        super().validate()
-        if self.streaming:
-            check_streaming(self)
-
     def check_columns(self, *tables):
         given = {option: getattr(self, option) for option in accel_ddp.chat_rows.USUAL_COLUMNS}
         accel_ddp.chat_rows.choose_columns(tables[0], given)
@@ -81,14 +73,9 @@ class Task(accel_ddp.ChatTask):
 
     def encode(self, tables):
         made, cfg = super().encode(tables), self.cfg
-        number = max(cfg.samples, cfg.log_predictions)
-        self.samples = self.form.select_samples(tables[1], number, max_tokens=cfg.max_length)
+        self.samples = self.form.select_samples(tables[1], max(cfg.samples, cfg.log_predictions), max_tokens=cfg.max_length)
         self.shares_rows = self.form.kind == "texts" and not cfg.streaming
         return made
-
-    @property
-    def memory_rows(self):
-        return () if self.shares_rows or self.cfg.streaming else self.rows
 
     def build(self):
         model = super().build()
@@ -98,11 +85,10 @@ class Task(accel_ddp.ChatTask):
         return model
 
     def batches(self):
-        train, test = super().batches()
+        _, test = super().batches()
         if self.cfg.streaming:
-            train = accel_ddp.row_stream.RowStream(*self.source, self.rows[0], self.form, self.collate(), self.cfg)
-        self.train = train
-        return train, test
+            self.train = accel_ddp.row_stream.RowStream(*self.source, self.rows[0], self.form, self.collate(), self.cfg)
+        return self.train, test
 
     def collate(self):
         return self.make_rows(self.per_token, is_causal=True)  # nothing predicts the first token of a text
@@ -120,8 +106,7 @@ class Task(accel_ddp.ChatTask):
         return {"loss": self.output_head.item_losses(model, batch), "tokens": batch.sum((batch["labels"] != -100).long())}
 
     def metrics(self, table):
-        loss = float(table["loss"].sum(dtype="float64") / table["tokens"].sum())  # over the tokens of all rows
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+        return accel_ddp.metrics.with_perplexity(accel_ddp.metrics.token_loss(table))
 
     def generate(self, model):
         prompts = [sample.ids for sample in self.samples]

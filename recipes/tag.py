@@ -11,16 +11,14 @@ token of a word predicts its tag. Metrics count whole entities. Words beyond --m
 from dataclasses import dataclass
 
 import accel_ddp
-from accel_ddp.config.options import column, option
-from accel_ddp.config.train_config import TABLE_FILES, ScoredConfig
-from accel_ddp.entry import run
+from accel_ddp import ScoredConfig, column, option, run
 
 
 @dataclass(kw_only=True)
 class Config(ScoredConfig):
     model: str = "builtin:all-MiniLM-L6-v2"
     dataset: str = "builtin:code_roles"
-    file_endings = (f"{TABLE_FILES} .conll .iob .bio", ".txt")
+    file_endings = (f"{ScoredConfig.file_endings[0]} .conll .iob .bio", ".txt")
     train_file: tuple[str, ...] = option(
         (), "files, folders or patterns: .json .jsonl .parquet .arrow with lists, or CoNLL: .conll .iob .bio .txt"
     )
@@ -47,9 +45,7 @@ class Task(accel_ddp.TokenTask):
 
     def read(self):
         tables = accel_ddp.data.load_columns(self.cfg, accel_ddp.tagging.load_words)
-        use_both = accel_ddp.labels.may_lack_classes(self.cfg, tables[0])
-        names = accel_ddp.models.label_names(self.cfg)
-        self.use_labels(accel_ddp.tagging.Tags.from_rows(*tables, self.cfg.tags_column, use_both, names))
+        self.use_labels(accel_ddp.tagging.Tags.for_task(*tables, self.cfg))
         return tables
 
     def items(self, rows):
@@ -67,8 +63,8 @@ class Task(accel_ddp.TokenTask):
         words = ([tag for row in rows for tag in row] for rows in (answers, self.references))
         self.report_same(*words, lambda tag: repr(str(tag)))
         scores, self.scores = accel_ddp.tagging.score_entities(answers, self.references)
-        loss = table["loss"].sum(dtype="float64") / max(table["words"].sum(), 1)
-        return self.more_metrics.add_to({**scores, "loss": loss}, predictions=answers, references=self.references)
+        scores["loss"] = accel_ddp.metrics.token_loss(table, "words")
+        return self.more_metrics.add_to(scores, predictions=answers, references=self.references)
 
     def tables(self):
         words = lambda items: self.eval_texts[items][self.cfg.tokens_column]
@@ -80,10 +76,7 @@ class Task(accel_ddp.TokenTask):
 
     @property
     def example(self):
-        text = accel_ddp.tagging.first_text(self.eval_texts, self.cfg.tokens_column, self.labels)
-        use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
-        row = accel_ddp.examples.literal(accel_ddp.examples.shorten(text))
-        return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
+        return accel_ddp.tagging.example(self.eval_texts, self.cfg.tokens_column, self.labels)
 
 
 def main(cfg: Config):

@@ -285,8 +285,15 @@ def test_the_broadcast_of_buffers_can_be_timed(group):
 def test_ddp_ignores_what_it_was_told_to_ignore():
     model = nn.Linear(2, 2)
     assert compat.ignored_by_ddp(model) == set()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    compat.ignore_in_ddp(model, ["bias"])
     assert compat.ignored_by_ddp(model) == {"bias"}
+
+
+def test_tensors_inside_of_a_fake_mode_can_have_values():
+    with compat.fake_mode() as mode:
+        with compat.real_tensors():
+            assert torch.ones(2).sum().item() == 2
+        assert mode is not None and type(torch.ones(2)) is not torch.Tensor
 
 
 # ---- FSDP and DTensor

@@ -232,8 +232,8 @@ def test_the_loop_and_the_step_are_short_and_need_few_modules():
 # Lines of Python that a package may have: its budget or, while it is above that, its size when it was last made smaller. A higher
 # number takes a line of reason in CONTRIBUTING.md.
 LINES: dict[str, int] = {
-    "(top)": 2_675,
-    "config": 1_465,
+    "(top)": 2_683,
+    "config": 1_467,
     "doctor": 3_550,
     "engine": 3_300,
     "exporting": 1_726,
@@ -248,7 +248,7 @@ LINES: dict[str, int] = {
     "saving": 1_867,
     "sources": 3_253,
     "speed": 3_651,
-    "tasks": 5_563,
+    "tasks": 5_923,
     "training": 4_040,
     "watch": 2_490,
 }

@@ -487,8 +487,9 @@ def costs_of_straggler(jobs: Jobs, folder: Path) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration(jobs, tmp_path, ranks):
-    from tests.programs import parts_of_time as true
+def test_the_parts_of_a_step_are_what_they_are_called_and_add_up_to_its_duration(jobs, tmp_path, monkeypatch, ranks):
+    monkeypatch.syspath_prepend(PROGRAMS)
+    import parts_of_time as true
 
     with jobs.ranks(
         [0] * ranks, "--out", tmp_path, "--output_dir", tmp_path / "run", script=PROGRAMS / "parts_of_time.py"

@@ -9,8 +9,8 @@ from accel_ddp.tasks.generation_metrics import build_generation_config, decode, 
 from accel_ddp.tasks.tagging import (
     Tags,
     align,
+    example,
     find_problem,
-    first_text,
     load_words,
     predicted_tags,
     prepare_for_words,
@@ -258,5 +258,5 @@ def test_the_text_to_try_comes_from_the_first_row_that_can_be_used():
     """Rows with a token that is not a word are left out with --skip_broken, and must not end the run."""
     rows = table([["x", None], [], ["Angela", "Merkel"]], [["O", "O"], [], ["B-PER", "I-PER"]])
     tags = Tags.from_rows(rows, rows, "tags")
-    assert first_text(rows, "tokens", tags) == "Angela Merkel"
-    assert first_text(rows.select([0, 1]), "tokens", tags) == "YOUR TEXT"
+    assert 'use("Angela Merkel")' in example(rows, "tokens", tags)
+    assert 'use("YOUR TEXT")' in example(rows.select([0, 1]), "tokens", tags)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from accel_ddp.config.option_values import check_template
+from accel_ddp.config.option_values import check_streaming, check_template
 from accel_ddp.config.options import option
 from accel_ddp.config.train_config import RecipeConfig
 
@@ -40,6 +40,8 @@ class ChatConfig(RecipeConfig):
     def validate(self) -> None:
         super().validate()
         check_template(self.chat_template)
+        if getattr(self, "streaming", False):
+            check_streaming(self)
 
 
 @dataclass(kw_only=True)

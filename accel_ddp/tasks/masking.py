@@ -13,6 +13,7 @@ from accel_ddp.engine.rows import Rows
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.seeds import mixed
 from accel_ddp.tasks import tables
+from accel_ddp.tasks.examples import literal
 from accel_ddp.tasks.text_blocks import SPECIAL
 
 
@@ -106,15 +107,16 @@ def make_tables(number: int, rows: dict[str, np.ndarray], blocks: MaskedBlocks, 
     return tables.of_predictions(number, describe, is_correct=guess == truth, certainty=certainty, columns=columns)
 
 
-def masked_text(tokenizer: Any, blocks: Any) -> str:
-    """Return the beginning of the first block as a text in which one word is masked."""
+def example(tokenizer: Any, blocks: Any) -> str:
+    """Return code that fills in a masked word at the beginning of the first block."""
     ids, words = ([*blocks[0][name][:24]] for name in ("input_ids", "words"))
     there = sorted(set(words) - {SPECIAL})
     chosen = there[len(there) // 2] if there else None
     first = words.index(chosen) if there else 0
     before, after = ids[:first], [token for token, word in zip(ids[first:], words[first:]) if word != chosen]
     texts = [tokenizer.decode(part, skip_special_tokens=True).strip() for part in (before, after)]
-    return " ".join(text for text in (texts[0], tokenizer.mask_token, texts[1]) if text)
+    row = literal(" ".join(text for text in (texts[0], tokenizer.mask_token, texts[1]) if text))
+    return f'from transformers import pipeline; print(*pipeline("fill-mask", {{model}})({row}), sep="\\n")'
 
 
 @torch.no_grad()

@@ -73,6 +73,15 @@ def _stem(name: str) -> str:
     return Path(path).name.removesuffix(".py")
 
 
+def token_loss(table: dict[str, "np.ndarray"], number: str = "tokens") -> float:
+    """Return the mean loss of the tokens of all rows, from their sums and the column with their numbers."""
+    return float(table["loss"].sum(dtype="float64") / max(1, table[number].sum()))
+
+
+def with_perplexity(loss: float) -> dict[str, float]:
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700))}
+
+
 def class_metrics(predictions: "np.ndarray", references: "np.ndarray", names: list[str]) -> tuple[dict[str, float], "ScoreTable"]:
     """Return accuracy and macro F1, and a table with the scores of each class.
 

@@ -12,10 +12,12 @@ import numpy as np
 from accel_ddp.errors import UserError
 from accel_ddp.records.eval_tables import Table
 from accel_ddp.sources.data import iter_values
+from accel_ddp.sources.models import label_names
 from accel_ddp.sources.places import warn
 from accel_ddp.sources.table_files import FILE_FORMATS, SENTENCE_FILES, load_file, require_file, require_utf8
 from accel_ddp.tasks import tables
-from accel_ddp.tasks.labels import classes_of_model, describe_unknown, report_classes
+from accel_ddp.tasks.examples import literal, shorten
+from accel_ddp.tasks.labels import classes_of_model, describe_unknown, may_lack_classes, report_classes
 from accel_ddp.tasks.tables import Row, ScoreTable
 
 if TYPE_CHECKING:
@@ -73,6 +75,10 @@ class Tags:
     tag_ids: dict[str | int, int]
     is_declared: bool = False  # whether the dataset declares the names
     kind = "tags"  # of `--metrics`
+
+    @classmethod
+    def for_task(cls, train: "datasets.Dataset", test: "datasets.Dataset", cfg: Any) -> "Tags":
+        return cls.from_rows(train, test, cfg.tags_column, may_lack_classes(cfg, train), label_names(cfg))
 
     @classmethod
     def from_rows(
@@ -134,11 +140,13 @@ def find_problem(tokens: Any, row: Any, tags: Tags) -> str:
     return describe_unknown("tag", unknown, tags.names, tags.is_declared) if unknown else ""
 
 
-def first_text(rows: "datasets.Dataset", tokens_column: str, tags: Tags) -> str:
-    """Return the words of the first row that can be used as one text. At most 100 rows are read."""
+def example(rows: "datasets.Dataset", tokens_column: str, tags: Tags) -> str:
+    """Return code that tags the words of the first row that can be used. At most 100 rows are read."""
     some = rows.select(range(min(len(rows), 100)))
     usable = (row[tokens_column] for row in some if not find_problem(row[tokens_column], row[tags.column], tags))
-    return " ".join(next(usable, ["YOUR", "TEXT"]))
+    row = literal(shorten(" ".join(next(usable, ["YOUR", "TEXT"]))))
+    use = 'use = pipeline("token-classification", {model}, aggregation_strategy="first")'
+    return f'from transformers import pipeline; {use}; print(*use({row}), sep="\\n")'
 
 
 def prepare_for_words(tokenizer: Any, model: str) -> Any:

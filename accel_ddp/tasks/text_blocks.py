@@ -290,8 +290,9 @@ class StreamedBlocks(Dataset):
         return np.unique(np.linspace(0, len(self) - 1, self.SAMPLES).astype(int)).tolist()
 
 
-def make_blocks(cfg: Any, block_tokenizer: BlockTokenizer, tables: Sequence["datasets.Dataset"] | None) -> list[Any]:
+def make_blocks(cfg: Any, tokenizer: Any, tables: Sequence["datasets.Dataset"] | None) -> list[Any]:
     """Return blocks of `input_ids` and `words` of the tables for training and evaluation, or with `--streaming` of the files."""
+    block_tokenizer = BlockTokenizer(tokenizer, cfg.model, cfg.max_length)
     if tables is None:
         return stream_blocks(cfg, block_tokenizer)
     data.require_texts({"text_column": cfg.text_column}, *tables)

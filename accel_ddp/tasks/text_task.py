@@ -6,6 +6,7 @@ Importing this module is fast, as it is for `task`.
 from typing import Any, ClassVar
 
 from accel_ddp.config.options import columns_of
+from accel_ddp.errors import UserError
 from accel_ddp.tasks.task import Task
 
 
@@ -204,8 +205,67 @@ class TokenTask(TextTask):
         return {"loss": rows.sum(losses), "tokens": rows.sum((rows["labels"] != -100).long())}
 
 
+class MaskedTask(TokenTask):
+    """A task of blocks of tokens, of which some are masked. `generate` sets `guesses` of masked words, which it reports."""
+
+    model_class = "AutoModelForMaskedLM"
+
+    def adjust(self, model: Any) -> None:
+        has_head = any(word in name for name in model.config.architectures or [] for word in ("MaskedLM", "PreTraining"))
+        if self.cfg.lora_r and not has_head:  # they would leave a new head at random weights
+            reason = f"{self.cfg.model} has no masked language model head, and adapters do not train a new one"
+            raise UserError(f"--lora_r {self.cfg.lora_r}: {reason}. Leave --lora_r out.")
+
+    def report(self) -> str:
+        return self.guesses
+
+
+class TargetTask(TokenTask):
+    """A task of sources with the texts that an encoder-decoder generates from them."""
+
+    model_class = "AutoModelForSeq2SeqLM"
+    evaluated = ("source", "target", "max_length", "max_target_length")
+
+    def read(self) -> Any:
+        from accel_ddp.tasks.metrics import MoreMetrics
+
+        self.more_metrics = MoreMetrics(self.cfg, "texts", self.accelerator.is_main_process)
+        return super().read()
+
+    def encode(self, tables: Any) -> Any:
+        made = super().encode(tables)
+        self.sources, self.targets = made[1]["source"][:], made[1]["target"][:]
+        self.more_metrics.try_out(self.targets, sources=self.sources)
+        return made
+
+    def adjust(self, model: Any) -> None:
+        from accel_ddp.tasks.generation_metrics import build_generation_config, require_decoder
+
+        require_decoder(model, self.cfg)
+        options = self.cfg.max_new_tokens, self.cfg.num_beams
+        model.generation_config = build_generation_config(model.generation_config, *options)
+
+    def collate(self) -> Any:
+        return self.make_rows(target="labels")
+
+    @property
+    def example(self) -> str:
+        from accel_ddp.tasks.examples import literal, shorten
+
+        source = literal(self.cfg.prefix + shorten(self.sources[0]))
+        # Adapters have no generation config.
+        options = f"max_new_tokens={self.cfg.max_new_tokens}, num_beams={self.cfg.num_beams}"
+        return (
+            "from transformers import AutoModelForSeq2SeqLM as M, AutoTokenizer as T; t = T.from_pretrained({folder}); "
+            f'ids = M.from_pretrained({{folder}}).generate(**t({source}, return_tensors="pt"), {options}); '
+            "print(t.decode(ids[0], skip_special_tokens=True))"
+        )
+
+
 class ChatTask(TextTask):
     """A task of chats, prompts with answers, or texts. `format(rows)` returns how they become tokens."""
+
+    shares_rows = False  # whether short texts share rows
 
     def __init__(self, cfg: Any, accelerator: Any):
         from accel_ddp.tasks.chat import agree_on_today
@@ -221,7 +281,7 @@ class ChatTask(TextTask):
 
     @property
     def memory_rows(self) -> Any:
-        return self.rows
+        return () if self.shares_rows or getattr(self.cfg, "streaming", False) else self.rows
 
     def build(self) -> Any:
         from accel_ddp.tasks.generation_metrics import add_end_tokens

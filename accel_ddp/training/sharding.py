@@ -433,7 +433,7 @@ def _with_ddp(accelerator: Accelerator, terms: Terms) -> nn.Module:
     """Return terms with DDP over the ranks of their team, which may be those of a local worker."""
     if terms.team.size == 1 or not any(p.requires_grad for p in terms.parameters()):
         return terms
-    terms._ddp_params_and_buffers_to_ignore = [f"model.{name}" for name in compat.ignored_by_ddp(terms.model)]
+    compat.ignore_in_ddp(terms, [f"model.{name}" for name in compat.ignored_by_ddp(terms.model)])
     devices, handler = [accelerator.device.index] if accelerator.device.type == "cuda" else None, accelerator.ddp_handler
     wrapped = DistributedDataParallel(terms, devices, process_group=terms.team.group, **handler.to_kwargs() if handler else {})
     if handler:

@@ -14,7 +14,10 @@ GROUPS = {
     "Run a recipe": (
         "run", "train", "start", "load_model", "fit_and_export", "fit", "Task", "TextTask", "ClassTask", "TokenTask", "ChatTask",
     ),
-    "Options": ("TrainConfig", "RecipeConfig", "option", "column", "parse_config"),
+    "Tasks of single recipes": ("EmbeddingTask", "QueryTask", "RewardTask", "ImageTask", "MaskedTask", "TargetTask"),
+    "Options": (
+        "TrainConfig", "RecipeConfig", "ScoredConfig", "MinedConfig", "QueryConfig", "ImageConfig", "option", "column", "parse_config",
+    ),
     "Data and evaluation": ("TrainBatches", "EvalBatches", "evaluate", "Table"),
     "Ranks and errors": ("together", "UserError"),
     "Your own loop": ("Terms", "prepare", "train_step", "attach", "fit_memory"),
