@@ -96,7 +96,7 @@ class Speed:
 
     # ---- what `fit` calls
 
-    def choose_micro_batch_size(self, optimizer: torch.optim.Optimizer, workers: int) -> None:
+    def choose_micro_batch_size(self, optimizer: torch.optim.Optimizer, workers: int = 1) -> None:
         """Replace `--micro_batch_size auto` by a number. Call it after `prepare` and after a restore."""
         room = GRAPH_MEMORY if self.graphs else 1.0
         with self.plain_layers():
