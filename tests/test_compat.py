@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import copy
 import functools
 import re
 import socket
@@ -337,6 +338,26 @@ def test_a_layer_can_be_called_before_the_model(group):
     compat.make_root(model)
     assert model[0](torch.ones(1, 2)).shape == (1, 2)
     assert model(torch.ones(1, 2)).shape == (1, 2)  # torch refuses it if the layer has become a root
+
+
+class Scaled(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2))
+        self.scale = nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, x):
+        return self[0](x) * self.scale
+
+
+def test_parts_of_a_sharded_model_can_be_called_with_and_without_its_root(group):
+    torch.manual_seed(0)
+    plain, x = Scaled(), torch.ones(1, 2)
+    model = sharded(copy.deepcopy(plain))
+    expected = torch.autograd.grad(plain(x).sum(), [*plain.parameters()])
+    for compute in (lambda: model(x).sum(), lambda: (model[0](x) * model.scale).sum()):
+        compat.within_forward(model, compute).backward()
+        torch.testing.assert_close([p.grad.full_tensor() for p in model.parameters()], [*expected])
+        model.zero_grad()
 
 
 class Fails(nn.Module):
