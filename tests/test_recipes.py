@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -340,7 +340,8 @@ def test_evaluate_repeats_the_last_evaluation(name, options, tmp_path):
     case, given, run = CASES[name], options(name), tmp_path / "run"
     run_ranks(1, ROOT / "recipes" / f"{case.recipe}.py", *given, "--output_dir", run).well()
     files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    rows = ["--eval_file", given[given.index("--eval_file") + 1]] if case.rows else []
+    files_of = lambda at: [*takewhile(lambda word: not word.startswith("--"), given[at + 1 :])]
+    rows = ["--eval_file", *files_of(given.index("--eval_file"))] if case.rows else []
     rows += ["--metrics", *case.options[3:6]] if name == "classify" else []  # one is a folder, whose place is not published
     words = {"one": [run], "three": [run, "--num_processes", "3"], "export": [run / "model", *rows]}
     commands = [
