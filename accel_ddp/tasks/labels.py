@@ -46,8 +46,8 @@ class Labels:
             if cfg.num_labels not in (0, len(labels.names)):
                 reason = f"the data have {len(labels.names)} labels ({', '.join(labels.names[:20])})"
                 raise UserError(f"--num_labels {cfg.num_labels}: {reason}. Leave it out.")
-        if cfg.class_weights != "none" and labels.problem_type != "single_label_classification":
-            raise UserError(f"--class_weights {cfg.class_weights}: needs one label per row. This is {labels.problem_type}.")
+        if (weights := getattr(cfg, "class_weights", "none")) != "none" and labels.problem_type != "single_label_classification":
+            raise UserError(f"--class_weights {weights}: needs one label per row. This is {labels.problem_type}.")
         return labels
 
     @property
